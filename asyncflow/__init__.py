@@ -43,6 +43,7 @@ from asyncflow.errors import KernelError as KernelError
 from asyncflow.errors import OutOfMemoryError as OutOfMemoryError
 from asyncflow.errors import OverloadedError as OverloadedError
 from asyncflow.errors import PlacementError as PlacementError
+from asyncflow.errors import RaceWarning as RaceWarning
 from asyncflow.errors import ReplayError as ReplayError
 from asyncflow.errors import SessionClosedError as SessionClosedError
 from asyncflow.errors import ShapeError as ShapeError

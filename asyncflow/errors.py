@@ -19,6 +19,8 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     ├── SessionClosedError          a session used after close, or after a fork
     └── InternalError               a bug in asyncflow itself
 
+`RaceWarning` is a warning: a program has more than one outcome.
+
 `asyncio.CancelledError` stays itself: cancelling a run is not an error.
 
 All of them pickle, with their message, attributes and notes, and with their cause or its text.
@@ -320,6 +322,13 @@ class KernelError(AsyncflowError):
             lines.append(f"  inputs  {', '.join(self.inputs)}")
         lines.append(f"  built at {self.location}")
         return "\n".join(lines)
+
+
+class RaceWarning(UserWarning):
+    """A program with unordered effects may have several outcomes, and nothing says that this is meant.
+
+    `allow_races` says so of a variable; ``warnings.filterwarnings("ignore", category=af.RaceWarning)`` of all.
+    """
 
 
 def in_row(error: Exception, label: str, numbers: Sequence[int]) -> None:

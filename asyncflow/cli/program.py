@@ -7,11 +7,12 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from asyncflow.cli.target import Target, TargetError
+from asyncflow.graph.graph import Graph
 from asyncflow.runtime.loop import run
 
 FAILED = 1
@@ -21,13 +22,19 @@ _HERE = str(Path(__file__).resolve().parent)
 _IMPORT_SYSTEM = ("<frozen importlib", importlib.__file__)
 
 
-def run_program(target: Target, arguments: Sequence[str], observed: AbstractContextManager[object]) -> int:
+def run_program(
+    target: Target,
+    arguments: Sequence[str],
+    observed: AbstractContextManager[object],
+    on_graph: Callable[[Graph], object] | None = None,
+) -> int:
     """Loads and calls the target, and gives its exit code.
 
     Args:
         target: what to call; what it returns is awaited if it can be.
         arguments: the program's ``sys.argv[1:]``.
         observed: what the call stands in, such as a `Trace` that every graph run of the program is added to.
+        on_graph: what is done with a graph that the target names; None where it has to be something that runs.
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
@@ -38,7 +45,7 @@ def run_program(target: Target, arguments: Sequence[str], observed: AbstractCont
     """
     with _as_program(target, arguments):
         try:
-            call = target.load()
+            call = target.load(on_graph)
             with observed:
                 result = call()
                 if inspect.isawaitable(result):

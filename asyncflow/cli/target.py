@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self
 
+from asyncflow.graph.graph import Graph
+
 
 class TargetError(Exception):
     """A target that names nothing that can be called; the message says what to write instead."""
@@ -57,8 +59,11 @@ class Target:
         """The program's ``sys.argv[0]``."""
         return str(self.file) if self.file is not None else self.module
 
-    def load(self) -> Callable[[], object]:
+    def load(self, on_graph: Callable[[Graph], object] | None = None) -> Callable[[], object]:
         """Imports the module and gives the callable; for a whole file, one that runs it as ``python file.py`` would.
+
+        Args:
+            on_graph: is to be called with the graph, if the target names one.
 
         Raises:
             TargetError: no such module, no such name in it, not callable, or it needs arguments.
@@ -67,6 +72,8 @@ class Target:
         if not self.attribute:
             return partial(runpy.run_path, str(self.file), run_name=self.module)
         found = self.find()
+        if on_graph is not None and isinstance(found, Graph):
+            return partial(on_graph, found)
         if not callable(found):
             raise TargetError(f"{self.attribute} of {self.program} is a {type(found).__name__}; name a function")
         _check_no_arguments(self.attribute, found)

@@ -46,6 +46,7 @@ from asyncflow.compiler.regions.regions import make_regions
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.verify import verify
+from asyncflow.semantics.report import warn_of_races
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,8 +68,13 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         FeedError: a needed placeholder is not fed.
         GraphError: the graph is not a valid program.
         PlacementError: no device fits the constraints of a node.
+
+    Warns:
+        RaceWarning: effects are unordered, and some have no order.
     """
     program, options = Program(request, request.graph), context.options
+    if request.graph.effects == "unordered" and not has_primitives(request.graph.walk()):
+        warn_of_races(request.graph, request.roots, request.feeds)
     dump = start_dump(program, options.dump)
     for each in PASSES:
         if each.name in options.without or not (each.when is None or each.when(program, context)):
@@ -81,6 +87,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
     assert program.placement is not None
     assert program.survey is not None
     return Plan(
+        request=request,
         graph=program.graph,
         partitions=program.partitions,
         fetches=program.order,

@@ -31,6 +31,7 @@ from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import IDENTITY
+from asyncflow.semantics.report import describe_races
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.memory.saved import Saved
     from asyncflow.compiler.placement.node_costs import RegionEstimate
     from asyncflow.compiler.placement.place import Placement
+    from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.compiler.regions.loop_drivers import LoopDriver
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.errors import LoopIdentity
@@ -280,6 +282,7 @@ class Plan:
     """A compiled graph, ready to run any number of times.
 
     Attributes:
+        request: what it was compiled for.
         graph: the lowered graph.
         partitions: one per device.
         fetches: per fetch asked for, its position among the fetched values; None for a node, which has no value.
@@ -295,6 +298,7 @@ class Plan:
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
     """
 
+    request: PlanRequest
     graph: Graph
     partitions: list[Partition]
     fetches: list[int | None]
@@ -315,7 +319,7 @@ class Plan:
         where = ", ".join(parts)
         return f"<Plan: {where}; explain() tells more>"
 
-    def explain(self, *, source: bool = False, memory: bool = False) -> str:
+    def explain(self, *, source: bool = False, memory: bool = False, races: bool = False) -> str:
         """Tells in words what will run: per device the frames, and every node with its inputs.
 
         Of each `map_fn` whether it is lifted, and if not, why; of each `vertex_map` its three parts. With several
@@ -326,7 +330,12 @@ class Plan:
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
             memory: only what loops save for their gradients: each value, its bytes an iteration, and who reads it.
+            races: only reads and writes that nothing orders, and the lines that built them; of small
+                programs also the outcomes, each with an order that leads to it.
         """
+        if races:
+            graph, request = self.request.graph, self.request
+            return "\n".join(describe_races(graph, request.roots, request.feeds)) or "there are no races"
         if memory:
             return "\n".join(explain_saved(self.saved))
         lines = [

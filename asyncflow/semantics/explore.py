@@ -15,7 +15,7 @@ from io import StringIO
 from time import monotonic
 from typing import TypeAlias, cast
 
-from asyncflow.errors import FeedError
+from asyncflow.errors import FeedError, FetchError
 from asyncflow.graph.build import TensorLike, as_array
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph
@@ -104,7 +104,11 @@ def explore(
         if getattr(tensor, "graph", None) is not graph:
             raise FeedError(f"explore feeds tensors of the graph, outside its branches and loops; got {tensor!r}")
     given = {tensor: as_array(value, tensor.dtype) for tensor, value in (feeds or {}).items()}
-    rules = Rules(NeededGraph(graph, fetches, given), seed)
+    program = NeededGraph(graph, fetches, given)
+    inside = next((tensor for tensor in program.values if tensor.graph.is_subgraph), None)
+    if inside is not None:
+        raise FetchError(f"explore fetches tensors outside branches and loops; {inside!r} is inside one")
+    rules = Rules(program, seed)
     memory = {resource.effect_key: value for resource, value in (variables or {}).items()}
     search = _Exploring(rules, runs, max_states, max_seconds)
     with redirect_stdout(StringIO()):  # what the program prints, it would print in every order

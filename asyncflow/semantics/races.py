@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.graph import Graph
@@ -18,6 +18,8 @@ from asyncflow.semantics.orders import AccessOrder
 from asyncflow.semantics.program import NeededGraph
 from asyncflow.values import Nest
 
+_Between: TypeAlias = Literal["nodes", "iterations", "runs"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Race:
@@ -25,6 +27,7 @@ class Race:
 
     Attributes:
         resource: what they touch, such as ``variable w``.
+        variable: the resource itself; None for what is printed, and for what an op of the user's is about.
         first: the one that was written first.
         second: the other; or the same node, in another iteration or run.
         between: what has no order: the two ``"nodes"`` wherever both fire, only firings in different ``"iterations"``
@@ -32,9 +35,10 @@ class Race:
     """
 
     resource: str
+    variable: Resource | None
     first: Node
     second: Node
-    between: Literal["nodes", "iterations", "runs"]
+    between: _Between
 
     def __str__(self) -> str:
         pair = _told(self.first) if self.first is self.second else f"{_told(self.first)} and {_told(self.second)}"
@@ -147,10 +151,8 @@ def _within(orders: AccessOrder) -> Iterator[Race]:
                 first, second = sorted((place, other))
                 if (key, first, second) not in seen:
                     seen.add((key, first, second))
-                    between: Literal["nodes", "iterations"] = (
-                        "nodes" if _is_free(orders, first, second) else "iterations"
-                    )
-                    yield Race(_name(nodes[place], key), nodes[first], nodes[second], between)
+                    is_free = _is_free(orders, first, second)
+                    yield _race(key, nodes[first], nodes[second], "nodes" if is_free else "iterations")
 
 
 def _is_free(orders: AccessOrder, first: int, second: int) -> bool:
@@ -163,7 +165,7 @@ def _between(orders: AccessOrder) -> Iterator[Race]:
     for place, node in enumerate(orders.nodes):
         for key, against in rivals.of(place):
             for other in _places(against & ((2 << place) - 1)):
-                yield Race(_name(node, key), orders.nodes[other], node, "runs")
+                yield _race(key, orders.nodes[other], node, "runs")
 
 
 def _places(bits: int) -> Iterator[int]:
@@ -183,14 +185,20 @@ def _is_watched(node: Node, key: Hashable) -> bool:
     return not isinstance(key, Node) and not (resource is not None and resource.allows_races)
 
 
-def _name(node: Node, key: Hashable) -> str:
-    resource = _resource(node, key)
-    return f"{type(resource).__name__.lower()} {resource.name}" if resource is not None else str(key)
+def _race(key: Hashable, first: Node, second: Node, between: _Between) -> Race:
+    variable = _resource(second, key)
+    name = str(key) if variable is None else f"{type(variable).__name__.lower()} {variable.name}"
+    return Race(name, variable, first, second, between)
+
+
+def action(node: Node) -> str:
+    """The verb for what a node does to a resource, such as ``assign_add``."""
+    kinds = (f"{type(each).__name__.lower()}_" for each in resources_of(node))
+    return node.op.name.removeprefix(next(kinds, "")).removeprefix("user_")
 
 
 def _told(node: Node) -> str:
-    """The name of what a node does, and the user's line."""
     place = node.location
     file = Path(place.file)
     here = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return f"{node.op.name.removeprefix('variable_').removeprefix('user_')} ({here}:{place.line})"
+    return f"{action(node)} ({here}:{place.line})"

@@ -15,6 +15,7 @@ from tests.semantics.programs import Effects, outcome_key, outcome_keys, statefu
 async def seen(open_session: OpenSession, program: int, effects: Effects, seeds: range) -> tuple[int, int]:
     """How many outcomes a random program may have, and how many of them its runs had; none has another."""
     graph, fetches, variables = stateful_program(Random(program), effects)
+    af.allow_races(*variables)
     found = af.explore(graph, fetches, max_states=3000)
     if found.stopped:
         return 0, 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.graph.build import SupportsTensor
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.structured import levels
+from asyncflow.values import Value
 
 SavedValuesChoice: TypeAlias = Literal["auto", "keep", "swap", "recompute"]
 """What may be asked of values that loops save for their gradients."""
@@ -31,6 +34,40 @@ class PlanRequest(NamedTuple):
     """Run every side effect of the graph, fetched or not."""
     regions: bool = True
     """Compile clusters of nodes that never wait to Python functions."""
+
+    @property
+    def roots(self) -> list[Fetch]:
+        """All that the run has to run: fetches, streamed tensors with the loops around them, and effects."""
+        around = {body for tensor in self.streamed for body in _enclosing(tensor.graph)}
+        loops = [node for body in levels(self.graph) for node in body.nodes if not around.isdisjoint(node.subgraphs)]
+        effects = filter(has_side_effect, self.graph.nodes) if self.all_effects else ()
+        return [*self.fetches, *self.streamed, *loops, *effects]
+
+
+def _enclosing(graph: Graph) -> Iterator[Graph]:
+    body: Graph | None = graph
+    while body is not None:
+        yield body
+        body = body.parent
+
+
+_watchers: list[Callable[[PlanRequest, Sequence[Value]], object]] = []
+
+
+@contextmanager
+def watching(tell: Callable[[PlanRequest, Sequence[Value]], object]) -> Iterator[None]:
+    """Tells of each kind of run that any session begins inside, with what is fed to the first of it."""
+    _watchers.append(tell)
+    try:
+        yield
+    finally:
+        _watchers.remove(tell)
+
+
+def tell_watchers(request: PlanRequest, values: Sequence[Value]) -> None:
+    """Tells those who watch of a run."""
+    for tell in _watchers:
+        tell(request, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

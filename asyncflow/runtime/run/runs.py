@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncflow.compiler.program.request import tell_watchers
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.runtime.options import as_timeout, check_trace
 from asyncflow.runtime.run.admission import Admission, in_time
@@ -218,6 +219,7 @@ class Runs:
         inside = looks_inside(trace)
         request = call.request._replace(regions=False) if inside else call.request
         version = request.graph.version
+        tell_watchers(request, values)
         plan = await self._plans.get(request, self._compile, timeout)
         if not inside:
             call.plan, call.version = plan, version

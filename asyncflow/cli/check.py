@@ -1,0 +1,85 @@
+"""``asyncflow check``: names the races of a graph, or of all that a program runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+from asyncflow.cli.program import FAILED, run_program
+from asyncflow.cli.target import Target
+from asyncflow.compiler.program.request import PlanRequest, watching
+from asyncflow.errors import GraphError, RaceWarning
+from asyncflow.graph.builtin import CONSTANT, PLACEHOLDER
+from asyncflow.graph.graph import Graph, has_side_effect
+from asyncflow.graph.ir import Tensor
+from asyncflow.semantics.report import describe_races
+from asyncflow.values import Nest, Value
+
+
+def check(target: str, arguments: Sequence[str], *, runs: int = 1) -> int:
+    """Prints the races of `target`, each once, and gives the exit code.
+
+    Args:
+        target: ``file.py:name`` or ``package.module:name``, of a graph, all of which is looked at, or of a program,
+            which is run, and of which every kind of run is looked at.
+        arguments: the program's ``sys.argv[1:]``.
+        runs: 2 also looks for races between two runs of one session.
+
+    Returns:
+        0 if there are none; 1 if there are; as `asyncflow.cli.profile.profile` if the program fails.
+
+    Raises:
+        TargetError: `target` names neither a graph nor what can be called without arguments.
+    """
+    checking = _Checking(runs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RaceWarning)  # told below, and only once
+        code = run_program(Target.parse(target), arguments, watching(checking.add), checking.add_graph)
+    return checking.report() or code
+
+
+class _Checking:
+    """Collects kinds of runs, and tells of their races when the program is over."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs = runs
+        self.kinds: dict[PlanRequest, Sequence[Value]] = {}
+
+    def add(self, request: PlanRequest, values: Sequence[Value]) -> None:
+        """Takes note of a kind of run."""
+        self.kinds.setdefault(request, values)
+
+    def add_graph(self, graph: Graph) -> None:
+        """Takes note of a run of all effects of a graph, and of all values that nothing else uses."""
+        used = {tensor for node in graph.nodes for tensor in node.inputs}
+        wanted: list[Nest] = []
+        for node in graph.nodes:
+            if has_side_effect(node) and not node.subgraphs:
+                wanted.append(node)
+            elif node.op not in (CONSTANT, PLACEHOLDER):
+                wanted += [tensor for tensor in node.outputs if tensor not in used]
+        placeholders = [node.outputs[0] for node in graph.nodes if node.op is PLACEHOLDER]
+        self.kinds[PlanRequest(graph, tuple(wanted), tuple(placeholders))] = ()
+
+    def report(self) -> int:
+        """Prints; gives the exit code."""
+        told: list[str] = []
+        for request, values in self.kinds.items():
+            given = dict(zip(request.feeds, values, strict=True)) if len(values) == len(request.feeds) else None
+            told += self._told(request, given, told)
+        if not self.kinds:
+            print("no graph was run; name one, such as train.py:graph, or a function that runs it")
+        elif not told:
+            print("no races")
+        return FAILED if told else 0
+
+    def _told(self, request: PlanRequest, given: Mapping[Tensor, Value] | None, known: Collection[str]) -> list[str]:
+        try:
+            lines = list(
+                describe_races(request.graph, request.roots, request.feeds, given, runs=self.runs, known=known)
+            )
+        except GraphError as error:
+            lines = [f"not checked: {error.reason}"]
+        for line in lines:
+            print(line)
+        return [line for line in lines if line.startswith("race ")]
