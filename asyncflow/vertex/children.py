@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.control.row_store import RowStore
+    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Array, Kernel, Namespace
     from asyncflow.vertex.function import TracedFunction
@@ -144,9 +145,11 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
         own_loops=rows.own_loops,
         label=f"{rows.label[:-1]}/child)",
     )
+    each: Subgraph = node.attrs["each"]
     states = [LiftedValue(x, has_rows=True) for x in children.rows()]
-    captures = [LiftedValue(children.spread(x.tensor), True) if x.has_rows else x for x in inputs]
-    found = Lifting(edges, f"{node.name}/each").results(node.attrs["each"], [*states, *captures])
+    given = [LiftedValue(children.spread(x.tensor), True) if x.has_rows else x for x in inputs]
+    known = dict(zip([*each.inputs, *node.attrs["reads"]], [*states, *given], strict=True))
+    found = Lifting(edges, f"{node.name}/each").values(each, known, each.results)
     return [_reduced(edges.spread(x), children, node.attrs["reduce"]) for x in found]
 
 

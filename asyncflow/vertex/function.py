@@ -20,6 +20,7 @@ from asyncflow.ops.axes import static_int
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import kind_of
 from asyncflow.ops.statistical import accumulator_dtype
+from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
 
 REDUCTIONS: Final = ("sum", "mean", "max")
 REDUCE_CHILDREN = define(
-    "reduce_children", lambda *captures, each, reduce: tuple(x.spec for x in each.results), is_random=True
+    "reduce_children", lambda *inputs, each, reduce, reads: tuple(x.spec for x in each.results), is_random=True
 )
-"""The results of all children together: `each` is computed for every child. `vertex_map` builds it for all vertices."""
+"""The results of all children together: `each` is computed for every child. `vertex_map` builds it for all vertices.
+
+Its inputs are what `each` captures, and then the values of its `reads` of variables.
+"""
 not_differentiable(REDUCE_CHILDREN, because="it stands in vertex functions alone, and what is built of them is")
 
 
@@ -123,8 +127,11 @@ class Vertex:
         if not leaves:
             raise GraphError(f"{self._function}: the function of v.gather_all gives nothing to reduce")
         specs = tuple(x.spec for x in each.results)
-        attrs = {"each": each, "reduce": reduce}
-        node = body.add_node(REDUCE_CHILDREN, list(each.captures), attrs, specs, name="children")
+        # Variables are read once, as those are that the vertex itself uses, and not in each set.
+        reads = tuple(node for node in each.nodes if node.op is VARIABLE_READ and not node.control_inputs)
+        attrs = {"each": each, "reduce": reduce, "reads": [node.outputs[0] for node in reads]}
+        inputs = [*each.captures, *(node.attrs["variable"].read() for node in reads)]
+        node = body.add_node(REDUCE_CHILDREN, inputs, attrs, specs, name="children")
         return structure.unflatten(node.outputs)
 
     def scatter(self, state: Nest) -> None:
