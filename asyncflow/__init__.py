@@ -35,6 +35,7 @@ from asyncflow.errors import CheckpointError as CheckpointError
 from asyncflow.errors import DeadlineExceeded as DeadlineExceeded
 from asyncflow.errors import DeviceLostError as DeviceLostError
 from asyncflow.errors import DTypeError as DTypeError
+from asyncflow.errors import EndOfInput as EndOfInput
 from asyncflow.errors import FeedError as FeedError
 from asyncflow.errors import FetchError as FetchError
 from asyncflow.errors import GraphError as GraphError
@@ -80,6 +81,12 @@ from asyncflow.graph.spec import Spec as Spec
 from asyncflow.graph.spec import spec as spec
 from asyncflow.graph.text import print_graph as print_graph
 from asyncflow.graph.verify import verify as verify
+from asyncflow.inputs.files import read_arrays as read_arrays
+from asyncflow.inputs.files import read_lines as read_lines
+from asyncflow.inputs.files import read_records as read_records
+from asyncflow.inputs.generators import from_async_generator as from_async_generator
+from asyncflow.inputs.input import Input as Input
+from asyncflow.inputs.loop_over import loop_over as loop_over
 from asyncflow.jacobians import hessian as hessian
 from asyncflow.jacobians import hvp as hvp
 from asyncflow.jacobians import jacobian as jacobian

@@ -11,6 +11,7 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     ├── FetchError                  a thing that cannot be fetched, or a dead fetch
     ├── PlacementError              no device can run a node as requested
     ├── KernelError                 a node failed while running: node, tag, device, inputs, user line
+    │   ├── EndOfInput                an input has no more elements
     │   └── OutOfMemoryError          (also MemoryError)
     ├── HazardError                 two streams touch one buffer without an event between them
     ├── DeadlineExceeded            a run's ``timeout=`` passed               (also TimeoutError)
@@ -341,6 +342,16 @@ def in_row(error: Exception, label: str, numbers: Sequence[int]) -> None:
 def row_of(error: BaseException) -> str:
     """The row, such as ``map/3``, in which a kernel failed; empty if it does not work on rows."""
     return getattr(error, "row", "")
+
+
+class EndOfInput(KernelError):
+    """An input has no more elements, or is closed."""
+
+    def __init__(self, reason: str, *, node: str = "", op: str = "", **provenance: object) -> None:
+        super().__init__(reason, node=node, op=op, **provenance)  # type: ignore[arg-type]
+
+    def _message(self) -> str:
+        return super()._message() if self.node else self.reason
 
 
 class OutOfMemoryError(KernelError, MemoryError):

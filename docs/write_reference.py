@@ -27,6 +27,7 @@ ROOMS: Final = {
     "control": "Control flow",
     "lift": "Control flow",
     "state": "Variables and tables",
+    "inputs": "Reading",
     "semantics": "What programs may do",
     "autodiff": "Gradients",
     "jacobians": "Gradients",

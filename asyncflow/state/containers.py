@@ -61,6 +61,11 @@ class StateStore:
             if isinstance(error, BaseException):
                 raise error
 
+    async def aclose(self) -> None:
+        """Ends what states of the session's own have under way outside of runs, such as reading ahead."""
+        states = [state for _, state in self._private.values() if hasattr(state, "aclose")]
+        await asyncio.gather(*(state.aclose() for state in states))
+
     def clear(self) -> None:
         """Forgets the states of the session's own; those in containers stay there."""
         self._private.clear()

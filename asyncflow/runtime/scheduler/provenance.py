@@ -12,6 +12,7 @@ from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import (
     AsyncflowError,
     DeviceLostError,
+    EndOfInput,
     GraphError,
     KernelError,
     OutOfMemoryError,
@@ -52,6 +53,8 @@ def as_kernel_error(
     sizes: dict[str, int] = {}
     if isinstance(error, MemoryLimitExceeded):
         kind, sizes = OutOfMemoryError, {"requested": error.requested, "used": error.used, "limit": error.limit}
+    elif isinstance(error, EndOfInput) and not error.node:
+        kind, reason = EndOfInput, error.reason
     elif isinstance(error, MemoryError):
         kind, sizes = OutOfMemoryError, {"requested": 0, "used": 0, "limit": 0}
     found = None if node.region is None else node.region.place_of(error)

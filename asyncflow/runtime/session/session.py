@@ -203,6 +203,7 @@ class Session(NotPickled):
             closing.push_async_callback(self._runs.copies.aclose, _THREADS_END_S)
             closing.callback(self._release)  # before the devices, which may then give back all their memory
             closing.push_async_callback(self._leave_containers)
+            closing.push_async_callback(self.state.aclose)
             closing.push_async_callback(self._runs.stop)
             await self._runs.drain(grace_s)
 

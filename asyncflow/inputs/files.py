@@ -1,0 +1,166 @@
+"""Inputs that read files: lines of text, arrays, and records of bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from asyncflow.errors import GraphError
+from asyncflow.graph import nest
+from asyncflow.graph.dtypes import string
+from asyncflow.graph.spec import Spec
+from asyncflow.inputs.input import Input, new_input
+from asyncflow.inputs.stages import Element, as_value
+from asyncflow.values import Array, Nest
+
+Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+
+LENGTH_BYTES = 8
+"""Of the little-endian unsigned integer in front of each record."""
+
+
+BYTES = Spec(np.dtype("uint8"), (None,))
+
+
+def _files(paths: Paths) -> list[Path]:
+    files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not files:
+        raise GraphError("there is no file to read: paths is empty")
+    return [Path(path) for path in files]
+
+
+def read_lines(paths: Paths, *, encoding: str = "utf-8", prefetch: int = 4, name: str = "lines") -> Input:
+    """Reads text files line by line, one file after the other: strings, without what ends the line.
+
+    Args:
+        paths: a file, or several.
+        encoding: of the text; a line that is not in it fails the run.
+        prefetch: how many elements are read before they are asked for, 1 or more.
+        name: for messages and nodes.
+    """
+    files = _files(paths)
+
+    def lines() -> Generator[Element]:
+        for path in files:
+            with path.open(encoding=encoding) as file:
+                for line in file:
+                    yield (line.removesuffix("\n"),)
+
+    return new_input(lines, Spec(string, ()), prefetch=prefetch, name=name)
+
+
+def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arrays") -> Input:
+    """Reads files of arrays; each item along the first axis is an element.
+
+    A file is in memory as a whole while its items are read. ``.npy`` has one array; ``.npz`` and ``.safetensors``
+    (which needs the package of that name) have several by name, of one length. Files are plain data: objects in them
+    are refused.
+
+    Args:
+        paths: a file, or several; the suffix says of which kind.
+        spec: of an element: a `Spec` for ``.npy``, a dict of them by name for the others, which may have more arrays.
+        prefetch: how many elements are read before they are asked for, 1 or more.
+        name: for messages and nodes.
+    """
+    files = _files(paths)
+    for path in files:
+        if path.suffix not in _LOADERS:
+            raise GraphError(f"arrays are read from {', '.join(_LOADERS)}; got {str(path)!r}")
+        if (path.suffix == ".npy") is isinstance(spec, dict):
+            raise GraphError(f"the spec of {str(path)!r} is {'a Spec' if path.suffix == '.npy' else 'a dict by name'}")
+    leaves, structure = nest.flatten(spec)
+    names = [""] if structure.kind is None else list(map(str, structure.keys))
+
+    def rows() -> Generator[Element]:
+        for path in files:
+            loaded = _load(path)
+            missing = [each for each in names if each not in loaded]
+            if missing:
+                raise ValueError(f"{path} has no array {', '.join(missing)}; it has {', '.join(loaded)}")
+            arrays = [loaded[each] for each in names]
+            lengths = {array.shape[:1] for array in arrays}
+            if len(lengths) != 1 or () in lengths:
+                raise ValueError(f"arrays of {path} have to be equally long; got {[array.shape for array in arrays]}")
+            labels = [f"array {each!r} of {path}" if each else f"the array of {path}" for each in names]
+            for row in zip(*arrays, strict=True):
+                yield tuple(map(as_value, row, leaves, labels))
+
+    return new_input(rows, spec, prefetch=prefetch, name=name)
+
+
+def _load(path: Path) -> dict[str, Array]:
+    try:
+        return _LOADERS[path.suffix](path)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # each library has its own for a file that is damaged
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _load_npy(path: Path) -> dict[str, Array]:
+    return {"": np.load(path, allow_pickle=False)}
+
+
+def _load_npz(path: Path) -> dict[str, Array]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def _load_safetensors(path: Path) -> dict[str, Array]:
+    try:
+        from safetensors.numpy import load
+    except ImportError as error:
+        raise ImportError(f"{path}: install the package safetensors to read such files") from error
+    loaded: dict[str, Array] = load(path.read_bytes())
+    return loaded
+
+
+_LOADERS: dict[str, Callable[[Path], dict[str, Array]]] = {
+    ".npy": _load_npy,
+    ".npz": _load_npz,
+    ".safetensors": _load_safetensors,
+}
+
+
+def read_records(paths: Paths, spec: Spec = BYTES, *, prefetch: int = 4, name: str = "records") -> Input:
+    """Reads files of records: each is its number of bytes, 8 bytes little-endian, and then so many bytes.
+
+    Args:
+        paths: a file, or several.
+        spec: of a record: a number dtype, and a shape with at most one open extent. Numbers are little-endian.
+        prefetch: how many elements are read before they are asked for, 1 or more.
+        name: for messages and nodes.
+
+    Raises:
+        GraphError: a record cannot be like that.
+    """
+    files = _files(paths)
+    shape = spec.shape
+    if spec.dtype.kind not in "biufc" or shape is None or shape.count(None) > 1:
+        raise GraphError(f"a record is numbers, with at most one open extent; got {spec}")
+    extents = [-1 if extent is None else extent for extent in shape]
+
+    def records() -> Generator[Element]:
+        for path in files:
+            with path.open("rb") as file:
+                end = os.fstat(file.fileno()).st_size
+                while head := file.read(LENGTH_BYTES):
+                    at = file.tell()
+                    length = int.from_bytes(head, "little")
+                    if len(head) < LENGTH_BYTES or length > end - at:
+                        raise ValueError(f"{path} ends inside of a record, at byte {at - len(head)}")
+                    data = np.frombuffer(file.read(length), np.uint8)
+                    try:
+                        record = data.view(spec.dtype.newbyteorder("<")).reshape(extents)
+                    except ValueError as error:
+                        raise ValueError(f"{path}: {length} bytes at byte {at} are no {spec}") from error
+                    yield (as_value(record.astype(spec.dtype, copy=False), spec, f"a record of {path}"),)
+
+    return new_input(records, spec, prefetch=prefetch, name=name)
+
+
+__all__ = ["Paths", "read_arrays", "read_lines", "read_records"]

@@ -1,0 +1,52 @@
+"""Inputs whose elements the user's own code makes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from asyncflow.errors import GraphError
+from asyncflow.graph import nest
+from asyncflow.inputs.input import Input, new_input
+from asyncflow.inputs.stages import Element, as_value
+from asyncflow.state.immutable import immutable
+from asyncflow.values import Nest
+
+
+def from_async_generator(
+    fn: Callable[[], AsyncIterator[Nest]], spec: Nest, *, prefetch: int = 4, name: str = "generated"
+) -> Input:
+    """Elements of an asynchronous generator, which runs as a task on the session's event loop.
+
+    Args:
+        fn: an async generator function without arguments; called for each pass, and again after a restore.
+        spec: of what it yields: a `Spec`, or a nest of them.
+        prefetch: how many elements are made before they are asked for, 1 or more.
+        name: for messages and nodes.
+
+    Raises:
+        GraphError: `fn` is no async generator function.
+    """
+    if not inspect.isasyncgenfunction(fn):
+        raise GraphError(
+            f"from_async_generator takes an async generator function, `async def` with `yield`; got {fn!r}"
+        )
+    leaves, structure = nest.flatten(spec)
+    labels = [f"element{path} of {name!r}" for path in structure.paths()]
+
+    async def elements() -> AsyncGenerator[Element]:
+        made = fn()
+        try:
+            async for element in made:
+                try:
+                    found = nest.flatten_like(structure, element, nested_leaves=True)
+                except nest.StructureMismatch as error:
+                    raise GraphError(f"element of {name!r}: {error}") from None
+                yield tuple(immutable(as_value(*each)) for each in zip(found, leaves, labels, strict=True))
+        finally:
+            await made.aclose()
+
+    return new_input(elements, spec, prefetch=prefetch, name=name)
+
+
+__all__ = ["from_async_generator"]

@@ -1,0 +1,246 @@
+"""`Input`: a source of elements as a resource, and the ops that take one a firing."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncflow.errors import CheckpointError, GraphError, brief
+from asyncflow.graph import nest
+from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import bool_
+from asyncflow.graph.graph import is_name
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.nest import Structure
+from asyncflow.graph.op import Access, Effects, define, not_differentiable
+from asyncflow.graph.resource import Resource
+from asyncflow.graph.spec import Spec
+from asyncflow.inputs.read_ahead import ReadAhead, Source
+from asyncflow.inputs.stages import Batch, Element, Repetition, Shuffle, Stage, check_batch
+from asyncflow.ops.axes import static_int
+from asyncflow.values import Array, Kernel, Namespace, Nest
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The way from a source to the elements of an input.
+
+    Attributes:
+        source: what is read.
+        structure: the nest of an element.
+        specs: of its leaves.
+        stages: what elements go through.
+        ahead: how many are read before they are asked for.
+    """
+
+    source: Source
+    structure: Structure
+    specs: tuple[Spec, ...]
+    stages: tuple[Stage, ...] = ()
+    ahead: int = 4
+
+
+class Input(Resource):
+    """Elements that come in from outside, one a firing; made by `read_lines`, `read_arrays`, `read_records` and
+    `from_async_generator`.
+
+    It belongs to no graph, and each session reads it for itself, from the start. Reading is a few elements ahead of the
+    program, on a thread or in a task, and stops when these wait to be taken. How many have been taken is its position:
+    state, which a checkpoint may save. Closing the session closes what is open.
+
+    `shuffle`, `repeat` and `batch` give another input, which reads for itself.
+
+    >>> import asyncflow as af
+    >>> batches = af.read_lines("corpus.txt").shuffle(10_000, seed=1).repeat().batch(32)
+    >>> with af.Graph():
+    ...     batches.next()
+    <Tensor lines/next:0 string[?]>
+    """
+
+    def __init__(self, pipeline: Pipeline, name: str) -> None:
+        if not is_name(name):
+            raise GraphError(f"an input's name is a string that is not empty and has no ':' in it; got {name!r}")
+        if static_int(pipeline.ahead, "prefetch") < 1:
+            raise GraphError(f"at least 1 element is read ahead; got prefetch={pipeline.ahead}")
+        super().__init__(name, None)
+        self.pipeline = pipeline
+
+    @property
+    def effect_key(self) -> Hashable:
+        """Its elements are taken one after the other, in the order in which nodes were written."""
+        return ("input", self.serial)
+
+    @property
+    def spec(self) -> Nest:
+        """The spec of an element: a `Spec`, or a nest of them."""
+        return self.pipeline.structure.unflatten(self.pipeline.specs)
+
+    def create_state(self) -> InputState:
+        """A reading from the start."""
+        return InputState(self.name, self.pipeline)
+
+    def next(self, *, name: str | None = None) -> Nest:
+        """Takes the next element, and waits for it. Raises `EndOfInput`, in the run, where there is none."""
+        return self.pipeline.structure.unflatten(apply(INPUT_NEXT, name=name or f"{self.name}/next", input=self))
+
+    def has_more(self, *, name: str | None = None) -> Tensor:
+        """Whether another element comes, a bool; waits until that is known, and takes nothing."""
+        return apply(INPUT_HAS_MORE, name=name or f"{self.name}/has_more", input=self)[0]
+
+    def shuffle(self, size: int, *, seed: int = 0) -> Input:
+        """Elements in random order: each time one of `size` that are held, and in another with each pass of a `repeat`.
+
+        Args:
+            size: how many are held, 1 or more; with as many as there are, all orders are equally likely.
+            seed: of the order, 0 or more.
+        """
+        if static_int(size, "size") < 1 or static_int(seed, "seed") < 0:
+            raise GraphError(f"shuffle holds 1 element or more, and its seed is not negative; got {size} and {seed}")
+        return self._with(Shuffle(size, seed))
+
+    def repeat(self, times: int | None = None) -> Input:
+        """Reads the source `times` in all; None: again and again.
+
+        Raises:
+            GraphError: `times` is below 1, or the input is repeated already.
+        """
+        if times is not None and static_int(times, "times") < 1:
+            raise GraphError(f"an input is read once or more; got times={times}")
+        if any(isinstance(stage, Repetition) for stage in self.pipeline.stages):
+            raise GraphError(f"input {self.name!r} is repeated already; give one repeat() all the times")
+        return self._with(Repetition(times))
+
+    def batch(self, size: int, *, pad: complex | None = None, drop_remainder: bool = False) -> Input:
+        """Stacks `size` elements along a new first axis; the last batch may have fewer.
+
+        Args:
+            size: 1 or more.
+            pad: fills open extents up to the longest of the batch. The element is then ``(elements, lengths)``, and
+                `lengths` a nest like the element: ``int64[size]`` for a value with one open extent, one more axis for
+                several, None for none.
+            drop_remainder: leaves a last batch of fewer elements out, so that the extent is known.
+
+        Raises:
+            GraphError: `size` is below 1, or there is nothing that could be padded.
+        """
+        given = self.pipeline
+        check_batch(static_int(size, "size"), given.specs, pad)
+        stage = Batch(size, given.specs, pad, drop_remainder)
+        structure, specs = stage.outputs(given.structure)
+        return self._with(stage, structure=structure, specs=specs)
+
+    def _with(self, stage: Stage, **changed: object) -> Input:
+        pipeline = self.pipeline
+        return Input(replace(pipeline, stages=(*pipeline.stages, stage), **changed), self.name)  # type: ignore[arg-type]
+
+
+class InputState:
+    """One session's reading of an input.
+
+    Attributes:
+        position: how many elements have been taken.
+        reading: what is read ahead of that.
+    """
+
+    __slots__ = ("__weakref__", "_pipeline", "name", "position", "reading")
+
+    def __init__(self, name: str, pipeline: Pipeline) -> None:
+        self.name = name
+        self._pipeline = pipeline
+        self.position = 0
+        self.reading = self._from(0)
+
+    def __repr__(self) -> str:
+        return f"<InputState {self.name}, {self.position} elements taken>"
+
+    def _from(self, position: int) -> ReadAhead:
+        pipeline = self._pipeline
+        return ReadAhead(self.name, pipeline.source, pipeline.stages, pipeline.ahead, position)
+
+    async def has_more(self) -> np.bool_:
+        """Whether another element comes."""
+        return np.bool_(await self.reading.has_more())
+
+    async def next(self) -> Element:
+        """The next element."""
+        element = await self.reading.take()
+        self.position += 1
+        return element
+
+    def capture(self) -> dict[str, Array]:
+        """The position, at once: what was read ahead is read again."""
+        return {"position": np.array(self.position)}
+
+    def check(self, arrays: Mapping[str, Array]) -> None:
+        """Checks that a capture is one of an input.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        position = arrays.get("position")
+        if (
+            set(arrays) != {"position"}
+            or position is None
+            or position.shape
+            or position.dtype != np.int64
+            or position < 0
+        ):
+            raise CheckpointError(
+                f"input {self.name!r} has a position, an int64 of 0 or more; found {brief(dict(arrays))}"
+            )
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Goes on at a captured position: reads from the start, and leaves out what was taken before.
+
+        Raises:
+            CheckpointError: it is no capture of an input; nothing has changed.
+        """
+        self.check(arrays)
+        self.reading.stop()
+        self.position = int(arrays["position"])
+        self.reading = self._from(self.position)
+
+    async def aclose(self) -> None:
+        """Closes what is open."""
+        await self.reading.aclose()
+
+
+def new_input(source: Source, spec: Nest, *, prefetch: int, name: str) -> Input:
+    """An input of elements of that spec.
+
+    Raises:
+        GraphError: it is no spec, or nothing is read ahead.
+    """
+    specs, structure = nest.flatten(spec)
+    for leaf in specs:
+        if not isinstance(leaf, Spec):
+            raise GraphError(f"elements are described by af.spec(dtype, shape), or a nest of these; got {leaf!r}")
+    return Input(Pipeline(source, structure, tuple(specs), ahead=prefetch), name)
+
+
+def _effects(node: Node) -> Effects:
+    return ((node.attrs["input"].effect_key, Access.WRITE),)
+
+
+def _next_spec(*, input: Input) -> tuple[Spec, ...]:
+    return input.pipeline.specs
+
+
+def _next_kernel(xp: Namespace, *, input: InputState) -> Kernel:
+    return input.next
+
+
+def _has_more_kernel(xp: Namespace, *, input: InputState) -> Kernel:
+    return input.has_more
+
+
+# What is read is the user's, and so may be the code that reads it.
+INPUT_NEXT = define("input_next", _next_spec, _next_kernel, is_async=True, is_user=True, effects=_effects)
+INPUT_HAS_MORE = define(
+    "input_has_more", lambda *, input: Spec(bool_, ()), _has_more_kernel, is_async=True, is_user=True, effects=_effects
+)
+not_differentiable(INPUT_NEXT, INPUT_HAS_MORE, because="elements come from outside, as feeds do")
+
+__all__ = ["Input", "InputState", "Pipeline", "new_input"]

@@ -1,0 +1,202 @@
+"""`ReadAhead`: one reading of a source, which is ahead of whoever takes elements by a few.
+
+Reading is a *job*: of a thread for a source that blocks, of a task for one that awaits. A job ends when enough elements
+wait, and the next begins when half of them have been taken (back-pressure), so nothing waits in a thread. Only the job
+touches the source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias, cast
+
+from asyncflow.errors import EndOfInput
+from asyncflow.inputs.stages import Element, Passes, Stage
+
+Source: TypeAlias = "Callable[[], Generator[Element] | AsyncGenerator[Element]]"
+"""Opens a source for one pass. What it has open it closes when it ends, fails, or is closed."""
+
+CLOSE_S = 5.0
+"""Seconds for a read that is under way, when its session closes."""
+
+
+class ReadAhead:
+    """Elements of a source, on one event loop.
+
+    Args:
+        name: of the input, for messages.
+        source: what to read.
+        stages: what elements go through.
+        ahead: how many elements are read before they are asked for; at least 1.
+        skip: how many elements to leave out.
+
+    Attributes:
+        waits: how often somebody found no element and had to wait.
+    """
+
+    def __init__(self, name: str, source: Source, stages: Sequence[Stage], ahead: int, skip: int = 0) -> None:
+        self._name = name
+        self._source = source
+        self._ahead = ahead
+        self._skip = skip
+        self._passes = Passes(stages)
+        self._reading: Generator[Element] | AsyncGenerator[Element] | None = None
+        self._ready: deque[Element] = deque()
+        self._end: Exception | None = None  # why no element follows those that are ready
+        self._job: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._changed = asyncio.Event()
+        self._waiting = 0
+        self._is_closing = False
+        self.waits = 0
+
+    # -- for those who take --------------------------------------------------------------------------------------
+
+    async def has_more(self) -> bool:
+        """Whether another element comes; waits until one is there, or none will be.
+
+        Raises:
+            Exception: reading has failed.
+        """
+        if not self._ready:
+            await self._wait()
+        if not self._ready and not isinstance(self._end, EndOfInput):
+            raise self._failure()
+        return bool(self._ready)
+
+    async def take(self) -> Element:
+        """The next element. Cancellation: none is taken.
+
+        Raises:
+            EndOfInput: there is none.
+            Exception: reading has failed.
+        """
+        while not self._ready:
+            if not await self.has_more():
+                raise self._failure()
+        element = self._ready.popleft()
+        self._read_on()
+        return element
+
+    def _failure(self) -> Exception:
+        assert self._end is not None
+        return EndOfInput(str(self._end)) if isinstance(self._end, EndOfInput) else self._end
+
+    async def _wait(self) -> None:
+        self._waiting += 1  # before the last look: the job looks at it after each element
+        self.waits += 1
+        try:
+            while not self._ready and self._end is None:
+                self._changed.clear()
+                self._read_on()
+                if not self._ready and self._end is None:
+                    await self._changed.wait()
+        finally:
+            self._waiting -= 1
+
+    # -- the job -------------------------------------------------------------------------------------------------
+
+    def _read_on(self) -> None:
+        if self._job is not None or self._end is not None or 2 * len(self._ready) > self._ahead:
+            return
+        self._loop = asyncio.get_running_loop()
+        if self._reading is None:
+            self._reading = self._source()
+        if isinstance(self._reading, AsyncGenerator):
+            self._job = self._loop.create_task(self._read_awaiting(), name=f"read {self._name}")
+        else:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"asyncflow reads {self._name}")
+            self._job = self._loop.run_in_executor(self._pool, self._read_blocking)
+        self._job.add_done_callback(self._job_ended)
+
+    def _job_ended(self, job: asyncio.Future[None]) -> None:
+        self._job = None
+        if job.cancelled():
+            self.stop()  # by the generator itself
+        elif (error := job.exception()) is not None:
+            # What would end the interpreter is not for the event loop of the application.
+            self._end = error if isinstance(error, Exception) else RuntimeError(f"reading ended with {error!r}")
+        self._changed.set()
+        if self._is_closing:
+            return
+        if self._end is not None and self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+        elif self._waiting:
+            self._read_on()
+
+    def _is_enough(self) -> bool:
+        return len(self._ready) >= self._ahead or self._is_closing
+
+    def _read_blocking(self) -> None:
+        try:
+            while not self._is_enough() and self._end is None:
+                for element in cast("Generator[Element]", self._reading):
+                    self._deliver(self._passes.feed(element))
+                    break
+                else:
+                    self._pass_ended()
+        except BaseException:
+            cast("Generator[Element]", self._reading).close()  # a stage has failed, and the file is still open
+            raise
+
+    async def _read_awaiting(self) -> None:
+        try:
+            while not self._is_enough() and self._end is None:
+                async for element in cast("AsyncGenerator[Element]", self._reading):
+                    self._deliver(self._passes.feed(element))
+                    break
+                else:
+                    self._pass_ended()
+        except BaseException:
+            await cast("AsyncGenerator[Element]", self._reading).aclose()
+            raise
+
+    def _pass_ended(self) -> None:
+        """Opens the source for the next pass, if there is one."""
+        found, more = self._passes.end_of_pass()
+        self._deliver(found)
+        if more:
+            self._reading = self._source()
+        else:
+            self._end = EndOfInput(f"input {self._name!r} has no more elements")
+
+    def _deliver(self, elements: Iterable[Element]) -> None:
+        for element in elements:
+            if self._skip:
+                self._skip -= 1
+                continue
+            self._ready.append(element)
+            if self._waiting and self._loop is not None:
+                self._loop.call_soon_threadsafe(self._changed.set)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Reads no more; who waits gets `EndOfInput`. What is open is closed when this is dropped."""
+        self._is_closing = True
+        self._end = self._end or EndOfInput(f"input {self._name!r} is closed")
+        self._changed.set()
+        if isinstance(self._job, asyncio.Task):
+            self._job.cancel()
+
+    async def aclose(self) -> None:
+        """Stops, and closes the source. A read that takes longer than 5 s is left behind."""
+        self.stop()
+        if self._job is not None:
+            await asyncio.wait([self._job], timeout=CLOSE_S)
+        if self._job is None:
+            if isinstance(self._reading, AsyncGenerator):
+                await self._reading.aclose()
+            elif self._reading is not None and self._pool is not None:
+                await asyncio.get_running_loop().run_in_executor(self._pool, self._reading.close)
+        if self._pool is not None:
+            self._pool.shutdown(wait=self._job is None)
+
+
+__all__ = ["CLOSE_S", "ReadAhead", "Source"]
