@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         "one iteration too many is live",
         SCHEDULER,
-        "if frame.live >= frame.info.parallel_iterations:",
-        "if frame.live > frame.info.parallel_iterations:",
+        "is_full = frame.live >= frame.info.parallel_iterations or frame.parked",
+        "is_full = frame.live > frame.info.parallel_iterations or frame.parked",
         "while_loop",
         "test_27",
     ),

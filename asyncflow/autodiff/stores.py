@@ -21,7 +21,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
     from typing import Self
 
     from asyncflow.devices.swapping import Swapping
@@ -83,9 +83,7 @@ class MovingLog(StoreLog["Value"]):
 
     __slots__ = ("_always", "_label", "_run", "_swapping")
 
-    def __init__(
-        self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: Hashable, always: bool
-    ) -> None:
+    def __init__(self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, always: bool) -> None:
         super().__init__(entries)
         self._swapping, self._label, self._run, self._always = swapping, label, run, always
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.compiler.regions.loop_drivers import LoopDriver
     from asyncflow.compiler.regions.regions import Region
+    from asyncflow.devices.swap import WorkingSet
     from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
@@ -231,6 +232,7 @@ class PlanFrame:
         exits: Exits that lead out of it.
         acknowledges: the transfer that brings the predicate, of which the sender wants to hear when an iteration has
             ended here; 0 where the predicate is made, and outside loops over several devices.
+        working_set: what an iteration takes, for one that asks for that before it begins.
     """
 
     path: FramePath
@@ -244,6 +246,7 @@ class PlanFrame:
     exits: list[PlanNode] = field(default_factory=list)
     n_enters: int = 0
     acknowledges: int = 0
+    working_set: WorkingSet | None = None
 
     def __post_init__(self) -> None:
         self.label = self.loop.label

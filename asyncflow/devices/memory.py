@@ -116,7 +116,23 @@ class MemoryAccount:
     after its callback ran, hence never while `_settle` has not seen it.
     """
 
-    __slots__ = ("_device", "_exact", "_freed", "_limit", "_live", "_lock", "_peak", "_stores", "_used", "advise")
+    __slots__ = (
+        "_device",
+        "_exact",
+        "_freed",
+        "_lap",
+        "_limit",
+        "_live",
+        "_lock",
+        "_peak",
+        "_stores",
+        "_used",
+        "advise",
+        "total",
+    )
+
+    total: int
+    """Bytes counted so far, those that are free again among them."""
 
     advise: Callable[[], str]
     """Says, for errors, why more did not move away."""
@@ -133,7 +149,7 @@ class MemoryAccount:
         self._freed: deque[_Watch] = deque()
         self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
         self._used = 0
-        self._peak = 0
+        self._peak = self._lap = self.total = 0
         self._stores = 0
         self._exact = 0
         self.advise = str
@@ -162,7 +178,15 @@ class MemoryAccount:
     @property
     def peak(self) -> int:
         """The most bytes ever held at a time."""
-        return self._peak
+        return max(self._peak, self._lap)
+
+    def lap(self) -> int:
+        """The most bytes held at a time since this was asked for last."""
+        with self._lock:
+            self._settle()
+            most, self._lap = self._lap, self._used
+            self._peak = max(self._peak, most)
+            return most
 
     def track(self, value: object, label: str = "") -> None:
         """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.
@@ -204,7 +228,7 @@ class MemoryAccount:
         with self._lock:
             buffers = len(self._buffers())
             return MemoryStatistics(
-                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=buffers
+                device=self._device, used=self._used, peak=self.peak, limit=self._limit, buffers=buffers
             )
 
     def _buffers(self) -> list[LiveBuffer]:
@@ -242,7 +266,8 @@ class MemoryAccount:
             nbytes = len(fresh) * held.entry_nbytes + sum(map(_small_nbytes, fresh))
             watch.nbytes += nbytes
             self._used += nbytes
-            self._peak = max(self._peak, self._used)
+            self.total += nbytes
+            self._lap = max(self._lap, self._used)
         # What was fed counts once a store holds it.
         buffers = [owner_of(value) for value in fresh if isinstance(value, np.ndarray)]
         for buffer in (*held.buffers(), *buffers):
@@ -279,7 +304,8 @@ class MemoryAccount:
             watch = self._live[key] = _Watch(owner, self._freed.append)
             watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, -1
             self._used += nbytes
-            self._peak = max(self._peak, self._used)
+            self.total += nbytes
+            self._lap = max(self._lap, self._used)
             return self._used
 
     def _settle(self) -> None:
@@ -333,8 +359,9 @@ class ChargedAccount(MemoryAccount):
             used = self._used + nbytes
             if limit is None or used <= limit:
                 self._used = used
-                if used > self._peak:
-                    self._peak = used
+                self.total += nbytes
+                if used > self._lap:
+                    self._lap = used
                 self._next = charge = self._next + 1
                 self._charges[charge] = nbytes, label
                 return charge

@@ -12,6 +12,11 @@ Rules, the paper's:
 4. Values come back in the order in which they are read, the newest first: an iteration ahead, and further if by what
    copies and steps have taken so far they would come late; and only into memory that is free.
 5. A value that is read before it has left stays where it is.
+6. A loop asks before each iteration for what one takes at most, as measured. Where that is not free, more values go,
+   and the iteration begins once there is room, or no copy out is in flight that could make some.
+7. Runs that only compute have an age. To begin an iteration, one leaves the older ones what theirs take; if it cannot,
+   all of its values go, and it waits until they have ended, or there is room. The oldest waits for copies alone, so
+   that nobody waits for ever. Other runs wait for nobody, and nobody for them.
 
 ==========  ===========================  ================================================================
 state       told                         becomes
@@ -32,13 +37,14 @@ Bytes that went out come in, or are thrown away: ``moved_out == moved_in + disca
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from asyncflow.devices.protocol import Placed
 
@@ -60,6 +66,12 @@ _AHEAD_UP_TO = 0.75
 _AHEAD = 2.0
 """How many times what its copy is expected to take a value is asked for before it is read."""
 
+_GUESS = 2
+"""How many times what one of another loop of the run takes an iteration is expected to, until that is known."""
+
+_MEASURED = 3
+"""So many iterations of a loop say how much one takes."""
+
 _MEMORY = 0.9
 """The weight of what was measured before."""
 
@@ -74,6 +86,13 @@ class Account(Protocol):
     @property
     def used(self) -> int:
         """Bytes it holds, those of copies that come in among them."""
+
+    @property
+    def total(self) -> int:
+        """Bytes it has taken so far, whatever it gave back."""
+
+    def lap(self) -> int:
+        """The most bytes it has held at a time since this was asked for last."""
 
 
 class Space:
@@ -105,6 +124,43 @@ class Space:
         """Give bytes back."""
         with self._lock:
             self.used -= nbytes
+
+
+class WorkingSet:
+    """The memory that one iteration of a loop takes, as measured where one ran by itself.
+
+    Attributes:
+        most: bytes held at a time, at most, above those when it began.
+        total: bytes taken, whatever it gave back.
+    """
+
+    __slots__ = ("_account", "_count", "_is_shared", "most", "total")
+
+    def __init__(self, account: Account) -> None:
+        self.most = self.total = 0
+        self._account = account
+        self._count = 0
+        self._is_shared = False
+
+    def expected(self, largest: int) -> int:
+        """The most, guessed before a few were measured, where `largest` is what is known of other loops."""
+        return self.most if self._count >= _MEASURED else _GUESS * max(self.most, largest)
+
+    def fits(self, count: int) -> bool:
+        """Whether there is room for so many iterations at a time, in whatever order they run, beside what is there."""
+        limit = self._account.limit
+        if limit is None:
+            return True
+        fits = self._count >= _MEASURED and count * self.total <= limit - self._account.used
+        self._is_shared |= fits
+        return fits
+
+    def measured(self, most: int, total: int) -> None:
+        """So many bytes were taken since the last iteration began that was by itself."""
+        if not self._is_shared:
+            self.most, self.total = max(self.most, most), max(self.total, total)
+            self._count += 1
+        self._is_shared = False
 
 
 class SavedState(enum.Enum):
@@ -151,9 +207,12 @@ class SavedGroup:
         out: those that have left, or are leaving, the newest last.
         saves, reads: how fast they follow one another.
         last: the rank of the last value that each node saved.
+        until: an iteration reads values of higher rank, as far as is known.
+        sets: of the loops that have asked last for room for an iteration.
+        largest: what any has asked for.
     """
 
-    key: Hashable
+    key: int
     count: int = 0
     live: int = 0
     newest: SavedHandle | None = None
@@ -162,6 +221,20 @@ class SavedGroup:
     saves: _Pace = field(default_factory=_Pace)
     reads: _Pace = field(default_factory=_Pace)
     last: dict[str, int] = field(default_factory=dict)
+    until: int = 0
+    sets: Sequence[WorkingSet] = ()
+    largest: int = 0
+
+    @property
+    def takes(self) -> int:
+        """The bytes that its iteration takes; a guess where none was measured."""
+        return sum(working_set.expected(self.largest) for working_set in self.sets)
+
+    @property
+    def needs(self) -> int:
+        """The same, with those of what has to come back first."""
+        read = itertools.takewhile(lambda handle: handle.rank > self.until, reversed(self.out))
+        return self.takes + sum(handle.nbytes for handle in read if handle.state is SavedState.AWAY)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -200,6 +273,15 @@ class SavedHandle:
 
     def __repr__(self) -> str:
         return f"<SavedHandle {self.label} #{self.rank} {self.state.name} {self.nbytes} B>"
+
+
+class _Lap(NamedTuple):
+    """The beginning of an iteration that is measured."""
+
+    group: SavedGroup
+    used: int
+    total: int
+    ahead: int
 
 
 class Orders(NamedTuple):
@@ -245,7 +327,10 @@ class SwapManager:
         self.missing = 0
         self._account = account
         self._spaces = spaces
-        self._groups: dict[Hashable, SavedGroup] = {}
+        self._groups: dict[int, SavedGroup] = {}
+        self._ages: set[int] = set()
+        self._lap: _Lap | None = None
+        self._ahead = 0
         self._ns_per_byte = ns_per_byte
         self._copied = [0, 0]
         self._held = {"kept": 0, "host": 0, "disk": 0}
@@ -261,6 +346,7 @@ class SwapManager:
         handle.stride = handle.rank - group.last.get(handle.label, handle.rank - 1)
         group.last[handle.label] = handle.rank
         group.saves.note(now_ns, handle.rank, 1)
+        group.until = handle.rank - handle.stride
         self._held["kept"] += handle.nbytes
         self._unasked += handle.nbytes
         out: list[SavedHandle] = []
@@ -278,6 +364,7 @@ class SwapManager:
         group = handle.group
         into: list[SavedHandle] = []
         group.reads.note(now_ns, handle.rank, -1)
+        group.until = handle.rank - 2 * handle.stride
         self._late += handle.state is SavedState.AWAY
         if handle.state is SavedState.LEAVING:
             self._stay(handle)
@@ -346,9 +433,47 @@ class SwapManager:
             while known and known[-1].state is SavedState.GONE:
                 known.pop()
         group.live -= 1
-        if not group.live and self._groups.get(group.key) is group:
+        if not (group.live or group.sets) and self._groups.get(group.key) is group:
             del self._groups[group.key]
         return True
+
+    def enters(self, key: int) -> None:
+        """A run begins that only computes: it may wait for older ones, and younger ones for it."""
+        self._ages.add(key)
+
+    def leaves(self, key: int) -> None:
+        """A run has ended."""
+        self._ages.discard(key)
+        self._groups.pop(key, None)
+
+    def asks(self, key: int, sets: Sequence[WorkingSet]) -> tuple[bool, Orders]:
+        """A run is to begin an iteration of these loops: whether it may now, and who makes room."""
+        group, most, lap = self.group(key), self._account.lap(), self._lap
+        if lap is not None and lap.group is group and len(sets) == 1 and group.sets == sets:
+            ahead = self._ahead - lap.ahead
+            sets[0].measured(most - lap.used - ahead, self._account.total - lap.total - ahead)
+        group.sets = sets
+        group.largest = max(group.largest, *(working_set.most for working_set in sets))
+        return self.admits(key)
+
+    def admits(self, key: int) -> tuple[bool, Orders]:
+        """The same, for one that has asked, and has to again."""
+        group, limit = self._groups.get(key), self._account.limit
+        out: list[SavedHandle] = []
+        if group is None or limit is None:
+            return True, Orders()
+        elders = [x for x in self._groups.values() if x.key < key and {x.key, key} <= self._ages]
+        missing = self._account.used + group.needs + sum(x.needs for x in elders) - limit
+        if missing > 0:
+            if elders:
+                self._clear(limit, (group,), out)
+            else:  # for the next iteration as well, which then need not wait
+                self._clear(missing + group.needs - self._leaving, self._youngest_first(), out)
+            if self._leaving or elders:
+                return False, Orders(out=out)
+        self._account.lap()
+        self._lap = _Lap(group, self._account.used, self._account.total, self._ahead)
+        return True, Orders(out=out)
 
     def relieve(self) -> Orders:
         """Those that go because memory is short now."""
@@ -358,7 +483,7 @@ class SwapManager:
 
     # -- asked ---------------------------------------------------------------------------------------------------
 
-    def group(self, key: Hashable) -> SavedGroup:
+    def group(self, key: int) -> SavedGroup:
         """The values that one run saves; to be asked for at each save."""
         found = self._groups.get(key)
         if found is None:
@@ -369,7 +494,10 @@ class SwapManager:
     def is_short(self) -> bool:
         """Whether so much is held that whoever needs more should wait for the copies out that are in flight."""
         limit = self._account.limit
-        return self._leaving > 0 and limit is not None and self._account.used > _FULL * limit
+        if not self._leaving or limit is None:
+            return False
+        largest = max((group.largest for group in self._groups.values()), default=0)
+        return self._account.used > min(_FULL * limit, limit - largest)
 
     def statistics(self) -> SwapStatistics:
         """A snapshot."""
@@ -389,14 +517,20 @@ class SwapManager:
         if limit is None or self._unasked < limit * _GRAIN:
             return
         self._unasked = 0
-        over = self._account.used - self._leaving - _SHORT * limit
-        for group in reversed(self._groups.values()):
-            while over > 0 and group.kept:
+        self._clear(self._account.used - self._leaving - _SHORT * limit, self._youngest_first(), out)
+
+    def _youngest_first(self) -> list[SavedGroup]:
+        return sorted(self._groups.values(), key=lambda group: -group.key)
+
+    def _clear(self, nbytes: float, groups: Iterable[SavedGroup], out: list[SavedHandle]) -> None:
+        """Have so many bytes of these runs go, of each the oldest first."""
+        for group in groups:
+            while nbytes > 0 and group.kept:
                 handle = group.kept[0]
                 if handle.state is SavedState.KEPT and not handle.has_moved:
                     if not self._goes(handle, out):
                         return
-                    over -= handle.nbytes
+                    nbytes -= handle.nbytes
                 group.kept.popleft()
 
     def _goes(self, handle: SavedHandle, out: list[SavedHandle]) -> bool:
@@ -415,7 +549,9 @@ class SwapManager:
     def _fetch_ahead(self, group: SavedGroup, rank: int, into: list[SavedHandle]) -> None:
         """Start what is to be read soon: all down to this rank, an iteration away, and what else would come late."""
         limit, step_ns = self._account.limit, group.reads.step_ns() or group.saves.step_ns()
-        free = None if limit is None else _AHEAD_UP_TO * limit - self._account.used - sum(x.nbytes for x in into)
+        free = None
+        if limit is not None:
+            free = min(_AHEAD_UP_TO * limit, limit - group.takes) - self._account.used - sum(x.nbytes for x in into)
         while group.out:
             handle = group.out[-1]
             if handle.state in (SavedState.AWAY, SavedState.LEAVING):
@@ -427,6 +563,8 @@ class SwapManager:
                     return
                 if is_away:
                     self._come(handle, into)
+                    if handle.rank < rank:  # further than an iteration: only because there is room
+                        self._ahead += handle.nbytes
                     if free is not None:
                         free -= handle.nbytes
                 else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import Placed
-from asyncflow.devices.swap import LEAST_BYTES, Orders, SavedHandle, SavedState, Space, SwapManager, SwapStatistics
+from asyncflow.devices.swap import (
+    LEAST_BYTES,
+    Orders,
+    SavedHandle,
+    SavedState,
+    Space,
+    SwapManager,
+    SwapStatistics,
+    WorkingSet,
+)
 from asyncflow.errors import SessionClosedError
 
 if TYPE_CHECKING:
@@ -54,6 +63,15 @@ class SavedEntry:
         self.view = view
 
 
+class _Pause(NamedTuple):
+    """Somebody who waits for memory before more is launched."""
+
+    run: int | None
+    """The run, if it has asked for room for an iteration."""
+    resume: Callable[[], None]
+    loop: AbstractEventLoop
+
+
 class _Owner(weakref.ref[object]):
     """A weak reference to what owns the memory of a value, by which it is known again."""
 
@@ -73,6 +91,7 @@ class Swapping(ABC):
     """Moves saved values of one device of a session. All threads may call it; it never blocks but where it `waits`.
 
     Attributes:
+        account: of the device.
         manager: decides; only to be asked under the lock.
         spaces: where values may go.
         waits: `take` gives what is there, and waits for it.
@@ -88,6 +107,7 @@ class Swapping(ABC):
         least_bytes: int = LEAST_BYTES,
         ns_per_byte: float = 0.1,
     ) -> None:
+        self.account = account
         self.manager = SwapManager(account, spaces, least_bytes=least_bytes, ns_per_byte=ns_per_byte)
         self.spaces = spaces
         self._least_bytes = least_bytes
@@ -100,11 +120,11 @@ class Swapping(ABC):
         self._changed = Condition(self._lock)
         self._waiting = 0
         self._is_closed = False
-        self._paused: list[tuple[Callable[[], None], AbstractEventLoop]] = []
+        self._paused: list[_Pause] = []
 
     # -- for stores ----------------------------------------------------------------------------------------------
 
-    def keep(self, value: Value, label: str, run: Hashable, *, always: bool) -> Value:
+    def keep(self, value: Value, label: str, run: int, *, always: bool) -> Value:
         """Take a value that is saved, or leave it to the store: gives what that is to hold.
 
         Args:
@@ -182,12 +202,36 @@ class Swapping(ABC):
             return state is SavedState.AWAY or state is SavedState.COMING
         return state is SavedState.AWAY and self.manager.is_short
 
-    def throttle(self, resume: Callable[[], None], loop: AbstractEventLoop) -> bool:
-        """Whether launching has to pause until a copy out has ended; `loop` then calls ``resume()``."""
-        if not self.manager.is_short:
+    # -- for runs ------------------------------------------------------------------------------------------------
+
+    def enter(self, run: int) -> None:
+        """A run begins that only computes, and may wait for older ones."""
+        self.manager.enters(run)
+
+    def leave(self, run: int) -> None:
+        """A run has ended, or is to: it waits no more, and nobody for it."""
+        with self._locked():
+            self.manager.leaves(run)
+
+    def lacks(self, run: int, *sets: WorkingSet) -> bool:
+        """Whether a run that is to begin an iteration of these loops has to pause first."""
+        with self._lock:
+            may, orders = self.manager.asks(run, sets)
+            self._start(orders)
+            return not may
+
+    def throttle(self, resume: Callable[[], None], loop: AbstractEventLoop, run: int | None = None) -> bool:
+        """Whether launching has to pause; once it need not, `loop` calls ``resume()``.
+
+        Args:
+            resume: goes on.
+            loop: the event loop.
+            run: one that `lacks` memory, and waits for that; None for until there is some, or no copy out is in flight.
+        """
+        if run is None and not self.manager.is_short:
             return False
         with self._locked():  # which looks whether that is still so
-            self._paused.append((resume, loop))
+            self._paused.append(_Pause(run, resume, loop))
         return True
 
     def close(self) -> None:
@@ -279,11 +323,22 @@ class Swapping(ABC):
         """Have those look again who wait, and those go on who have paused."""
         if self._waiting:
             self._changed.notify_all()
-        if self._paused and not self.manager.is_short:
-            paused, self._paused = self._paused, []
-            for resume, loop in paused:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(resume)
+        if not self._paused:
+            return
+        paused, self._paused = sorted(self._paused, key=lambda pause: pause.run or 0), []
+        for pause in paused:
+            if self._may_go_on(pause.run):
+                if not pause.loop.is_closed():
+                    pause.loop.call_soon_threadsafe(pause.resume)
+            else:
+                self._paused.append(pause)
+
+    def _may_go_on(self, run: int | None) -> bool:
+        if run is None:
+            return not self.manager.is_short
+        may, orders = self.manager.admits(run)
+        self._start(orders)
+        return may
 
     def _settle(self) -> None:
         """Drop what stores have let go of; who has the lock does so when it gives that back."""

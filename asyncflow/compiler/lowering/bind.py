@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
-from asyncflow.compiler.program.kernels import bind_kernel, bind_launch, bind_member, bind_region
+from asyncflow.compiler.program.kernels import asks_for_memory, bind_kernel, bind_launch, bind_member, bind_region
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.device_loops import bind_device_loop
+from asyncflow.devices.swap import WorkingSet
 from asyncflow.graph.dtypes import VARIANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from asyncflow.compiler.plan import Partition
+    from asyncflow.compiler.plan import Partition, PlanFrame
     from asyncflow.compiler.program.kernels import Resolve
     from asyncflow.compiler.program.request import PlanOptions
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.protocol import Device
+    from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Kernel, Namespace, Value
@@ -63,6 +65,8 @@ class Binding:
             layout = Layout(nodes.get(device.name, ()), frames, self.streams, bind, bind_region)
             fetched = {node: position for node, position in positions.items() if node.device == device.name}
             partitions.append(layout.build(device.name, fetched, len(positions)))
+            if device.swapping is not None and device.memory.limit is not None:
+                _watch_iterations(partitions[-1].frames, device.memory)
         return partitions
 
     def kernel(self, device: Device, node: Node) -> Kernel:
@@ -87,22 +91,33 @@ class Binding:
         region: Region = node.attrs["region"]
         generate_region = partial(generate, region, node.name, max_iterations=self.options.max_iterations)
         launching, stream = device.asynchronous, self.streams.get(node, 0)
-        must_wait = None if device.swapping is None else device.swapping.must_wait
         if launching is None:
             # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
             track = device.memory.track if self.options.debug or device.memory.limit is not None else None
-            code = generate_region(partial(self.kernel, device), track=track, must_wait=must_wait)
+            code = generate_region(partial(self.kernel, device), track=track, swapping=device.swapping)
             return code, code.function
 
         def bind(member: Node) -> Kernel:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
-        code = generate_region(bind, track=None, enqueues=True, must_wait=must_wait)
+        code = generate_region(bind, track=None, enqueues=True, swapping=device.swapping)
         # A graph that is replayed raises nothing.
         asks = launching.capabilities.capture_if(self.options.cuda_graphs) or launching.charge is not None
         could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)
         asked = self.options.cuda_graphs
         return code, bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
+
+
+def _watch_iterations(frames: Mapping[FramePath, PlanFrame], memory: MemoryAccount) -> None:
+    """Has the loops ask for memory that move saved values."""
+    for path, frame in frames.items():
+        within = [other for at, other in frames.items() if at != path and at[: len(path)] == path]
+        if path and _asks_for_memory(frame) and not any(map(_asks_for_memory, within)):
+            frame.working_set = WorkingSet(memory)
+
+
+def _asks_for_memory(frame: PlanFrame) -> bool:
+    return asks_for_memory([node for planned in frame.nodes for node in (planned.source, *planned.region_nodes())])
 
 
 def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:

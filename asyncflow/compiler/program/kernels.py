@@ -26,6 +26,7 @@ from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
 
 if TYPE_CHECKING:
@@ -60,6 +61,16 @@ def waits_for_saved(node: Node) -> Sequence[Tensor] | None:
     if node.op is READ_SAVED:
         return None if is_small_spec(node.outputs[0].spec) else node.inputs
     return None if node.op is not SAVE or is_small_spec(node.inputs[2].spec) else node.inputs[:1]
+
+
+def asks_for_memory(body: Sequence[Node]) -> bool:
+    """Whether iterations with all these nodes save or read values that may move, and are no more than that.
+
+    Of nested loops only the inner ones ask: what an iteration of an outer one has saved may go while it lasts.
+    """
+    inner = (node.body.walk() for node in body if isinstance(node, WhileNode))
+    waits = [node for node in body if waits_for_saved(node) is not None]
+    return bool(waits) and not any(waits_for_saved(node) is not None for nodes in inner for node in nodes)
 
 
 def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.placement.node_costs import may_be_long
-from asyncflow.compiler.program.kernels import is_small_spec, waits_for_saved
+from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.row_buffers import RowBuffer, leading_inputs, rows_appended
 from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.swap import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import KernelContext
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncflow.compiler.regions.regions import Region
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
@@ -83,7 +85,7 @@ def generate(
     max_iterations: int | None,
     enqueues: bool = False,
     decide: Callable[[StructuredNode], Callable[..., object]] | None = None,
-    must_wait: Callable[..., bool] | None = None,
+    swapping: Swapping | None = None,
 ) -> RegionCode:
     """The function of `region`.
 
@@ -96,10 +98,10 @@ def generate(
         enqueues: the kernels only enqueue work on a device that looks after its own buffers.
         decide: for a function that nobody stops, and that does not branch or loop: gives what to call in place of a
             branch or loop. The function yields what that returns, and is sent the results.
-        must_wait: says of a store, and a number there, whether a value, or room for one, is not there yet. The function
-            then yields False before it goes on.
+        swapping: moves saved values. The function yields False before it waits for one, and a `WorkingSet` before an
+            iteration for which memory is short.
     """
-    return _Generator(region, bind, track, max_iterations, enqueues, decide, must_wait).generate(name)
+    return _Generator(region, bind, track, max_iterations, enqueues, decide, swapping).generate(name)
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ class _Generator:
     max_iterations: int | None
     enqueues: bool
     decide: Callable[[StructuredNode], Callable[..., object]] | None
-    must_wait: Callable[..., bool] | None
+    swapping: Swapping | None
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class _Generator:
     phases: list[Phase] = field(default_factory=list)
 
     def generate(self, name: str) -> RegionCode:
-        reserved = "budget", "context", "track", "in_iteration", "must_wait", "TooManyIterations", "RowBuffer"
+        reserved = "budget", "context", "track", "in_iteration", "must_wait", "lacks", "TooManyIterations", "RowBuffer"
         self.taken.update(dict.fromkeys(reserved, 0))
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
@@ -294,9 +296,9 @@ class _Generator:
             slot = buffers.slot_for(node, index, kernel, self.new_slot)
             out = slot or self.room(node, buffers) or buffers.rows_for(node, index, kernel, self.value, self.new_rows)
             self.buffered.update(x for x in node.outputs if x in buffers.slots or x in buffers.row_slots)
-        if self.must_wait is not None and (waits := waits_for_saved(node)) is not None:
+        if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
-            self.bound.setdefault("must_wait", self.must_wait)
+            self.bound.setdefault("must_wait", self.swapping.must_wait)
             self.line(block, f"if must_wait({', '.join(map(self.value, waits))}):")
             self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, out)
@@ -422,6 +424,7 @@ class _Generator:
             self.part(block)  # as between phases
         inner = _KnownNames((*block.loops, (loop.label, counter)), block.depth + 1)
         self.put_predicate(condition, block, inner)
+        self.put_ask(node, inner)
         carried = self.carried(condition, body, n_vars)
         self.put_line(body.nodes, body.results, inner, carried)
         for variable, result in zip(variables, body.results, strict=True):
@@ -439,6 +442,16 @@ class _Generator:
         self.line(inner, f"{counter} += 1")
         self.checkpoint(inner)
         self.names.update(zip(node.outputs, variables, strict=True))
+
+    def put_ask(self, node: WhileNode, block: _KnownNames) -> None:
+        """Asks for the memory of an iteration."""
+        if self.swapping is None or self.swapping.account.limit is None or not asks_for_memory(node.body.walk()):
+            return
+        self.needs_context = True
+        self.bound.setdefault("lacks", self.swapping.lacks)
+        working_set = self.bind_name(f"{node.name}_set", "working_set", WorkingSet(self.swapping.account))
+        self.line(block, f"if lacks(context.run, {working_set}):")
+        self.line(block.deeper(), f"budget = yield {working_set}")
 
     def carried(self, condition: Subgraph, body: Subgraph, n_vars: int) -> frozenset[Tensor]:
         """The results of a loop body whose buffers take turns with those of its variables."""

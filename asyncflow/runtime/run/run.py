@@ -54,6 +54,8 @@ class Run:
     staying: Collection[int | None] = ()
     """Indexes of the fetches whose values stay on their device."""
     on_end: Callable[[Run], None] | None = None
+    has_age: bool = False
+    """It only computes: where memory is short it waits for older runs, and younger ones for it."""
     id: int = field(default_factory=itertools.count(1).__next__, init=False)
     """Unique in the process."""
     part: RunPart = field(init=False)

@@ -242,14 +242,14 @@ class Runs:
         return None
 
     async def _in_turn(
-        self, start: Callable[[], Run], plan: Plan, timeout: float | None, asked_s: float
+        self, start: Callable[..., Run], plan: Plan, timeout: float | None, asked_s: float
     ) -> list[Value]:
         """The values of a run that is done again, alone, if it passes the memory limit beside others."""
 
         async def attempt() -> list[Value]:
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
-            return await start().wait()
+            return await start(has_age=True).wait()
 
         assert self.memory_turns is not None
         waits = partial(in_time, timeout, asked_s, "runs that it does not fit into memory with did not end")
@@ -290,6 +290,8 @@ class Runs:
         channel: Channel | None,
         staying: Collection[int | None] = (),
         claim: Claim | None = None,
+        *,
+        has_age: bool = False,
     ) -> Run:
         if self.closed is not None:  # while the plan was compiled
             raise SessionClosedError(self.closed)
@@ -307,6 +309,7 @@ class Runs:
             emitter=channel,
             staying=staying,
             on_end=self._forget,
+            has_age=has_age,
         )
         if claim is not None:
             claim.part = run.part

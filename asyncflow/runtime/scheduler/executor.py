@@ -82,6 +82,8 @@ class Executor:
     _is_driven: bool = field(default=False, init=False)
     _swapping: Swapping | None = field(init=False)
     _throttled: bool = field(default=False, init=False)
+    lacks_memory: bool = field(default=False, init=False)
+    """An iteration is to begin for which there may be no memory yet."""
     # Made when something is to cross, or is a generator or a coroutine.
     _ports: Ports | None = field(default=None, init=False)
     _regions: Regions | None = field(default=None, init=False)
@@ -94,6 +96,8 @@ class Executor:
         self.device = run.devices[partition.device]
         self.asynchronous = self.device.asynchronous
         self._swapping = self.device.swapping
+        if self._swapping is not None and run.has_age:
+            self._swapping.enter(run.number)
         if run.trace is not None:
             number = len(run.executors)
             self.recorder = Recorder(run.trace, run.id, self.device, run.turn.clock, seed, number)
@@ -189,9 +193,10 @@ class Executor:
                             break
                         budget -= 7
                 elif ready:  # many primitives were routed
-                    budget -= 7
+                    budget = 0 if scheduler.asks else budget - 7
                 elif self._regions is not None and self._regions.suspended:
-                    self._regions.step(deadline_ns)
+                    if not self.lacks_memory:
+                        self._regions.step(deadline_ns)
                     if self.stopped:
                         break
                     budget = 0
@@ -234,7 +239,12 @@ class Executor:
         device, swapping = self.asynchronous, self._swapping
         if device is not None and device.throttle(self._resume):
             return True
-        return swapping is not None and swapping.throttle(self._resume, self.run.turn.loop)
+        if swapping is None:
+            return False
+        asks, self.scheduler.asks = self.scheduler.asks, []
+        lacks, self.lacks_memory = self.lacks_memory, False
+        run = self.run.number if lacks or (asks and swapping.lacks(self.run.number, *asks)) else None
+        return swapping.throttle(self._resume, self.run.turn.loop, run)
 
     def _resume(self) -> None:
         """The device has caught up with what was launched on it."""
@@ -332,6 +342,8 @@ class Executor:
         self.is_closed = True
         if self._coroutines is not None:
             self._coroutines.close()
+        if self._swapping is not None:
+            self._swapping.leave(self.run.number)
         del self.run, self._ports, self._regions, self._coroutines
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -470,6 +482,8 @@ class Executor:
             return
         self.stopped = True
         self.scheduler.abort()
+        if self._swapping is not None:
+            self._swapping.leave(self.run.number)
         if self._ports is not None:
             self._ports.incoming.clear()
         if self._coroutines is not None:

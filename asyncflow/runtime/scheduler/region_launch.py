@@ -69,6 +69,9 @@ class Regions:
             with executor.recording(firing.spans):
                 while now < deadline_ns:
                     now = firing.run_slice()
+                    if firing.lacks_memory:
+                        executor.lacks_memory = True
+                        break
                     if device is not None:
                         break  # the throttle decides whether to go on
                     if firing.is_heavy or firing.is_waiting:  # looked at first: a heavy slice ends behind the deadline
@@ -98,7 +101,11 @@ class Regions:
         def take(result: object, error: BaseException | None, times: Times) -> None:
             status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
             self._record_part(firing, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
-            if error is None and not executor.stopped:
+            if error is None and firing.lacks_memory:  # which is not for a thread to wait for
+                executor.lacks_memory = True
+                if not executor.stopped:
+                    self.suspended.append(firing)
+            elif error is None and not executor.stopped:
                 firing.learn(times.computed_ns)
                 executor.complete(node, iteration, firing.inputs, result)
             elif error is not None and not isinstance(error, Stopped):

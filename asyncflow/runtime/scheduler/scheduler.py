@@ -13,8 +13,9 @@ Rules (EuroSys '18, fig. 5)
    started or not. A dead Enter delivers a dead token.
 7. Exit: a live token leaves its frame at once; a dead one is dropped, and when the frame ends, every Exit that never
    saw a live token delivers a dead one. A second live one is an error.
-8. NextIteration: a live token starts the next iteration, or is parked while `parallel_iterations` are live; a dead
-   one stops here. Control edges of Enter, Exit and NextIteration lead to where their values go.
+8. NextIteration: a live token starts the next iteration, or is parked while `parallel_iterations` are live, or memory
+   is short for one more; a dead one stops here. Control edges of Enter, Exit and NextIteration lead to where their
+   values go.
 9. An iteration ends when nothing in it is ready or running, its child frames have ended, its predecessor has ended,
    and, for iteration 0, all Enters have arrived. A frame ends with its last iteration, unless tokens are parked. The
    run is done when the root iteration ends.
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from asyncflow.compiler.plan import Dead, Partition, PlanNode
+    from asyncflow.devices.swap import WorkingSet
     from asyncflow.values import Value
 
     Firing = tuple[PlanNode, Iteration, Sequence[Value]]
@@ -121,6 +123,9 @@ class Scheduler:
         self.ended: list[tuple[int, tuple[int, ...]]] = []
         """Iterations that have ended and of which another partition wants to hear, as (transfer, counters)."""
         self.max_iterations = max_iterations
+        self.asks: list[WorkingSet] = []
+        """Those of loops of which an iteration has begun by itself, for which there may be no memory yet. `next_firing`
+        gives none until somebody has emptied it."""
         self.routed = 0
         """Primitives that were routed, since somebody set it to 0."""
         self._root = Frame(partition.root, None)
@@ -144,12 +149,12 @@ class Scheduler:
         """The next firing to execute; None if there is none yet.
 
         Routes the primitives it meets on the way. None with an empty ``ready`` means that all that is left waits for
-        firings handed out before; else many primitives were routed, and the caller may look at the clock and call
-        again: a loop without kernels would hold it for ever.
+        firings handed out before; else somebody ``asks`` for memory, or many primitives were routed, and the caller may
+        look at the clock and call again: a loop without kernels would hold it for ever.
         """
         ready = self.ready
         for routed in _ROUTES:
-            if not ready:
+            if not ready or self.asks:
                 self.routed += routed
                 break
             node, iteration = ready.popleft()
@@ -234,6 +239,7 @@ class Scheduler:
         """Drops everything; firings handed out must not be completed any more."""
         self.ready.clear()
         self.ended.clear()
+        self.asks.clear()
         # An error that somebody keeps leads here, and must not keep values as well.
         self.results = [None] * self.partition.n_fetches
         for iteration in list(self._live()):
@@ -434,7 +440,9 @@ class Scheduler:
         following = iteration.next
         if following is None:
             frame = iteration.frame
-            if frame.live >= frame.info.parallel_iterations:
+            working_set = frame.info.working_set
+            is_full = frame.live >= frame.info.parallel_iterations or frame.parked
+            if is_full or (working_set is not None and not working_set.fits(frame.live + 1)):
                 frame.parked.append((node, value))
                 return
             following = self._start_iteration(frame, node)
@@ -455,6 +463,8 @@ class Scheduler:
         if previous is not None:
             previous.next = iteration
         frame.newest = iteration
+        if not frame.live and frame.info.working_set is not None:
+            self.asks.append(frame.info.working_set)
         frame.live += 1
         for ready in frame.constant_ready:
             self._make_ready(ready, iteration)

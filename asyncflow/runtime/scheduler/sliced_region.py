@@ -15,6 +15,7 @@ from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.swap import WorkingSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +60,7 @@ class SlicedRegion:
     node: PlanNode
     iteration: Iteration
     inputs: Sequence[Value]
-    generator: GeneratorType[bool | None, int | None, tuple[Value, ...]]
+    generator: GeneratorType[bool | WorkingSet | None, int | None, tuple[Value, ...]]
     spans: Spans | None = None
     """What an asynchronous device records of it; None if the run is not traced."""
     clock: Callable[[], int] | None = None
@@ -70,6 +71,8 @@ class SlicedRegion:
     """The last slice held the event loop for too long, so that the rest belongs on a thread."""
     is_waiting: bool = field(default=False, init=False)
     """It has stopped before it waits for a saved value, which is for a thread."""
+    lacks_memory: bool = field(default=False, init=False)
+    """It has stopped before an iteration for which memory is short."""
     is_suspect: bool = field(init=False)
     """An earlier slice may have, in this firing or the one before."""
     is_unsettled: bool = field(default=False, init=False)
@@ -122,17 +125,18 @@ class SlicedRegion:
         clock = self.clock or perf_counter_ns
         before = clock()
         try:
-            begins_loop = self.generator.send(self.budget)
+            why = self.generator.send(self.budget)
         except StopIteration:
             now = clock()
             self._note_phase(before, now)
             self._take_time(before, now, busy_ns)
             raise
         now = clock()
-        self.is_waiting = begins_loop is False
+        begins_loop = why is True
+        self.is_waiting, self.lacks_memory = why is False, isinstance(why, WorkingSet)
         self._note_phase(before, now)
         taken, spent = self._take_time(before, now, busy_ns)
-        self.is_watched = (self.is_suspect and not self.is_proved) or bool(begins_loop)
+        self.is_watched = (self.is_suspect and not self.is_proved) or begins_loop
         # What iterations took so far says nothing about those of another loop.
         self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
         return now
@@ -197,7 +201,7 @@ class SlicedRegion:
         self.node.cost.observe(self.size, self.inline_ns + computed_ns)
 
     def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Value, ...]:
-        """Runs on a thread until it ends; watched until it has proved heavy.
+        """Runs on a thread until it ends, or lacks memory; watched until it has proved heavy.
 
         Raises:
             Stopped: `is_stopped` said so at a back edge.
@@ -206,6 +210,8 @@ class SlicedRegion:
         try:
             while not is_stopped():
                 self.run_slice()
+                if self.lacks_memory:
+                    return ()
         except StopIteration as ended:
             outputs: tuple[Value, ...] = ended.value
             return outputs
