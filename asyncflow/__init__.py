@@ -69,6 +69,8 @@ from asyncflow.graph.dtypes import uint8 as uint8
 from asyncflow.graph.dtypes import uint16 as uint16
 from asyncflow.graph.dtypes import uint32 as uint32
 from asyncflow.graph.dtypes import uint64 as uint64
+from asyncflow.graph.files import load_graph as load_graph
+from asyncflow.graph.files import save_graph as save_graph
 from asyncflow.graph.graph import Graph as Graph
 from asyncflow.graph.ir import Node as Node
 from asyncflow.graph.ir import Tensor as Tensor

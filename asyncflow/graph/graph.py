@@ -14,6 +14,7 @@ from asyncflow.foreign_names import close_names
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import PICKLE_GRAPHS, Node, NodeId, Tensor
 from asyncflow.graph.op import Access, Effects
+from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import StructuredNode, levels
 from asyncflow.pickling import NotPickled
 
@@ -302,6 +303,11 @@ class Graph(NotPickled):
     def walk(self) -> list[Node]:
         """Every node, those of branches and loops included, outer before inner."""
         return [node for graph in levels(self) for node in graph.nodes]
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        """The variables and other resources that its nodes touch, in the order in which they come."""
+        return tuple(dict.fromkeys(each for node in self.walk() for each in resources_of(node)))
 
 
 def is_name(name: object) -> bool:

@@ -15,13 +15,13 @@ from asyncflow.graph.dtypes import as_dtype, string
 from asyncflow.graph.graph import Graph, Subgraph, is_name
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, find_op
-from asyncflow.graph.resource import Resource
+from asyncflow.graph.resource import Resource, revived
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec, show_specs, specs_agree
 from asyncflow.graph.text import KEY_TYPES, quote_name
 from asyncflow.graph.tokens import Tokens
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
+NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
 _CONSTANTS: dict[str, Any] = {"none": None, "true": True, "false": False, "nan": float("nan")}
 _DTYPE = r"bool|u?int(8|16|32|64)|float(16|32|64|96|128)|bfloat16|complex(64|128|192|256)|string|variant"
 _CALLS: dict[str, tuple[type, int]] = {"complex": (complex, 2), "slice": (slice, 3)}
@@ -29,7 +29,13 @@ _KEYS = "a key of a dict is a string, number, bool or none, and stands there onc
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-def parse_graph(text: str, *, ops: Mapping[str, Op] = _NONE, resources: Mapping[str, Resource] = _NONE) -> Graph:
+def parse_graph(
+    text: str,
+    *,
+    ops: Mapping[str, Op] = NOTHING_GIVEN,
+    resources: Mapping[str, Resource] = NOTHING_GIVEN,
+    file: str = "",
+) -> Graph:
     """The graph that a text such as `print_graph` makes stands for.
 
     The text is not trusted: nothing in it is evaluated, and time and memory are bounded by its length. A graph that
@@ -38,12 +44,14 @@ def parse_graph(text: str, *, ops: Mapping[str, Op] = _NONE, resources: Mapping[
     Args:
         text: see `asyncflow.graph.text` for its form.
         ops: ops by name, looked up before the registered ones.
-        resources: the resources that the text names, by the names they have there.
+        resources: the resources that the text names, by the names they have there; those that it describes need not be
+            given.
+        file: where the text is from, for messages.
 
     Raises:
         GraphError: the text is malformed or does not fit the ops; the message shows line and column.
     """
-    return _Parser(text, ops, resources).graph()
+    return _Parser(text, file, ops, resources).graph()
 
 
 class _Reference(NamedTuple):
@@ -60,8 +68,8 @@ class _Parser(Tokens):
     The inputs of a merge that takes later nodes, which closes a loop, are found when all is read.
     """
 
-    def __init__(self, text: str, ops: Mapping[str, Op], given: Mapping[str, Resource]) -> None:
-        super().__init__(text)
+    def __init__(self, text: str, file: str, ops: Mapping[str, Op], given: Mapping[str, Resource]) -> None:
+        super().__init__(text, file)
         self._ops = ops
         self._given = given
         self._resources: dict[str, Resource] = {}
@@ -88,8 +96,14 @@ class _Parser(Tokens):
     def _declare(self) -> None:
         start, label = self.offset, self.name("resource", "a resource's name such as '@v'")
         self.expect("=")
-        described = self.name("string", "a description of the resource in quotes")
+        meaning = "a description of the resource in quotes, or its kind"
+        kind = "" if self.kind == "string" else self.take("word", meaning)
+        described = kind or self.name("string", "")
+        attrs = self._attrs() if kind else {}
         self.check(label not in self._resources, f"resource @{label} is declared twice", start)
+        if kind and label not in self._given:
+            self._resources[label] = self.located(start, partial(revived, kind), attrs)
+            return
         fault = f"no resource is given for @{label} ({described}); pass resources={{{label!r}: ...}}"
         self.check(isinstance(self._given.get(label), Resource), fault, start)
         self._resources[label] = self._given[label]
@@ -101,7 +115,7 @@ class _Parser(Tokens):
             self._read_node(graph)
 
     def _read_node(self, graph: Graph) -> None:
-        start, location = self.offset, SourceLocation("<text>", self.line, "<text>")
+        start, location = self.offset, SourceLocation(self.file or "<text>", self.line, "<text>")
         name = self._reference("a node's name such as '%x'", indexed=False).name
         self.check(name not in self._nodes, f"two nodes are named {name!r}; names are unique in a graph", start)
         self.check(is_name(name), f"a node is named {name!r}; a name may not be empty, and has no ':' in it", start)

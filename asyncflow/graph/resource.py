@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Self
 
-from asyncflow.graph.ir import Node
+from asyncflow.errors import GraphError, told
+from asyncflow.graph.ir import Attrs, Node
 
 _serial = itertools.count()
+_kinds: dict[str, Callable[[Attrs], Resource]] = {}
 
 
 class Resource:
@@ -39,6 +41,10 @@ class Resource:
         """The initial state; called once per session (or container)."""
         raise NotImplementedError
 
+    def described(self) -> Attrs | None:
+        """Gives what a text says of it, for the function that `revives` registered; None for nothing."""
+        return None
+
     def __copy__(self) -> Self:
         return self  # its state in each session is found by its serial, and goes with it
 
@@ -52,3 +58,24 @@ class Resource:
 def resources_of(node: Node) -> Iterator[Resource]:
     """The resources that `node` touches."""
     return (value for value in node.attrs.values() if isinstance(value, Resource))
+
+
+def revives(kind: str, make: Callable[[Attrs], Resource]) -> None:
+    """Registers how resources of a class are made of what `Resource.described` says, which comes from any text."""
+    _kinds[kind] = make
+
+
+def revived(kind: str, attrs: Attrs) -> Resource:
+    """A new resource as a text describes it.
+
+    Raises:
+        GraphError: there is no such kind, or there are other attrs to it.
+    """
+    if kind not in _kinds:
+        raise GraphError(f"no kind of resource is named {kind!r}; there are {', '.join(sorted(_kinds))}")
+    try:
+        return _kinds[kind](attrs)
+    except GraphError:
+        raise
+    except Exception as error:  # a text may say anything
+        raise GraphError(f"this is no {kind}: {told(error)}") from error

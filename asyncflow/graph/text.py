@@ -4,6 +4,7 @@
 
     graph effects=ordered seed=none
     resource @v = "Variable('v')"
+    resource @w = Variable {container=none, initial=array(int32[], 3), name="w", spec=int32[]}
 
     %x = placeholder() {spec=float32[2,?]} : float32[2,?]
     %layer/add = add(%x, %x) after(%init) on "cuda:1" with %x : float32[2,?]
@@ -20,7 +21,8 @@
 A node is one line: its name, op and inputs (``%split:1`` is output 1), attrs by name, nodes that run ``after`` it is
 to wait for, the device it is to be ``on``, the node it is placed ``with``, and the specs of its outputs: one, or a
 tuple. Branches and loops are blocks with their inputs, the nodes they run ``after``, and what they ``return``;
-``%inner = capture %outer`` is a parameter that stands for a tensor outside. Where the user built a node is not part
+``%inner = capture %outer`` is a parameter that stands for a tensor outside. A resource is given to the parser, or made
+anew where the text describes it. Where the user built a node is not part
 of the text. Newlines and indentation mean nothing, and ``#`` begins a comment.
 """
 
@@ -53,8 +55,12 @@ _PLAIN_WORD = re.compile(WORD)
 _ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", '"': r"\"", "\\": r"\\"}
 
 
-def print_graph(graph: Graph) -> str:
+def print_graph(graph: Graph, *, with_resources: bool = False) -> str:
     """The graph as text; `parse_graph` gives an equal graph back.
+
+    Args:
+        graph: a root graph.
+        with_resources: describe variables with their initial values, so that `parse_graph` makes new ones.
 
     Raises:
         GraphError: an attr holds something that has no text form.
@@ -62,7 +68,10 @@ def print_graph(graph: Graph) -> str:
     printer = Printer()
     lines = list(printer.graph_lines(graph))
     header = f"graph effects={graph.effects} seed={'none' if graph.seed is None else int(graph.seed)}"
-    resources = [f"resource @{label} = {quote(repr(resource))}" for resource, label in printer.resources.items()]
+    resources = [
+        f"resource @{label} = {printer.resource(resource) if with_resources else quote(repr(resource))}"
+        for resource, label in printer.resources.items()
+    ]
     return "\n".join([header, *resources, "", *lines]) + "\n"
 
 
@@ -156,6 +165,14 @@ class Printer:
                 f"attr {name!r} of node {node.name!r} ({node.op.name}) has no text form: {error.reason}"
                 f"\n  built at {node.location}"
             ) from error
+
+    def resource(self, resource: Resource) -> str:
+        """A resource by its kind and what is said of it; one of which nothing is, by its repr."""
+        attrs = resource.described()
+        if attrs is None:
+            return quote(repr(resource))
+        listed = ", ".join(f"{name}={self.value(attrs[name])}" for name in sorted(attrs))
+        return f"{type(resource).__name__} {{{listed}}}"
 
     def value(self, value: Any, depth: int = 0) -> str:
         """The text of an attr's value."""

@@ -16,6 +16,8 @@ NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]*[A-Za-z0-9_])?"
 WORD = r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*"
 # Unrolled, so that a string of megabytes (base64 data) costs no stack in the matcher.
 _STRING = r'"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"'
+DEFINITION = rf"%(?:{NAME}|{_STRING})(?>[ \t\r\n]+|\#[^\n]*)*+="
+"""How a node begins: as often in a text as it has nodes, or more often, if comments and strings look like it."""
 _TOKEN = re.compile(
     rf"""(?:[ \t\r\n]+|\#[^\n]*)*(?:
      (?P<tensor>%(?:{NAME}|{_STRING})(?::[0-9]{{1,6}})?)
@@ -35,8 +37,9 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\"}
 class Tokens:
     """The tokens of a text. `kind` (a group of the pattern), `word`, `offset` and `line` are those of the next one."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, file: str = "") -> None:
         self.text = text
+        self.file = file
         self.kind, self.word, self.offset, self.line = "", "", 0, 1
         self.depth = 0
         self._matches = _TOKEN.finditer(text)
@@ -132,4 +135,5 @@ class Tokens:
         # A line with data in it may be megabytes long; what matters stands around the column.
         cut, margin = max(0, column - 80), f"  {number} | "
         shown = f"{margin}{line[cut : cut + 160]}\n{' ' * (len(margin) + column - cut)}^"
-        return GraphError(f"text line {number}, column {column + 1}: {message}\n{shown}")
+        place = f"{self.file}:{number}" if self.file else f"text line {number}"
+        return GraphError(f"{place}, column {column + 1}: {message}\n{shown}")

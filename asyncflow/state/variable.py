@@ -26,10 +26,10 @@ from asyncflow.graph.build import (
 )
 from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.graph import Graph, Subgraph, is_name
-from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, register
 from asyncflow.graph.operators import Operators
-from asyncflow.graph.resource import Resource
+from asyncflow.graph.resource import Resource, revives
 from asyncflow.graph.shapes import ShapeLike, as_shape, broadcast, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
@@ -183,11 +183,32 @@ class Variable(Resource, Operators):
         )
         __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _refuse_in_place
 
+    def described(self) -> Attrs:
+        """See `Resource.described`."""
+        return {"container": self.container, "initial": self.initial, "name": self.name, "spec": self.spec}
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def create_state(self) -> VariableState:
         """A state that holds the initial value, if there is one."""
         return VariableState(self.name, self.spec, self.initial)
+
+
+def _revived(attrs: Attrs) -> Variable:
+    """A variable as a text describes it."""
+    container, initial, name, spec = attrs["container"], attrs["initial"], attrs["name"], attrs["spec"]
+    if len(attrs) != 4 or type(name) is not str or not (container is None or type(container) is str):
+        raise GraphError("a variable has a container, an initial value, a name and a spec")
+    if not isinstance(spec, Spec) or (initial is not None and not isinstance(initial, np.ndarray)):
+        raise GraphError("a variable has a spec, and an array or none as its initial value")
+    if initial is None:
+        return Variable(spec, name=name, container=container)
+    if initial.dtype != spec.dtype:
+        raise GraphError(f"a variable of {spec} has an initial value of {initial.dtype}")
+    return Variable(initial, name=name, container=container, shape=spec.shape)
+
+
+revives("Variable", _revived)
 
 
 def _declared(value: TensorLike | Spec, dtype: DTypeLike | None, shape: ShapeLike) -> tuple[Spec, Array | None]:

@@ -1,0 +1,115 @@
+"""Graphs in files: the text form, read with bounds, for what comes from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from stat import S_ISREG
+from typing import Final
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.op import Op
+from asyncflow.graph.parse import NOTHING_GIVEN, parse_graph
+from asyncflow.graph.resource import Resource
+from asyncflow.graph.text import print_graph
+from asyncflow.graph.tokens import DEFINITION
+from asyncflow.graph.verify import verify
+
+FORMAT: Final = "# asyncflow graph, format 1"
+"""The first line of a file."""
+_KIND: Final = re.compile(r"# asyncflow graph, format ([0-9]{1,9})")
+_DEFINITION: Final = re.compile(DEFINITION)
+
+
+def save_graph(graph: Graph, path: str | Path) -> None:
+    """Writes a graph to a file, from which `load_graph` reads an equal one.
+
+    The file is text (see `print_graph`). Variables are written down with their initial values; what a session has in
+    them is not. The file appears when it is whole, in place of one that was there.
+
+    Args:
+        graph: a root graph.
+        path: of the file.
+
+    Raises:
+        GraphError: an attr holds something that has no text form.
+        OSError: the file cannot be written.
+
+    >>> import asyncflow as af
+    >>> with af.Graph() as graph:
+    ...     af.Variable(3, name="n").assign_add(1)
+    <Tensor n/assign_add:0 int64[]>
+    >>> save_graph(graph, "counter.graph")
+    >>> [variable.name for variable in load_graph("counter.graph").resources]
+    ['n']
+    """
+    target = Path(path)
+    text = f"{FORMAT}\n{print_graph(graph, with_resources=True)}"
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def load_graph(
+    path: str | Path,
+    *,
+    ops: Mapping[str, Op] = NOTHING_GIVEN,
+    resources: Mapping[str, Resource] = NOTHING_GIVEN,
+    max_nbytes: int = 1 << 25,
+    max_nodes: int = 100_000,
+) -> Graph:
+    """Reads a graph that `save_graph` wrote; its variables are new ones, or those given.
+
+    The file is not trusted: it is data, and reading it neither runs nor imports nor opens anything. What it holds is
+    bounded before it is read, and checked before it is given back.
+
+    Args:
+        path: of the file.
+        ops: ops of your own by their names, as ``{"my_op": my_op.op}``; those of the library are known.
+        resources: variables, queues or tables to use in place of those that the file names, by the names it has.
+        max_nbytes: refuse a larger file.
+        max_nodes: refuse a graph of more nodes; reading takes about 50 µs and 1 KiB for each.
+
+    Returns:
+        The graph; `Graph.resources` has its variables. Messages name lines of the file in place of the user's.
+
+    Raises:
+        GraphError: it is no such file, or too large, or damaged, or names an op, attribute or resource that is not
+            known; the message has file and line.
+        OSError: the file cannot be read.
+    """
+    text = _read(Path(path), max_nbytes)
+    kind = _KIND.fullmatch(text.partition("\n")[0].rstrip("\r"))
+    if kind is None:
+        raise GraphError(f"{path} is no graph that save_graph wrote: its first line is not {FORMAT!r}")
+    if kind[0] != FORMAT:
+        raise GraphError(f"{path} has format {kind[1]}, of a later version; this one reads format 1")
+    count = sum(1 for _ in _DEFINITION.finditer(text))
+    if count > max_nodes:
+        raise GraphError(f"{path} has {count} nodes, more than max_nodes={max_nodes}")
+    graph = parse_graph(text, ops=ops, resources=resources, file=str(path))
+    verify(graph)
+    return graph
+
+
+def _read(path: Path, max_nbytes: int) -> str:
+    """The text of a file, if it is one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise GraphError(f"{path} is no file with a graph in it, but a folder, pipe or device")
+    with open(descriptor, "rb") as file:
+        data = file.read(max_nbytes + 1)
+    if len(data) > max_nbytes:
+        raise GraphError(f"{path} has more than max_nbytes={max_nbytes} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise GraphError(f"{path}:{line}: a graph is UTF-8 text; byte {data[error.start]:#04x} is none") from None
