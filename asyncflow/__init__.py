@@ -20,8 +20,6 @@ from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradien
 from asyncflow.autodiff.gradients import gradients as gradients
 from asyncflow.autodiff.recompute import recompute as recompute
 from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
-from asyncflow.checkpoint.checkpoints import Restored as Restored
-from asyncflow.checkpoint.saver import Saver as Saver
 from asyncflow.control.case import case as case
 from asyncflow.control.case import switch_case as switch_case
 from asyncflow.control.cond import cond as cond
@@ -94,10 +92,12 @@ from asyncflow.inputs.loop_over import loop_over as loop_over
 from asyncflow.jacobians import hessian as hessian
 from asyncflow.jacobians import hvp as hvp
 from asyncflow.jacobians import jacobian as jacobian
+from asyncflow.lift.batched import batched as batched
 from asyncflow.lift.map_fn import map_fn as map_fn
 from asyncflow.lift.vmap import vmap as vmap
 from asyncflow.ops import fft as fft
 from asyncflow.ops import random as random
+from asyncflow.ops.batch import Batch as Batch
 from asyncflow.ops.checks import assert_that as assert_that
 from asyncflow.ops.checks import check_numerics as check_numerics
 from asyncflow.ops.checks import print_ as _print

@@ -28,7 +28,6 @@ ROOMS: Final = {
     "lift": "Control flow",
     "state": "Variables and tables",
     "inputs": "Reading",
-    "checkpoint": "Checkpoints",
     "semantics": "What programs may do",
     "autodiff": "Gradients",
     "jacobians": "Gradients",
@@ -60,6 +59,7 @@ FAMILIES: Final = {
     "erf": "Elementwise functions",
     "checks": "Checks and printing",
     "custom": "Operations of your own",
+    "batch": "Operations of your own",
     "from_torch": "PyTorch",
 }
 MODULES: Final = {

@@ -18,7 +18,7 @@ from asyncflow.graph.op import Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.inputs.read_ahead import ReadAhead, Source
-from asyncflow.inputs.stages import Batch, Element, Repetition, Shuffle, Stage, check_batch
+from asyncflow.inputs.stages import Batched, Element, Repetition, Shuffle, Stage, check_batch
 from asyncflow.ops.axes import static_int
 from asyncflow.values import Array, Kernel, Namespace, Nest
 
@@ -127,7 +127,7 @@ class Input(Resource):
         """
         given = self.pipeline
         check_batch(static_int(size, "size"), given.specs, pad)
-        stage = Batch(size, given.specs, pad, drop_remainder)
+        stage = Batched(size, given.specs, pad, drop_remainder)
         structure, specs = stage.outputs(given.structure)
         return self._with(stage, structure=structure, specs=specs)
 

@@ -67,7 +67,7 @@ class _Shuffling:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batched:
     """Stacks `size` elements along a new first axis.
 
     Attributes:
@@ -136,7 +136,7 @@ def _with_leaves(structure: Structure, leaves: Iterator[Structure]) -> Structure
 
 
 class _Batching:
-    def __init__(self, stage: Batch) -> None:
+    def __init__(self, stage: Batched) -> None:
         self._stage = stage
         self._held: list[Element] = []
 
@@ -159,7 +159,7 @@ class Repetition:
     times: int | None
 
 
-Stage: TypeAlias = Shuffle | Batch | Repetition
+Stage: TypeAlias = Shuffle | Batched | Repetition
 
 
 class Passes:
@@ -173,8 +173,8 @@ class Passes:
         repeat = None if place is None else stages[place]
         self._times = repeat.times if isinstance(repeat, Repetition) else 1
         cut = len(stages) if place is None else place
-        self._before: list[Shuffle | Batch] = [each for each in stages[:cut] if not isinstance(each, Repetition)]
-        behind: list[Shuffle | Batch] = [each for each in stages[cut:] if not isinstance(each, Repetition)]
+        self._before: list[Shuffle | Batched] = [each for each in stages[:cut] if not isinstance(each, Repetition)]
+        behind: list[Shuffle | Batched] = [each for each in stages[cut:] if not isinstance(each, Repetition)]
         self._behind = [stage.start(0) for stage in behind]
         self._number = 0
         self._given = 0
@@ -249,4 +249,4 @@ def check_batch(size: int, specs: Sequence[Spec], pad: complex | None) -> None:
             raise GraphError(f"padding needs a known rank, and numbers to fill up with; elements are {spec}")
 
 
-__all__ = ["Batch", "Element", "Passes", "Passing", "Repetition", "Shuffle", "Stage", "as_value", "check_batch"]
+__all__ = ["Batched", "Element", "Passes", "Passing", "Repetition", "Shuffle", "Stage", "as_value", "check_batch"]

@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.inputs.read_ahead import ReadAhead
-from asyncflow.inputs.stages import Batch, Repetition
+from asyncflow.inputs.stages import Batched, Repetition
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ async def test_a_failure_comes_after_what_was_read_and_closes_the_source(kind: s
 @KINDS
 async def test_a_stage_that_fails_closes_the_source(kind: str) -> None:
     source = Numbers(9)
-    reading = ReadAhead("in", getattr(source, kind), [Batch(2, (), None, False)], 4)
+    reading = ReadAhead("in", getattr(source, kind), [Batched(2, (), None, False)], 4)
     with pytest.raises(ValueError, match="zip"):
         await reading.take()
     assert source.closed == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.graph import nest
-from asyncflow.inputs.stages import Batch, Element, Passes, Repetition, Shuffle, Stage, as_value
+from asyncflow.inputs.stages import Batched, Element, Passes, Repetition, Shuffle, Stage, as_value
 
 INT = af.spec("int64", ())
 
@@ -36,8 +36,8 @@ def of(elements: list[Element]) -> list[Any]:
     return [np.asarray(element[0]).tolist() for element in elements]
 
 
-def batch(size: int, *, drop: bool = False) -> Batch:
-    return Batch(size, (INT,), None, drop)
+def batch(size: int, *, drop: bool = False) -> Batched:
+    return Batched(size, (INT,), None, drop)
 
 
 @given(st.integers(0, 12), st.integers(1, 15), st.integers(1, 3), st.integers(1, 5))
@@ -79,7 +79,7 @@ def test_batches_behind_a_repeat_cross_passes() -> None:
 def test_padding_fills_open_extents_and_tells_lengths() -> None:
     specs = (af.spec("float32", (None,)), af.spec("int64", (2,)), af.spec("int64", (None, 1, None)))
     elements = [(np.ones(n, np.float32), np.array([n, n]), np.full((n, 1, m), 5)) for n, m in ((1, 2), (3, 0), (0, 1))]
-    stage = Batch(3, specs, -1, False)
+    stage = Batched(3, specs, -1, False)
     floats, pairs, cubes, lengths, extents = stage.stacked(elements)
     assert floats.tolist() == [[1, -1, -1], [1, 1, 1], [-1, -1, -1]] and floats.dtype == np.float32
     assert pairs.tolist() == [[1, 1], [3, 3], [0, 0]]
@@ -93,7 +93,7 @@ def test_padding_fills_open_extents_and_tells_lengths() -> None:
 
 def test_batches_of_unlike_elements_say_what_to_do() -> None:
     with pytest.raises(af.ShapeError, match=r"have shapes \[1\] and \[2\]; fill them up: .batch\(2, pad=0\)"):
-        Batch(2, (af.spec("int64", (None,)),), None, False).stacked([(np.ones(1, int),), (np.ones(2, int),)])
+        Batched(2, (af.spec("int64", (None,)),), None, False).stacked([(np.ones(1, int),), (np.ones(2, int),)])
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ import asyncio
 import secrets
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.program.request import tell_watchers
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.runtime.options import as_timeout, check_trace
 from asyncflow.runtime.run.admission import Admission, in_time
 from asyncflow.runtime.run.atomic import AtomicRuns
+from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.channel import Channel
-from asyncflow.runtime.run.cuts import Cuts
 from asyncflow.runtime.run.memory_turns import MemoryTurns
 from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.run.single_call import quiet_context, run_single_call
@@ -28,17 +28,18 @@ from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.run.admission import AdmissionTicket
     from asyncflow.runtime.run.atomic import Claim
     from asyncflow.runtime.session.calls import Call
     from asyncflow.runtime.session.plans import Compile, PlanCache
     from asyncflow.runtime.session.session_options import SessionOptions
-    from asyncflow.values import Nest, Value
+    from asyncflow.values import Array, Nest, Value
 
 
 class Runs:
@@ -58,8 +59,6 @@ class Runs:
         admission: who has to wait; None without a limit.
         memory_turns: who is done again; None without a limit of memory.
         random_seed: of the random ops of graphs without one.
-        cuts: who waits for a moment between runs.
-        numbered_from: the number of a run, which random numbers depend on, is so much more than it is in `begun`.
     """
 
     def __init__(
@@ -76,16 +75,15 @@ class Runs:
         self._compile = compile
         self._options = options
         self.random_seed = secrets.randbits(63)
-        self.numbered_from = 0
         self._quiet = quiet_context()
         self._atomic = AtomicRuns()
-        self.cuts = Cuts(self.in_flight, self._atomic)
         self._turn: Turn | None = None
         self._idle: asyncio.Event | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs are on this event loop from now on."""
         self._turn = Turn(loop)
+        self._turn.batches = Batches(self._turn, self, self._options.seed or 0)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -305,7 +303,7 @@ class Runs:
         plan.used = self.begun
         run = Run(
             plan,
-            number=self.begun + self.numbered_from,
+            number=self.begun,
             devices=self._devices,
             turn=self._turn,
             options=self._options,
@@ -328,22 +326,28 @@ class Runs:
         self.in_flight.discard(run)
         if self._atomic.claims:
             self._atomic.on_end(run)
-        if self.cuts.waiting:
-            self.cuts.on_end(run)
         if self._idle is not None and not self.in_flight:
             self._idle.set()
 
-    async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
-        """Calls `act` when no run that touches `states` is in flight; later ones wait until it has returned.
+    # -- batches -------------------------------------------------------------------------------------------------
 
-        Raises:
-            RuntimeError: a run that touches them asks, and would wait for itself.
-        """
-        claim = await self._atomic.claim(states, enclosing_parts(), self.in_flight)
-        try:
-            act()
-        finally:
-            self._atomic.leave(claim)
+    async def plan_of(self, request: PlanRequest) -> Plan:
+        """The plan of a batched function's body."""
+        return await self._plans.get(request._replace(regions=self._options.regions), self._compile, None)
+
+    def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
+        """The fetched values of a body; None if computing them may take too long for the event loop."""
+        assert self._turn is not None
+        if plan.single_call is None:
+            return None
+        found = self._run_single_call(plan, plan.single_call, list(values), None, self._turn.loop.time())
+        return cast("list[Array] | None", found)
+
+    async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
+        """The fetched values of a body: a part of the runs that it computes for."""
+        assert self._turn is not None
+        run = self._start(plan, values, None, self._turn.loop.time(), current_trace(), None)
+        return cast("list[Array]", await run.wait())
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -354,6 +358,11 @@ class Runs:
             self.admission.close(why)
         if self._turn is not None and self._turn.loop.is_closed():
             self.in_flight.clear()  # no callback will ever say that they have ended
+
+    def release(self) -> None:
+        """Lets go of what was kept for later runs."""
+        if self._turn is not None and self._turn.batches is not None:
+            self._turn.batches.clear()
 
     async def drain(self, grace_s: float) -> None:
         """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.runtime.loop import burst_clock, clock_of
 from asyncflow.runtime.scheduler.executor import Executor
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.run.batches import Batches
 
 BURST_NS = 1_000_000
 """How long a session's runs may hold the event loop at a time (1 ms)."""
@@ -21,7 +25,7 @@ BURST_NS = 1_000_000
 class Turn:
     """The queue of runs with ready work, and the budget of the current pass of the event loop."""
 
-    __slots__ = ("_burst_end", "_queue", "_scheduled", "clock", "loop", "now", "number")
+    __slots__ = ("_burst_end", "_queue", "_scheduled", "batches", "clock", "loop", "now", "number")
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self.loop = loop
@@ -34,6 +38,8 @@ class Turn:
         self._burst_end = 0
         self.number = 0
         """Counts passes, so that failures of one pass can be told from later ones."""
+        self.batches: Batches | None = None
+        """Firings that are computed together, once there are some."""
 
     def drive_now(self, driven: Executor) -> None:
         """Drives at once if the current pass has time left; queues what remains."""
@@ -65,6 +71,10 @@ class Turn:
             self._queue.append(driven)
             self._schedule()
 
+    def wake(self) -> None:
+        """Has a pass come, though no run has ready work."""
+        self._schedule()
+
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
@@ -76,6 +86,8 @@ class Turn:
         self.number += 1
         queue = self._queue
         if not queue:
+            if self.batches is not None:
+                self.batches.flush(is_idle=True)
             return
         end = self.now() + BURST_NS
         # In a graph, infinities and NaN are values: no floating-point warnings.
@@ -87,3 +99,5 @@ class Turn:
                     self.enqueue(driven)
         if queue:
             self._schedule()
+        if self.batches is not None:
+            self.batches.flush(is_idle=not queue)

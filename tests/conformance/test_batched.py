@@ -1,0 +1,254 @@
+"""Firings of different runs computed together: each result is its own, and one that fails or leaves harms no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import asyncflow as af
+from asyncflow.runtime.batcher import BatchCall, Batcher
+from tests.conftest import OpenSession
+
+WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often a call for so many members has ended."""
+    found: Counter[int] = Counter()
+    ended = Batcher.ended
+
+    def noted(self: Batcher[Any], call: BatchCall[Any], taken_ns: float) -> None:
+        found[len(call.members)] += 1
+        ended(self, call, taken_ns)
+
+    monkeypatch.setattr(Batcher, "ended", noted)
+    return found
+
+
+def layer(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+    y = af.tanh(x @ WEIGHTS)
+    return y, af.cond(af.sum(y) > 0, lambda: af.max(y), lambda: af.min(y))
+
+
+def layer_of(x: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    y = np.tanh(x @ WEIGHTS)
+    return y, y.max() if y.sum() > 0 else y.min()
+
+
+async def test_runs_share_calls_and_each_gets_its_own(open_session: OpenSession, sizes: Counter[int]) -> None:
+    """FAULTS F42: whoever shares a call, result i is that of request i by itself."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        fetches = af.batched(layer, cost="none")(x)
+    values = np.random.default_rng(1).normal(size=(20, 4)).astype(np.float32)
+    async with open_session(graph) as session:
+        for _ in range(2):
+            found = await asyncio.gather(*(session.run(fetches, {x: value}) for value in values))
+            for value, (y, chosen) in zip(values, found, strict=True):
+                np.testing.assert_allclose(y, layer_of(value)[0], rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(chosen, layer_of(value)[1], rtol=1e-5, atol=1e-6)
+    assert sum(size * count for size, count in sizes.items()) == 40
+    assert max(sizes) >= 10
+
+
+async def test_iterations_and_branches_share_calls(open_session: OpenSession, sizes: Counter[int]) -> None:
+    """Different iterations of different runs are members of one call; shapes that differ are not."""
+    square = af.batched(lambda x: x * x - 1, cost="none")
+    with af.Graph() as graph:
+        n, x = af.placeholder("int64", (), name="n"), af.placeholder("float64", (None,), name="x")
+        _, y = af.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, square(y) / 2), (0, x))
+    feeds = [(k % 5, np.linspace(-1, 1, 2 + k % 2)) for k in range(12)]
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {n: count, x: start}) for count, start in feeds))
+    for (count, start), given_ in zip(feeds, found, strict=True):
+        for _ in range(count):
+            start = (start * start - 1) / 2
+        np.testing.assert_array_equal(given_, start)
+    assert max(sizes) > 1
+
+
+async def test_captures_and_variables(open_session: OpenSession) -> None:
+    """What depends on a run is each member's own; a variable is read when the call is made, after the run's writes."""
+    scale = af.Variable(np.float32(2), name="scale")
+    with af.Graph() as graph:
+        x, own = af.placeholder("float32", (3,), name="x"), af.placeholder("float32", (), name="own")
+        same = af.constant(np.arange(3, dtype=np.float32)) + 1
+        by = scale.assign_add(1)
+        y = af.batched(lambda x: x * scale + own * same)(x)
+    async with open_session(graph) as session:
+
+        async def request(k: int) -> None:
+            found = await session.run(y, {x: np.full(3, k, np.float32), own: np.float32(k)})
+            np.testing.assert_array_equal(found, np.full(3, k * 2) + k * np.arange(1, 4))
+
+        await asyncio.gather(*map(request, range(6)))
+        assert await session.run([by, y], {x: np.ones(3, np.float32), own: np.float32(0)}) is not None
+        np.testing.assert_array_equal(await session.run(y, {x: np.ones(3, np.float32), own: np.float32(0)}), [3, 3, 3])
+
+
+@pytest.mark.parametrize("at_fault", [0, 7, 31])
+async def test_88_one_bad_member_fails_alone(open_session: OpenSession, sizes: Counter[int], at_fault: int) -> None:
+    """CONFORMANCE 88, FAULTS F38: of 32, one fails with its own node and cause; the others get their results."""
+
+    @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
+    def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if (x == 99).any():
+            raise ValueError("99")
+        return x
+
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (), name="x")
+        y = af.batched(lambda x: checked(x) + 1, cost="none")(x)
+    async with open_session(graph) as session:
+        runs = [session.run(y, {x: 99 if k == at_fault else k % 10}) for k in range(32)]
+        found = await asyncio.gather(*runs, return_exceptions=True)
+        for k, result in enumerate(found):
+            if k == at_fault:
+                assert isinstance(result, af.KernelError), result
+                assert result.node == y.node.name
+                assert "test_batched.py" in str(result)
+                assert isinstance(result.__cause__, ValueError)
+            else:
+                assert result == k % 10 + 1
+        del found, result
+        assert await session.run(y, {x: 3}) == 4
+    assert sum(sizes.values()) <= 1 + 2 * 6
+
+
+async def test_88_cancelled_members_leave(open_session: OpenSession, sizes: Counter[int]) -> None:
+    """CONFORMANCE 88, FAULTS F20, F40: those cancelled before the call are not in it, and nobody else is harmed."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, _ = af.batched(layer, max_delay_s=0.01, max_size=8, cost="none")(x)
+    value = np.ones(4, np.float32)
+    async with open_session(graph) as session:
+        runs = [asyncio.ensure_future(session.run(y, {x: value * k})) for k in range(6)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for run in runs[::2]:
+            run.cancel()
+        found: list[Any] = await asyncio.gather(*runs, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in found[::2])
+        for k in (1, 3, 5):
+            np.testing.assert_allclose(found[k], layer_of(value * k)[0], rtol=1e-5, atol=1e-6)
+        assert sum(size * count for size, count in sizes.items()) == 3
+        everyone = [asyncio.ensure_future(session.run(y, {x: value})) for _ in range(3)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for run in everyone:
+            run.cancel()
+        assert len(await asyncio.gather(*everyone, return_exceptions=True)) == 3
+        assert sum(size * count for size, count in sizes.items()) == 3
+        await session.run(y, {x: value})
+
+
+async def test_f45_a_deadline_that_passes_while_it_waits(open_session: OpenSession, sizes: Counter[int]) -> None:
+    """FAULTS F45: such a member is not computed."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, _ = af.batched(layer, max_delay_s=1e6)(x)
+    async with open_session(graph) as session:
+        with pytest.raises(af.DeadlineExceeded):
+            await session.run(y, {x: np.ones(4, np.float32)}, timeout=0.01)
+    assert not sizes
+
+
+async def test_f41_a_function_that_gives_other_rows(open_session: OpenSession) -> None:
+    """FAULTS F41: a function of rows that gives too few fails with what it should have given; no row goes astray."""
+
+    @af.op(outputs=af.spec("float32", ()), rows=True, pure=True)
+    def short(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return x.sum(axis=1)[: max(1, len(x) - 1)]
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (2,), name="x")
+        y = af.batched(short, cost="none")(x)
+    async with open_session(graph) as session:
+        found = await asyncio.gather(
+            *(session.run(y, {x: np.full(2, k, np.float32)}) for k in range(4)), return_exceptions=True
+        )
+        for k, result in enumerate(found):
+            assert isinstance(result, af.KernelError) or result == 2 * k
+
+
+async def test_functions_of_users_get_all_rows_at_once(open_session: OpenSession) -> None:
+    seen: list[int] = []
+
+    @af.op(outputs=af.spec("float32", ()), rows=True)
+    def total(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        seen.append(len(x))
+        if (x < 0).any():
+            raise ValueError("negative")
+        return x.sum(axis=1)
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (2,), name="x")
+        y = af.batched(total, cost="none")(x)
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {x: np.full(2, k, np.float32)}) for k in range(8)))
+        assert found == [2 * k for k in range(8)]
+        assert max(seen) > 1
+        # It is not said to be pure, so it is not called again, and all that shared the call fail.
+        rows = [np.array([k, -1 if k == 2 else 0], np.float32) for k in range(4)]
+        failed = await asyncio.gather(*(session.run(y, {x: row}) for row in rows), return_exceptions=True)
+        assert isinstance(failed[2], af.KernelError)
+        del failed
+
+
+@settings(max_examples=15)
+@given(st.data())
+async def test_f42_random_requests(data: st.DataObject) -> None:
+    """FAULTS F42: random sizes, arrivals and cancels; results that are exact are equal bit for bit."""
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (None,), name="x")
+        steps = af.placeholder("int64", (), name="steps")
+        fn = af.batched(lambda x, n: af.while_loop(lambda i, s: i < n, lambda i, s: (i + 1, s * 3 + i), (0, x))[1])
+        y = fn(x, steps)
+    requests = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(0, 3)), max_size=12))
+    seed = data.draw(st.integers(0, 99))
+    async with af.Session(graph, seed=seed) as session:
+
+        async def request(extent: int, count: int, turns: int) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            expected = np.arange(extent)
+            for k in range(count):
+                expected = expected * 3 + k
+            run = asyncio.ensure_future(session.run(y, {x: np.arange(extent), steps: count}))
+            if turns == 3:
+                await asyncio.sleep(0)
+                run.cancel()
+                await asyncio.wait([run])
+            else:
+                np.testing.assert_array_equal(await run, expected)
+
+        await asyncio.gather(*(request(*each) for each in requests))
+        assert session.statistics().runs == 0
+
+
+def test_what_cannot_be_batched_is_named() -> None:
+    total = af.Variable(0.0, name="total")
+    with af.Graph():
+        x = af.placeholder("float64", (), name="x")
+        for fn, message in [
+            (total.assign_add, "total/assign_add"),
+            (lambda x: x + af.random.normal(()), "draws random numbers"),
+            (lambda x: (), "it gives nothing"),
+            (lambda x: af.batched(lambda y: af.nonzero(af.reshape(y, (1,)))[0])(x) + 1, "nonzero"),
+        ]:
+            with pytest.raises(af.GraphError, match=message) as caught:
+                af.batched(fn)(x)
+            assert "test_batched.py" in str(caught.value)
+        with pytest.raises(af.GraphError, match="no gradient goes"):
+            af.gradients(af.batched(lambda x: x * 2)(x), x)
+        with pytest.raises(af.GraphError, match="takes a function"):
+            af.batched(3)  # type: ignore[arg-type]
+        assert af.map_fn(af.batched(lambda x: x * 2), af.ones(3)).shape == (3,)
+    assert af.batched(lambda x: x * 2)(3) == 6

@@ -1,0 +1,250 @@
+"""The batcher as a pure machine: every order of what may happen to it, and how many members it takes at a time."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+from typing import Any
+
+import pytest
+
+import asyncflow as af
+from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts, Gathered
+
+
+class Named(Gathered):
+    """A member of which it is known what has become of it."""
+
+    def __init__(self, name: int, nbytes: int = 1, offered_ns: int = 0) -> None:
+        super().__init__(nbytes, offered_ns)
+        self.name = name
+        self.computed = 0
+        self.failed = 0
+
+
+class World:
+    """A batcher, its members, and the calls under way; the poisoned member makes every call fail that it is in."""
+
+    def __init__(self, poisoned: int | None, lanes: int, members: int) -> None:
+        self.batcher: Batcher[Named] = Batcher()
+        self.members = [Named(name) for name in range(members)]
+        self.calls: list[BatchCall[Named]] = []
+        self.offered: set[int] = set()
+        self.poisoned, self.lanes = poisoned, lanes
+        self.made = 0
+
+    def lane_of(self, member: Named) -> int:
+        return member.name % self.lanes
+
+    def actions(self) -> list[tuple[str, int]]:
+        found = [("offer", k) for k in range(len(self.members)) if k not in self.offered]
+        found += [
+            ("withdraw", k)
+            for k in self.offered
+            if not (self.members[k].is_gone or self.members[k].computed or self.members[k].failed)
+        ]
+        found += [("take", 0)] if self.batcher.lanes else []
+        return found + [("end", place) for place in range(len(self.calls))]
+
+    def do(self, action: str, which: int) -> None:
+        batcher, member = self.batcher, self.members[which % len(self.members)]
+        if action == "offer":
+            self.offered.add(which)
+            batcher.offer(self.lane_of(member), 0, af.Batch(3, cost="none"), member)
+        elif action == "withdraw":
+            batcher.withdraw(self.lane_of(member), member)
+        elif action == "take":
+            for call in batcher.take(0, is_idle=True):
+                self.made += 1
+                assert len({self.lane_of(each) for each in call.members}) == 1
+                assert not any(each.is_gone for each in call.members)
+                self.calls.append(call)
+        else:
+            self.end(self.calls.pop(which))
+
+    def end(self, call: BatchCall[Named]) -> None:
+        if any(each.name == self.poisoned for each in call.members):
+            if self.batcher.failed(call, divisible=True):
+                for each in call.members:
+                    each.failed += not each.is_gone
+        else:
+            self.batcher.ended(call, 1.0)
+            for each in call.members:
+                each.computed += not each.is_gone
+
+    def state(self) -> str:
+        lanes = [
+            (key, [m.name for m in lane.waiting], [[m.name for m in part] for part in lane.suspects])
+            for key, lane in sorted(self.batcher.lanes.items(), key=str)
+        ]
+        under_way = sorted(([m.name for m in call.members] for call in self.calls), key=str)
+        return repr((lanes, under_way, [(m.is_gone, m.computed, m.failed) for m in self.members], sorted(self.offered)))
+
+    def check(self) -> None:
+        """Once nothing is left to do, every member that stayed has come to exactly one end."""
+        assert not self.batcher.lanes
+        for member in self.members:
+            ends = member.computed + member.failed
+            assert ends == (0 if member.is_gone else 1), member.name
+            assert not member.failed or member.name == self.poisoned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("poisoned", [None, 2])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_every_order_of_four_members(poisoned: int | None, lanes: int) -> None:
+    """FAULTS F20, F38, F40: none is lost, none computed twice, none left behind by another that fails or leaves."""
+    try_every_order(World(poisoned, lanes, 4))
+
+
+@pytest.mark.parametrize("poisoned", [None, 2])
+def test_every_order_of_three_members(poisoned: int | None) -> None:
+    """FAULTS F20, F38, F40: as above."""
+    try_every_order(World(poisoned, 1, 3))
+
+
+def try_every_order(start: World) -> None:
+    seen: set[str] = set()
+    stack = [start]
+    ends = 0
+    while stack:
+        world = stack.pop()
+        state = world.state()
+        if state in seen:
+            continue
+        seen.add(state)
+        actions = world.actions()
+        if not actions:
+            world.check()
+            ends += 1
+        for action in actions:
+            following = copy.deepcopy(world)
+            following.do(*action)
+            stack.append(following)
+    assert ends >= 2 ** len(start.members)
+
+
+def drained(batcher: Batcher[Named]) -> list[list[int]]:
+    """The calls that are made, one after the other."""
+    found = []
+    while calls := list(batcher.take(0, is_idle=True)):
+        for call in calls:
+            found.append([member.name for member in call.members])
+            batcher.ended(call, 1.0)
+    return found
+
+
+def offered(count: int, policy: af.Batch, nbytes: int = 1) -> Batcher[Named]:
+    batcher: Batcher[Named] = Batcher()
+    for name in range(count):
+        batcher.offer("lane", "kind", policy, Named(name, nbytes))
+    return batcher
+
+
+def test_limits_of_size_and_bytes() -> None:
+    assert drained(offered(5, af.Batch(2, cost="none"))) == [[0, 1], [2, 3], [4]]
+    assert drained(offered(3, af.Batch(8, max_bytes=20, cost="none"), nbytes=10)) == [[0, 1], [2]]
+    assert drained(offered(2, af.Batch(8, max_bytes=5, cost="none"), nbytes=10)) == [[0], [1]]
+
+
+def test_a_delay_is_waited_for_unless_the_call_is_full() -> None:
+    batcher: Batcher[Named] = Batcher()
+    policy = af.Batch(3, max_delay_s=1e-6)
+    for name in range(2):
+        batcher.offer("lane", "kind", policy, Named(name, offered_ns=500 + name))
+    assert list(batcher.take(1_000, is_idle=True)) == []
+    assert batcher.wake_ns() == 1_500
+    batcher.offer("lane", "kind", policy, Named(2, offered_ns=600))
+    (call,) = batcher.take(1_000, is_idle=False)
+    assert [member.name for member in call.members] == [0, 1, 2]
+    batcher.ended(call, 1.0)
+    batcher.offer("lane", "kind", policy, Named(3, offered_ns=2_000))
+    assert list(batcher.take(2_999, is_idle=True)) == []
+    assert len(list(batcher.take(3_000, is_idle=False))) == 1
+
+
+def test_others_gather_while_a_call_is_under_way_or_work_is_ready() -> None:
+    batcher = offered(1, af.Batch(4, cost="none"))
+    assert list(batcher.take(0, is_idle=False)) == []
+    (first,) = batcher.take(0, is_idle=True)
+    for name in range(1, 4):
+        batcher.offer("lane", "kind", af.Batch(4, cost="none"), Named(name))
+    assert list(batcher.take(0, is_idle=True)) == []
+    batcher.ended(first, 1.0)
+    assert drained(batcher) == [[1, 2, 3]]
+
+
+def test_the_one_at_fault_is_found_by_halving() -> None:
+    """FAULTS F38: of 32 members one fails alone, after at most two calls for each halving."""
+    batcher = offered(32, af.Batch(32, cost="none"))
+    good: list[int] = []
+    bad: list[int] = []
+    calls = 0
+    while found := list(batcher.take(0, is_idle=True)):
+        for call in found:
+            calls += 1
+            names = [member.name for member in call.members]
+            if 13 not in names:
+                batcher.ended(call, 1.0)
+                good += names
+            elif batcher.failed(call, divisible=True):
+                bad += names
+    assert (sorted(good), bad) == ([k for k in range(32) if k != 13], [13])
+    assert calls <= 1 + 2 * 5
+    batcher = offered(3, af.Batch(32, cost="none"))
+    (whole,) = batcher.take(0, is_idle=True)
+    assert batcher.failed(whole, divisible=False)
+    assert not batcher.lanes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_calls_take_is_learnt(seed: int) -> None:
+    """Where two cost more than twice one, few go one by one and many together; least time is found by trying all."""
+    random = Random(seed)
+    true_ns = {1: 100.0, **{size: 700.0 + 15 * size + random.random() for size in range(2, 33)}}
+    batcher: Batcher[Named] = Batcher(seed)
+    sizes: list[int] = []
+
+    def round_of(waiting: int) -> list[int]:
+        for name in range(waiting):
+            batcher.offer("lane", "kind", af.Batch(32), Named(name))
+        made = []
+        while calls := list(batcher.take(0, is_idle=True)):
+            for call in calls:
+                made.append(len(call.members))
+                batcher.ended(call, true_ns[len(call.members)])
+        return made
+
+    for _ in range(60):
+        sizes = round_of(random.choice((2, 3, 5, 8, 20, 32)))
+    taken: dict[int, list[float]] = {waiting: [] for waiting in (2, 5, 32)}
+    for waiting, times in taken.items():
+        for _ in range(20):
+            times.append(sum(true_ns[size] for size in round_of(waiting)))
+    assert sizes
+    for waiting, times in taken.items():
+        in_all = [0.0]
+        for count in range(1, waiting + 1):
+            in_all.append(min(true_ns[size] + in_all[count - size] for size in range(1, count + 1)))
+        assert sorted(times)[10] <= 1.1 * in_all[waiting], waiting
+
+
+def test_costs_are_remembered_by_few_sizes_and_change_with_the_machine() -> None:
+    costs = CallCosts()
+    for size in range(1, 200):
+        for _ in range(3):
+            costs.observe(size, 1000.0)
+    assert len(costs.taken_ns) <= 65
+    assert costs.best(64, 64) == 64
+    for _ in range(60):
+        costs.observe(64, 1e9)
+    assert costs.best(64, 64) < 64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_size": 0}, {"max_size": 2.5}, {"max_delay_s": -1}, {"max_delay_s": "2 ms"}, {"max_bytes": 0}, {"cost": 3}],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(af.GraphError, match=next(iter(options))):
+        af.batched(lambda x: x, **options)
