@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, ParamSpec, TypeAlias
+from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import numpy as np
 
@@ -203,9 +203,11 @@ def runs_on_host(node: Node) -> bool:
     return any(isinstance(spec, Spec) and spec.dtype.kind == "T" for spec in specs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelContext:
-    """The firing that a kernel runs for, by which seeded random ops count."""
+class KernelContext(NamedTuple):
+    """The firing that a kernel runs for, by which seeded random ops count.
+
+    A named tuple, as an iteration of a loop that draws a number makes one.
+    """
 
     seed: int
     """The session's or graph's seed."""

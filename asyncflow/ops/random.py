@@ -1,6 +1,6 @@
 """Random numbers that do not depend on the schedule, as ``af.random``.
 
-Every draw starts a fresh counter-based generator (Philox 4x64): its key is the session's (or graph's) seed and the
+Every draw starts a counter-based generator anew (Philox 4x64): its key is the session's (or graph's) seed and the
 op's, its counter starts at the number of the run and the iteration tag. The same seed, op, run and iteration give the
 same numbers whatever ran before or beside them, and on every device, for the numbers are drawn on the host; any other
 op, run or iteration gives independent ones. An op's seed is `seed`, or comes from its name.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from hashlib import blake2b
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -37,20 +37,63 @@ if TYPE_CHECKING:
     from asyncflow.graph.shapes import Shape
     from asyncflow.values import Array, Kernel, Namespace, Value
 
+T = TypeVar("T")
+
 _WORD = 2**64 - 1
 
 
-def generator(context: KernelContext, seed: int) -> np.random.Generator:
-    """The generator of one firing of the op with that seed."""
-    key = np.array([context.seed & _WORD, seed & _WORD], dtype=np.uint64)
-    # The lowest word counts the blocks drawn, so counters of different runs and tags never meet.
-    counter = np.array([0, context.run & _WORD, *_tag_words(context.tag)], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(counter=counter, key=key))
+class _Restarted:
+    """A generator whose state is set before it is used, which takes a tenth of making one."""
+
+    __slots__ = ("bits", "rng", "start", "state")
+
+    def __init__(self) -> None:
+        self.bits = np.random.Philox(key=0)
+        self.rng = np.random.Generator(self.bits)
+        self.start: dict[str, tuple[int, ...]] = {}
+        self.state = {
+            "bit_generator": "Philox",
+            "state": self.start,
+            "buffer": (0, 0, 0, 0),
+            "buffer_pos": 4,  # nothing is left in the buffer
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+
+
+_idle: list[_Restarted] = []
+"""Those that nobody draws with."""
+
+
+def drawing(draw: Callable[..., T], seed: int) -> Callable[..., T]:
+    """A kernel that gives ``draw(generator, *inputs)``, with the generator of the firing of the op with that seed.
+
+    The generator is another's afterwards.
+    """
+    seed &= _WORD
+    take, give_back = _idle.pop, _idle.append
+
+    def call(context: KernelContext, *inputs: object) -> T:
+        session_seed, run, tag = context
+        try:
+            made = take()
+        except IndexError:  # as many threads draw as there are
+            made = _Restarted()
+        first, second = (1, tag[0]) if len(tag) == 1 else _tag_words(tag)
+        # The lowest word counts the blocks drawn, so counters of different runs and tags never meet.
+        made.start["counter"] = 0, run & _WORD, first, second
+        made.start["key"] = session_seed & _WORD, seed
+        made.bits.state = made.state  # type: ignore[assignment]
+        found = draw(made.rng, *inputs)
+        give_back(made)
+        return found
+
+    return call
 
 
 def _tag_words(tag: tuple[int, ...]) -> tuple[int, int]:
-    if len(tag) < 2:
-        return (len(tag), tag[0] if tag else 0)
+    if not tag:
+        return 0, 0
     digest = blake2b(repr(tag).encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
@@ -64,8 +107,7 @@ def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callab
     """Registers an op; ``draw(**attrs)`` gives a function of the generator and the inputs, in NumPy."""
 
     def kernel(xp: Namespace, *, seed: int, **attrs: object) -> Kernel:
-        function = draw(**attrs)
-        return lambda context, *inputs: function(generator(context, seed), *inputs)
+        return drawing(draw(**attrs), seed)
 
     def rule(*inputs: Spec, seed: int, **attrs: object) -> Spec:
         return infer(*inputs, **attrs)
@@ -108,32 +150,24 @@ def _float_spec(*sizes: Spec, shape: Shape, dtype: DType) -> Spec:
     return Spec(dtype, template_shape(shape, sizes))
 
 
-def _float_draw(
-    sample: Callable[[np.random.Generator, tuple[int, ...], DType], Array], *, shape: Shape, dtype: DType
-) -> Callable[..., Value]:
+def _float_draw(sample: Callable[..., Array], *, shape: Shape, dtype: DType) -> Callable[..., Value]:
     read = shape_reader(shape)
-    drawn = float64 if dtype == float64 else float32
-    return lambda rng, *sizes: sample(rng, read(sizes), drawn).astype(dtype, copy=False)
+    kind, number = (float64 if dtype == float64 else float32).type, dtype.type
+    if shape == ():
+        return lambda rng: number(sample(rng, None, kind))  # of one number the generator makes no array
+    return lambda rng, *sizes: sample(rng, read(sizes), kind).astype(dtype, copy=False)
 
 
-def _sample_normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Array:
-    return rng.standard_normal(shape, dtype=dtype.type)
-
-
-def _sample_uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Array:
-    return rng.random(shape, dtype=dtype.type)
-
-
-def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Array:
-    values = np.asarray(rng.standard_normal(shape, dtype=dtype.type))
+def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...] | None, kind: type) -> Array:
+    values = np.asarray(rng.standard_normal(() if shape is None else shape, kind))
     while (outside := np.abs(values) > 2).any():
-        values[outside] = rng.standard_normal(int(outside.sum()), dtype=dtype.type)
+        values[outside] = rng.standard_normal(int(outside.sum()), kind)
     return values
 
 
-NORMAL = _random_op("normal", _float_spec, partial(_float_draw, _sample_normal))
+NORMAL = _random_op("normal", _float_spec, partial(_float_draw, np.random.Generator.standard_normal))
 TRUNCATED_NORMAL = _random_op("truncated_normal", _float_spec, partial(_float_draw, _sample_truncated))
-UNIFORM = _random_op("uniform", _float_spec, partial(_float_draw, _sample_uniform))
+UNIFORM = _random_op("uniform", _float_spec, partial(_float_draw, np.random.Generator.random))
 
 
 def _floats(op: Op, shape: ExtentsLike, dtype: DTypeLike, seed: int | None, name: str | None) -> Tensor:
@@ -336,7 +370,10 @@ def _integers_spec(low: Spec, high: Spec, *sizes: Spec, shape: Shape, dtype: DTy
 
 def _integers_draw(*, shape: Shape, dtype: DType) -> Callable[..., Value]:
     read = shape_reader(shape)
-    return lambda rng, low, high, *sizes: rng.integers(low, high, size=read(sizes), dtype=dtype.type)
+    kind = dtype.type
+    if shape == ():
+        return lambda rng, low, high: rng.integers(low, high, None, kind)
+    return lambda rng, low, high, *sizes: rng.integers(low, high, size=read(sizes), dtype=kind)
 
 
 INTEGERS = _random_op("integers", _integers_spec, _integers_draw)
@@ -375,6 +412,8 @@ def _bernoulli_spec(p: Spec) -> Spec:
 
 def _bernoulli_draw() -> Callable[..., Value]:
     def draw(rng: np.random.Generator, p: Array) -> Value:
+        if not p.ndim and 0 <= p <= 1:
+            return np.bool_(rng.random() < float(p))
         p = np.asarray(p).astype(float64)
         _require((p >= 0) & (p <= 1), p, "probabilities lie from 0 to 1")
         return rng.random(p.shape) < p
@@ -529,7 +568,6 @@ __all__ = [
     "categorical",
     "choice",
     "gamma",
-    "generator",
     "integers",
     "normal",
     "permutation",

@@ -24,15 +24,14 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import moving
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
-from asyncflow.ops.random import generator, seed_of_name
+from asyncflow.ops.random import drawing, seed_of_name
 from asyncflow.state.table_state import TableState
 
 if TYPE_CHECKING:
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import KernelContext
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace, Nest
+    from asyncflow.values import Kernel, Namespace, Nest
 
 
 class Table(Resource):
@@ -244,11 +243,7 @@ def _sample_spec(*sizes: Spec, table: Table, shape: Shape, seed: int) -> tuple[S
 
 def _sample_kernel(xp: Namespace, *, table: TableState, shape: Shape, seed: int) -> Kernel:
     read = shape_reader(shape)
-
-    def sample(context: KernelContext, *sizes: Array) -> tuple[Array, ...]:
-        return table.sample(generator(context, seed), read(sizes))
-
-    return sample
+    return drawing(lambda rng, *sizes: table.sample(rng, read(sizes)), seed)
 
 
 _table_op = partial(define, runs_on_host=True, flops=moving)

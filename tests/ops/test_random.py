@@ -82,6 +82,33 @@ def test_numbers_are_the_same_in_every_process_and_release() -> None:
     assert draw(random.integers((4,), high=1000, name="fixed"), seed=5, run=2, tag=(1, 2)).tolist() == NAMED
 
 
+@pytest.mark.parametrize("name", ["normal", "uniform", "truncated_normal", "integers"])
+@pytest.mark.parametrize("tag", [(), (3,), (2**40,), (1, 2)])
+def test_one_number_is_the_first_of_a_fresh_generator(name: str, tag: tuple[int, ...]) -> None:
+    """Whatever was drawn with the generator before, and whatever its buffer held."""
+    draws: dict[str, Any] = {
+        "normal": lambda shape: random.normal(shape, dtype="float32", seed=7),
+        "uniform": lambda shape: random.uniform(shape, seed=7),
+        "truncated_normal": lambda shape: random.truncated_normal(shape, seed=7),
+        "integers": lambda shape: random.integers(shape, high=1000, dtype="int32", seed=7),
+    }
+    for _ in range(2):
+        draw(random.integers((3,), high=5, dtype="int8", seed=9), run=8)
+        number = draw(draws[name](()), seed=-2, run=3, tag=tag)
+        assert number == draw(draws[name]((1,)), seed=-2, run=3, tag=tag)[0]
+        if len(tag) == 1 and name == "uniform":
+            counter, key = np.array([0, 3, 1, *tag], np.uint64), np.array([2**64 - 2, 7], np.uint64)
+            assert number == np.random.Generator(np.random.Philox(counter=counter, key=key)).random()
+
+
+def test_a_draw_that_fails_spoils_no_other() -> None:
+    x = random.uniform(seed=3)
+    before = draw(x)
+    with pytest.raises(ValueError, match="high <= 0"):
+        draw(random.integers(high=constant(0), seed=3))
+    assert draw(x) == before
+
+
 INTEGERS = [621, 864, 75, 918]
 NAMED = [286, 816, 50, 525]
 

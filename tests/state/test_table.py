@@ -10,9 +10,8 @@ import pytest
 
 import asyncflow as af
 from asyncflow.graph.graph import node_effects
-from asyncflow.graph.op import Access, KernelContext
+from asyncflow.graph.op import Access
 from asyncflow.graph.text import print_graph
-from asyncflow.ops.random import generator
 from asyncflow.state.containers import StateStore, reset_container
 
 if TYPE_CHECKING:
@@ -192,7 +191,8 @@ async def test_a_sample_is_a_function_of_seed_run_and_iteration(open_session: An
 
 
 def of_run(run: int, tag: tuple[int, ...], seed: int = 11) -> np.random.Generator:
-    return generator(KernelContext(seed=5, run=run, tag=tag), seed)
+    counter = np.array([0, run, len(tag), *(tag or (0,))], np.uint64)
+    return np.random.Generator(np.random.Philox(counter=counter, key=np.array([5, seed], np.uint64)))
 
 
 def test_samples_without_a_seed_differ(graph: af.Graph) -> None:

@@ -7,7 +7,7 @@ functions of users are never run twice; neither is what uses up a TensorArray.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.program.detached import detached_node
@@ -346,7 +346,7 @@ def _again_kernel(xp: Namespace, *, again: str, depth: int, **attrs: object) -> 
         # The two loops that the copy is in, of segments and of the iterations of one, stand for one that it repeats.
         inner = len(context.tag) - depth
         tag = (*context.tag[: inner - 2], int(number), *context.tag[inner:])
-        return draw(replace(context, tag=tag), *inputs)
+        return draw(context._replace(tag=tag), *inputs)
 
     return call
 

@@ -19,7 +19,7 @@ import operator
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.placement.node_costs import may_be_long
@@ -117,9 +117,13 @@ class _KnownNames:
         return _KnownNames(self.loops, self.depth + 1)
 
 
+_new_tuple = tuple.__new__
+
+
 def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelContext:
     """The context of a kernel inside loops of a region."""
-    return replace(context, tag=(*context.tag, *counters))
+    seed, run, tag = context
+    return _new_tuple(KernelContext, (seed, run, tag + counters))
 
 
 @dataclass(slots=True)

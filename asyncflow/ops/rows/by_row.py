@@ -6,7 +6,6 @@ the numbers do not depend on what is computed beside it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,7 +136,7 @@ def _drawing_kernel(
     of_row = bound_kernel(_op(calls), np, arguments, of_scalars=False)
 
     def run(context: KernelContext, numbers: Array, *inputs: Array) -> tuple[Array, ...]:
-        contexts = [replace(context, tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]
+        contexts = [context._replace(tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]
         draw = _stacking(np, lambda row, *values: of_row(contexts[row], *values), has_rows, specs, single, label)
         return draw(numbers, *inputs)
 
