@@ -79,17 +79,21 @@ class MovingLog(StoreLog["Value"]):
         label: the node that saves them.
         run: which they belong to.
         always: they move although memory is not short.
+        loop: the loop that saves them, and the iterations of those around it, as tags show them.
     """
 
-    __slots__ = ("_always", "_label", "_run", "_swapping")
+    __slots__ = ("_always", "_label", "_loop", "_run", "_swapping")
 
-    def __init__(self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, always: bool) -> None:
+    def __init__(
+        self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, always: bool, loop: str = ""
+    ) -> None:
         super().__init__(entries)
-        self._swapping, self._label, self._run, self._always = swapping, label, run, always
+        self._swapping, self._label, self._run, self._always, self._loop = swapping, label, run, always, loop
 
     def add(self, value: Value) -> None:
         """One value more."""
-        self.append(self._swapping.keep(value, self._label, self._run, always=self._always))
+        tag = f"{self._loop}/{len(self)}" if self._swapping.is_watched(self._run) else ""
+        self.append(self._swapping.keep(value, self._label, self._run, always=self._always, tag=tag))
 
     def get(self, index: int) -> Value:
         """Value number `index`."""
@@ -105,7 +109,9 @@ class MovingLog(StoreLog["Value"]):
         """A log of its own with the first `length` entries."""
         entries = self[:length]
         self._swapping.share(entries)
-        return MovingLog(entries, self._swapping, label=self._label, run=self._run, always=self._always)
+        return MovingLog(
+            entries, self._swapping, label=self._label, run=self._run, always=self._always, loop=self._loop
+        )
 
     def __del__(self) -> None:
         self._swapping.release(self)

@@ -255,6 +255,8 @@ class SavedHandle:
         here: the device's buffer, for whoever copies it.
         there: what has been copied out.
         error: why it cannot come back.
+        tag: its iteration, where that is traced.
+        is_late: somebody waits for it to come back.
     """
 
     nbytes: int
@@ -270,6 +272,8 @@ class SavedHandle:
     here: Placed = None
     there: Placed = None
     error: BaseException | None = None
+    tag: str = ""
+    is_late: bool = False
 
     def __repr__(self) -> str:
         return f"<SavedHandle {self.label} #{self.rank} {self.state.name} {self.nbytes} B>"

@@ -63,6 +63,24 @@ class SavedEntry:
         self.view = view
 
 
+class SwapCopy(NamedTuple):
+    """A copy of a saved value, for timelines; times are those of a trace."""
+
+    label: str
+    """The node that saved it."""
+    tag: str
+    """The iteration that did."""
+    stream: str
+    """``d2h`` or ``h2d``."""
+    started_ns: int
+    ended_ns: int
+    nbytes: int
+    is_late: bool
+    """Somebody waited for it."""
+    memory: tuple[int, ...]
+    """Bytes when it had ended, see `Swapping.sample`."""
+
+
 class _Pause(NamedTuple):
     """Somebody who waits for memory before more is launched."""
 
@@ -121,10 +139,11 @@ class Swapping(ABC):
         self._waiting = 0
         self._is_closed = False
         self._paused: list[_Pause] = []
+        self._moves: dict[int, list[SwapCopy]] = {}
 
     # -- for stores ----------------------------------------------------------------------------------------------
 
-    def keep(self, value: Value, label: str, run: int, *, always: bool) -> Value:
+    def keep(self, value: Value, label: str, run: int, *, always: bool, tag: str = "") -> Value:
         """Take a value that is saved, or leave it to the store: gives what that is to hold.
 
         Args:
@@ -132,6 +151,7 @@ class Swapping(ABC):
             label: the node that saves it.
             run: which it belongs to.
             always: it moves although memory is not short.
+            tag: the iteration, if the run is traced.
         """
         nbytes: int = getattr(value, "nbytes", 0)
         found = self.movable(value) if nbytes >= self._least_bytes else None
@@ -148,7 +168,7 @@ class Swapping(ABC):
             elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
                 return value
             else:
-                handle = SavedHandle(nbytes, label, manager.group(run))
+                handle = SavedHandle(nbytes, label, manager.group(run), tag=tag)
                 self.arrives(handle, found.owner, found.buffer)
                 self._start(manager.saved(handle, self.now_ns(), always=always))
         if self._released:
@@ -165,6 +185,7 @@ class Swapping(ABC):
         with self._lock:
             try:
                 self._start(self.manager.wanted(handle, self.now_ns()))
+                handle.is_late = handle.state is SavedState.COMING and self.comes_late(handle)
                 while self.waits and handle.state is SavedState.COMING and handle.error is None:
                     self._wait()
                 if handle.error is not None:
@@ -212,6 +233,20 @@ class Swapping(ABC):
         """A run has ended, or is to: it waits no more, and nobody for it."""
         with self._locked():
             self.manager.leaves(run)
+        self._moves.pop(run, None)
+
+    def watch(self, run: int) -> list[SwapCopy]:
+        """Note the copies of a run's values here as they end, until it has ended."""
+        return self._moves.setdefault(run, [])
+
+    def is_watched(self, run: int) -> bool:
+        """Whether somebody does."""
+        return run in self._moves
+
+    def sample(self) -> tuple[int, ...]:
+        """Bytes that the device holds, and of saved values those of `SwapStatistics` up to ``moved_in``."""
+        with self._lock:
+            return (self.account.used, *self.manager.statistics()[:5])
 
     def lacks(self, run: int, *sets: WorkingSet) -> bool:
         """Whether a run that is to begin an iteration of these loops has to pause first."""
@@ -277,9 +312,17 @@ class Swapping(ABC):
     def now_ns(self) -> int:
         """The time by which saves, reads and copies are measured."""
 
+    def ended_ns(self) -> int:
+        """The time of a trace, when a copy has just ended."""
+        return self.now_ns()
+
+    def comes_late(self, handle: SavedHandle) -> bool:
+        """Whether a value that is COMING will not be there in time for who reads it now."""
+        return True
+
     def sent(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
         """A copy out has ended, and has made `there`."""
-        with self._locked():
+        with self._noted(handle, "d2h", taken_ns), self._locked():
             handle.there = there
             orders = self.manager.left(handle, taken_ns)
             if handle.state is SavedState.AWAY:
@@ -295,7 +338,7 @@ class Swapping(ABC):
 
     def brought(self, handle: SavedHandle, taken_ns: int, here: object = None) -> None:
         """A copy in has ended. `here` is the buffer that owns its memory, if `bring` has not said so before."""
-        with self._locked():
+        with self._noted(handle, "h2d", taken_ns), self._locked():
             self.manager.came(handle, taken_ns)
             if handle.state is not SavedState.GONE and here is not None:
                 self.arrives(handle, here, here)
@@ -309,6 +352,17 @@ class Swapping(ABC):
             self._discard(handle)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _noted(self, handle: SavedHandle, stream: str, taken_ns: int) -> Iterator[None]:
+        yield
+        moves = self._moves.get(handle.group.key)
+        if moves is not None:
+            until, is_late = self.ended_ns(), stream == "h2d" and handle.is_late
+            sample = self.sample()
+            moves.append(
+                SwapCopy(handle.label, handle.tag, stream, until - taken_ns, until, handle.nbytes, is_late, sample)
+            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

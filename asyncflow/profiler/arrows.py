@@ -4,16 +4,19 @@ A transfer is recorded where its Recv took the value, in the host's time. On a s
 the streams, so an arrow between those moments would miss the kernel and the copy it is about: an arrow goes from the
 firing that made the value to the copy that brought it, and where one of them is not among the firings (a primitive such
 as LoopCond, a value on the host), from or to the host's moment.
+
+A saved value that came back late held up whoever read it: an arrow goes from its copy to what ran next.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from asyncflow.profiler.lanes import TimelineLane
-from asyncflow.runtime.trace import Firing, Trace, Transfer
+from asyncflow.runtime.trace import LATE_COPY, Firing, Trace, Transfer
 
 _RECV = re.compile(r"/recv(_\d+)?$")
 
@@ -36,17 +39,19 @@ class End(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """One transfer as a timeline draws it; it never points back in time."""
+    """One transfer, or one wait, as a timeline draws it; it never points back in time."""
 
     transfer: Transfer
     tensor: str
     """The node whose output was sent; for a control edge, the node that ran."""
     start: End
     end: End
+    is_stall: bool = False
+    """The end had to wait for a saved value that came back late."""
 
 
 def find_arrows(trace: Trace, lanes: Sequence[TimelineLane]) -> list[Arrow]:
-    """An arrow for each transfer, in the order recorded; `lanes` are those of the trace."""
+    """An arrow for each transfer, in the order recorded, and for each late copy; `lanes` are those of the trace."""
     made = {_produced(transfer) for transfer in trace.transfers}
     brought = {_arrival(transfer) for transfer in trace.transfers}
     makers: dict[_Key, _Place] = {}
@@ -60,10 +65,33 @@ def find_arrows(trace: Trace, lanes: Sequence[TimelineLane]) -> list[Arrow]:
             and (key not in bringers or firing.started_ns < _at(lanes, bringers[key]).started_ns)
         ):
             bringers[key] = place
-    return [
+    arrows = [
         _arrow(transfer, lanes, makers.get(_produced(transfer)), bringers.get(_arrival(transfer)))
         for transfer in trace.transfers
     ]
+    return arrows + list(_stalls(lanes))
+
+
+def _stalls(lanes: Sequence[TimelineLane]) -> Iterable[Arrow]:
+    """From each late copy to what a compute stream of its device did at its end, or next."""
+    late = [(k, i) for k, lane in enumerate(lanes) for i, firing in enumerate(lane.firings) if firing.op == LATE_COPY]
+    for place in late:
+        copy, device = _at(lanes, place), lanes[place[0]].device
+        ends = []
+        for number, lane in enumerate(lanes):
+            index = bisect_right(lane.firings, copy.ended_ns - 1, key=_end_of)
+            if lane.device == device and lane.stream.startswith("compute") and index < len(lane.firings):
+                ends.append((max(lane.firings[index].started_ns, copy.ended_ns), number, index))
+        if ends:
+            time_ns, number, index = min(ends)
+            waiting = lanes[number].firings[index].node
+            transfer = Transfer(copy.run, waiting, copy.tag, device, device, copy.ended_ns, time_ns, copy.nbytes)
+            start = End(device, copy.ended_ns - 1, *place)
+            yield Arrow(transfer, copy.node, start, End(device, time_ns, number, index), is_stall=True)
+
+
+def _end_of(firing: Firing) -> int:
+    return firing.ended_ns
 
 
 def sent_tensor(transfer: Transfer) -> str:

@@ -63,7 +63,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
             "ts": _microseconds(sample.time_ns - origin),
             "args": {
                 "bytes": sample.nbytes,
-                **{name: count for name in ("saved", "host", "disk") if (count := getattr(sample, name))},
+                **{name: count for name in sample._fields[3:] if (count := getattr(sample, name))},
             },
         }
 

@@ -47,7 +47,7 @@ def timeline_data(trace: Trace) -> Json:
         {
             "device": device,
             "lanes": [_lane_columns(lane, tables, first) for lane in lanes if lane.device == device],
-            "memory": _memory_columns(trace, device, first),
+            "memory": list(_memory_columns(trace, device, first)),
         }
         for device in devices(trace)
     ]
@@ -94,6 +94,7 @@ def _transfer_columns(trace: Trace, lanes: list[TimelineLane], tables: _Tables, 
         "tag": [tables.number("tags", arrow.transfer.tag) for arrow in arrows],
         "run": [arrow.transfer.run for arrow in arrows],
         "nbytes": [arrow.transfer.nbytes for arrow in arrows],
+        "stall": [arrow.is_stall for arrow in arrows],
         "source": _end_columns([arrow.start for arrow in arrows], groups, origin),
         "target": _end_columns([arrow.end for arrow in arrows], groups, origin),
     }
@@ -119,12 +120,14 @@ def _run_columns(row: list[RunSpan], index: int, origin: int) -> Json:
     }
 
 
-def _memory_columns(trace: Trace, device: str, origin: int) -> Json:
-    samples = sorted(
-        ((sample.time_ns - origin, sample.nbytes) for sample in trace.memory if sample.device == device),
-        key=lambda sample: sample[0],
-    )
-    return {"time": [time for time, _ in samples], "nbytes": [nbytes for _, nbytes in samples]}
+def _memory_columns(trace: Trace, device: str, origin: int) -> Iterator[Json]:
+    """Bytes that the device held; and of saved values, where any have moved, those away."""
+    samples = sorted((s for s in trace.memory if s.device == device), key=lambda sample: sample.time_ns)
+    time = [sample.time_ns - origin for sample in samples]
+    yield {"label": "memory", "time": time, "nbytes": [sample.nbytes for sample in samples]}
+    away = [sample.host + sample.disk for sample in samples]
+    if any(away):
+        yield {"label": "saved, away", "time": time, "nbytes": away}
 
 
 def _embed(data: Json) -> str:

@@ -71,12 +71,9 @@
       behind: times(raw.behind), iterations: raw.iterations,
     }));
     firingLanes.push(...rows);
-    const nbytes = times(group.memory.nbytes);
-    if (nbytes.some((held) => held > 0)) {
-      rows.push({
-        kind: "memory", label: "memory", height: MEMORY, time: times(group.memory.time), nbytes,
-        peak: nbytes.reduce((a, b) => Math.max(a, b), 0),
-      });
+    for (const memory of group.memory) {
+      const nbytes = times(memory.nbytes), peak = nbytes.reduce((a, b) => Math.max(a, b), 0);
+      if (peak > 0) rows.push({ kind: "memory", label: memory.label, height: MEMORY, time: times(memory.time), nbytes, peak });
     }
     deviceGroups.push({ name: group.device, closed: false, rows });
   }
@@ -497,9 +494,9 @@
     crowded = visible > MOST_LINES;
     $("crowded").hidden = !crowded;
     const strength = Math.max(0.25, Math.min(0.75, 60 / Math.max(visible, 1)));
-    pen.strokeStyle = pen.fillStyle = theme.text;
     if (!crowded) visibleTransfers((k) => {
       const tied = transfers.source.lane[k] >= 0 && transfers.target.lane[k] >= 0;
+      pen.strokeStyle = pen.fillStyle = transfers.stall[k] ? theme.error : theme.text;
       pen.globalAlpha = tied ? strength : strength / 2;
       drawTransfer(k, 1);
     });
@@ -786,7 +783,7 @@
     const list = [];
     if (row.kind === "transfer") {
       const tag = data.tags[row.tag[i]], device = (side) => deviceGroups[row[side].group[i]].name;
-      list.push(["Transfer", `${device("source")} → ${device("target")}`]);
+      list.push(row.stall[i] ? ["Waited for", "a saved value that came back late"] : ["Transfer", `${device("source")} → ${device("target")}`]);
       if (tag) list.push(["Tag", tag, "mono"]);
       list.push(["Bytes", row.nbytes[i] ? bytes(row.nbytes[i]) : "0 (control edge)"], ["On its way", duration(arrivalOf(i) - row.start[i])]);
       list.push(["Run", runNames.get(row.run[i]) || String(row.run[i])]);

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LOOP: Final = "loop"
 """The op of a loop that ran as a whole, inside a region; one that is interpreted is its nodes."""
+LATE_COPY: Final = "late copy"
+"""The op of a copy that brought a saved value back after its reader had begun to wait for it."""
 WHOLE: Final = frozenset({LOOP, "region"})
 """Ops of several nodes that ran as a whole."""
 
@@ -56,6 +58,8 @@ class Firing(NamedTuple):
     """Counts the times in which one firing computed: 0 for the first, or only one."""
     iterations: int | None = None
     """Of a loop that ran as a whole, once it has ended."""
+    nbytes: int = 0
+    """Of a copy."""
 
     @property
     def label(self) -> str:
@@ -116,7 +120,7 @@ class MemorySample(NamedTuple):
     """Bytes a device held at one moment.
 
     Attributes:
-        saved, host, disk: see `DeviceMemory`.
+        saved, host, disk, moved_out, moved_in: see `DeviceMemory`.
     """
 
     device: str
@@ -125,6 +129,8 @@ class MemorySample(NamedTuple):
     saved: int = 0
     host: int = 0
     disk: int = 0
+    moved_out: int = 0
+    moved_in: int = 0
 
 
 @dataclass(slots=True, kw_only=True, repr=False)

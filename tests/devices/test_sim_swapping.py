@@ -14,7 +14,10 @@ from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.swapping import Swapping
 from asyncflow.errors import HazardError
+from asyncflow.profiler.arrows import find_arrows
+from asyncflow.profiler.lanes import firing_lanes
 from asyncflow.runtime.session.session_statistics import DeviceMemory
+from asyncflow.runtime.trace import LATE_COPY
 from asyncflow.testing import virtual_clock
 
 SIDE, STEPS = 256, 30
@@ -71,6 +74,7 @@ def train(
     limit: int | None = None,
     swap_memory: bool = False,
     card: str = "k40",
+    host: str = "asyncflow",
     trace: bool = False,
     seed: int = 0,
     shapes_only: bool = False,
@@ -79,7 +83,8 @@ def train(
     **options: Any,
 ) -> Outcome:
     """One step on a card of its own; afterwards nothing is held anywhere, and no hazard was met."""
-    with virtual_clock(card, seed=seed, jitter=0.1 if seed else 0.0, shapes_only=shapes_only) as clock, af.Graph():
+    world = virtual_clock(card, seed=seed, jitter=0.1 if seed else 0.0, shapes_only=shapes_only, host=host)
+    with world as clock, af.Graph():
         x = af.placeholder("float32", (side, side))
         w = af.placeholder("float32", (side, side))
         grads = af.gradients(af.sum(build(x, w, swap_memory=swap_memory)), [x, w])
@@ -190,13 +195,57 @@ def test_a_value_read_before_it_is_back_is_a_hazard(monkeypatch: pytest.MonkeyPa
             train(swap_memory=True)
 
 
-def test_copies_are_on_the_timeline_and_memory_is_counted() -> None:
-    trace = train(swap_memory=True, trace=True).trace
+@pytest.mark.parametrize(("build", "steps"), [(loop, [f"while/{k}" for k in range(STEPS - 1)]), (nested, [])])
+def test_copies_on_the_timeline_name_the_value_its_iteration_and_its_bytes(build: Any, steps: list[str]) -> None:
+    """Of each run its own, whoever has started them; counters say what has moved so far."""
+    outcome = train(build, swap_memory=True, trace=True)
+    assert outcome.trace is not None
+    copies = [firing for firing in outcome.trace.firings if firing.outputs == "256.0 KiB"]
+    out = [firing for firing in copies if firing.stream == "d2h"]
+    back = [firing for firing in copies if firing.stream == "h2d"]
+    assert {firing.nbytes for firing in copies} == {VALUE}
+    assert len(out) * VALUE == outcome.memory.moved_out
+    assert len(back) * VALUE == outcome.memory.moved_in
+    places = [(firing.node, firing.tag) for firing in out]
+    assert len({*places}) == len(places)  # no buffer twice
+    assert {(firing.node, firing.tag) for firing in back} <= {*places}
+    if steps:
+        assert [tag for node, tag in places if node == "while/body/tanh"] == steps
+    else:
+        assert {f"while/{outer}/while/{inner}" for outer in (0, 1) for inner in range(4)} <= {tag for _, tag in places}
+    samples = outcome.trace.memory
+    assert max(sample.host for sample in samples) > 0
+    assert max(sample.saved for sample in samples) > 0
+    assert max(sample.moved_out for sample in samples) == outcome.memory.moved_out
+    assert max(sample.moved_in for sample in samples) == outcome.memory.moved_in
+
+
+def test_a_copy_that_comes_late_is_a_stall_arrow_to_the_kernel_that_waited() -> None:
+    """Each kernel takes 16 us and each copy 340: the stream waits for most, and arrows end with the copies."""
+
+    def light(x: Any, w: Any, *, swap_memory: bool) -> Any:
+        loop_vars = (0, x)
+        return af.while_loop(lambda i, _: i < STEPS, lambda i, y: (i + 1, af.tanh(y) * w), loop_vars)[1]
+
+    side = 1024
+    limit = 24 * side * side * 4
+    trace = train(light, shapes_only=True, side=side, limit=limit, trace=True, card="v100", host="c++").trace
     assert trace is not None
-    copies = [firing for firing in trace.firings if firing.op == "copy" and firing.stream in ("d2h", "h2d")]
-    assert {firing.stream for firing in copies} == {"d2h", "h2d"}
-    assert max(sample.host for sample in trace.memory) > 0
-    assert max(sample.saved for sample in trace.memory) > 0
+    late = [firing for firing in trace.firings if firing.op == LATE_COPY]
+    arrows = find_arrows(trace, firing_lanes(trace))
+    assert len(arrows) == len(late) > 8
+    for arrow, copy in zip(arrows, late, strict=True):
+        assert arrow.is_stall
+        assert (arrow.tensor, arrow.transfer.tag, arrow.transfer.nbytes) == (copy.node, copy.tag, copy.nbytes)
+        assert (arrow.start.time_ns, arrow.end.time_ns) == (copy.ended_ns - 1, copy.ended_ns)
+        assert arrow.transfer.node.startswith("gradients/")
+
+
+def test_copies_that_come_in_time_have_no_arrows() -> None:
+    trace = train(limit=LIMIT, trace=True).trace
+    assert trace is not None
+    assert any(firing.stream == "h2d" and firing.outputs == "256.0 KiB" for firing in trace.firings)
+    assert find_arrows(trace, firing_lanes(trace)) == []
 
 
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.6, 0.9])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncflow.profiler.arrows import Arrow, End, find_arrows, sent_tensor
 from asyncflow.profiler.lanes import firing_lanes
-from asyncflow.runtime.trace import Firing, Trace, Transfer
+from asyncflow.runtime.trace import LATE_COPY, Firing, Trace, Transfer
 
 
 def firing(node: str, device: str, stream: str, start: int, end: int, *, tag: str = "loop/3", run: int = 1) -> Firing:
@@ -101,3 +101,30 @@ def test_no_arrow_points_back_in_time_and_tied_ends_lie_inside_their_firings(
             tied = lanes[end.lane].firings[end.position]
             assert tied.device == end.device
             assert tied.started_ns <= end.time_ns < tied.ended_ns
+
+
+@pytest.mark.parametrize("busy", [(250, 300), (100, 300)], ids=["a kernel begins", "a region goes on"])
+def test_a_late_copy_points_to_what_its_device_computes_then(busy: tuple[int, int]) -> None:
+    copy = firing("loop/tanh", "cpu:0", "h2d", 150, 200)._replace(op=LATE_COPY, nbytes=64)
+    firings = [
+        copy,
+        firing("before", "cpu:0", "compute", 0, 90),
+        firing("waiting", "cpu:0", "compute:1", *busy),
+        firing("later", "cpu:0", "compute", 310, 400),
+        firing("elsewhere", "cpu:1", "compute", 205, 210),
+        firing("loop/sin", "cpu:0", "h2d", 260, 270)._replace(op="copy"),
+    ]
+    trace = Trace(firings=firings)
+    lanes = firing_lanes(trace)
+    (arrow,) = find_arrows(trace, lanes)
+    assert arrow.is_stall
+    assert (arrow.tensor, arrow.transfer.node, arrow.transfer.nbytes) == ("loop/tanh", "waiting", 64)
+    assert arrow.start.time_ns == 199
+    assert arrow.end.time_ns == max(busy[0], 200)
+    assert arrow.end.lane is not None
+    assert lanes[arrow.end.lane].stream == "compute:1"
+
+
+def test_nobody_waits_for_a_late_copy_behind_which_nothing_is_computed() -> None:
+    trace = Trace(firings=[firing("a", "cpu:0", "h2d", 150, 200)._replace(op=LATE_COPY)])
+    assert find_arrows(trace, firing_lanes(trace)) == []

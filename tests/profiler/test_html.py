@@ -82,7 +82,7 @@ def test_runs_and_memory_reach_the_page(trace: Trace) -> None:
         ("runs", ["predict"], [0], [9_000], ["ok"]),
         ("runs 2", ["run 1"], [2_000], [8_000], ["error"]),
     ]
-    assert data["groups"][1]["memory"] == {"time": [4_000, 9_000], "nbytes": [8_192, 16_384]}
+    assert data["groups"][1]["memory"] == [{"label": "memory", "time": [4_000, 9_000], "nbytes": [8_192, 16_384]}]
 
 
 def test_transfers_reach_the_page_by_start_with_the_lanes_of_their_ends(trace: Trace) -> None:
@@ -149,6 +149,7 @@ def test_an_empty_trace_makes_a_page_that_says_so() -> None:
             "tag": [],
             "run": [],
             "nbytes": [],
+            "stall": [],
             "source": {"group": [], "lane": [], "index": [], "time": []},
             "target": {"group": [], "lane": [], "index": [], "time": []},
         },

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.saved_values import MOVING_STORE, NEW_STORE, SAVE
+from asyncflow.errors import LoopIdentity
 from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
@@ -20,13 +21,33 @@ if TYPE_CHECKING:
 
 def move_saved(graph: Graph, swapping: Mapping[str, Swapping]) -> None:
     """Replaces the stores of loops, by the name of their device."""
+    bodies: dict[Graph, WhileNode] = {}
     for loop in graph.walk():
         if not isinstance(loop, WhileNode):
             continue
+        bodies[loop.body] = loop
         for initial, result in zip(loop.inputs, loop.body.results, strict=False):
             node, save = initial.node, result.node
             device = swapping.get(node.device or "")
             moves = node.attrs.get("moves") or ("always" if loop.swap_memory else "short")
             if node.op is NEW_STORE and save.op is SAVE and device is not None and moves != "never":
                 node.op = MOVING_STORE
-                node.attrs = {"swapping": device, "label": save.inputs[2].node.name, "always": moves == "always"}
+                node.attrs = {
+                    "swapping": device,
+                    "label": save.inputs[2].node.name,
+                    "always": moves == "always",
+                    "loops": _loops(loop, bodies),
+                }
+
+
+def _loops(loop: WhileNode, bodies: Mapping[Graph, WhileNode]) -> tuple[str, ...]:
+    """The loops around a loop, from the outermost inward, and itself, as tags show them."""
+    labels: list[str] = []
+    inner: WhileNode | None = loop
+    while inner is not None:
+        labels.insert(0, LoopIdentity(inner.name).label)
+        graph: Graph | None = inner.graph
+        while graph is not None and graph not in bodies:
+            graph = graph.parent
+        inner = None if graph is None else bodies[graph]
+    return tuple(labels)

@@ -7,11 +7,12 @@ eyes of the host; what comes back has the event of its copy, for which whoever r
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
 from asyncflow.devices.memory import owner_of
+from asyncflow.devices.protocol import recording
 from asyncflow.devices.sim.values import SimArray, SimOpaque, Storage, no_data
 from asyncflow.devices.swapping import Movable, Swapping
 
@@ -63,7 +64,8 @@ class SimSwapping(Swapping):
         contents: _Contents = handle.here
         data, dtype, shape, storage = contents
         assert storage is not None
-        event = self._device.copy_out(SimArray(data, dtype, shape, storage, storage.written, handle.label))
+        with recording(self._device, None):  # `Swapping` notes the copy
+            event = self._device.copy_out(SimArray(data, dtype, shape, storage, storage.written, handle.label))
         there = _Contents(None if data is None else data.copy(order="K"), dtype, shape)
         self._device.when_over(event, self.sent, handle, there, event.time_ns - event.started_ns)
 
@@ -71,7 +73,8 @@ class SimSwapping(Swapping):
         """Copy it in, to new memory."""
         data, dtype, shape, _ = handle.there
         data = None if data is None else data.copy(order="K")
-        copied = self._device.copied_in(data, dtype, shape, handle.label, after=None)
+        with recording(self._device, None):
+            copied = self._device.copied_in(data, dtype, shape, handle.label, after=None)
         copied.storage.keep(data)
         self.arrives(handle, copied.storage, _Contents(data, dtype, shape, copied.storage))
         event = copied.written
@@ -87,6 +90,16 @@ class SimSwapping(Swapping):
     def now_ns(self) -> int:
         """The time of the thread that launches."""
         return self._device.dispatched_ns
+
+    def ended_ns(self) -> int:
+        """Virtual time, of which that thread is ahead."""
+        return self._device.machine.now_ns()
+
+    def comes_late(self, handle: SavedHandle) -> bool:
+        """Whether what is launched will have ended before the copy in."""
+        device, contents = self._device, cast("_Contents", handle.here)
+        assert contents.storage is not None
+        return max(device.compute.end().time_ns, device.dispatched_ns) < contents.storage.written.time_ns
 
 
 def _data(contents: _Contents) -> Array | None:

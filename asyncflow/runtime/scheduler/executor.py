@@ -101,6 +101,8 @@ class Executor:
         if run.trace is not None:
             number = len(run.executors)
             self.recorder = Recorder(run.trace, run.id, self.device, run.turn.clock, seed, number)
+            if self._swapping is not None:
+                self.recorder.moves = self._swapping.watch(run.number)
             self.scheduler.ready = self.recorder.ready
             if run.trace.order is not None:
                 run.trace.order.join(

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+from asyncflow.devices.memory import format_bytes
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
-from asyncflow.runtime.trace import LOOP, Firing, MemorySample, Transfer
+from asyncflow.runtime.trace import LATE_COPY, LOOP, Firing, MemorySample, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
+    from asyncflow.devices.swapping import SwapCopy
     from asyncflow.runtime.picks import PickLog
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
@@ -51,6 +53,8 @@ class Recorder:
         self._run_id = run_id
         self._device = device
         self._launched: list[_Launched] = []
+        self.moves: Sequence[SwapCopy] = ()
+        """How saved values have moved."""
 
     def firing(
         self,
@@ -142,7 +146,24 @@ class Recorder:
         self._launched.append(_Launched(spans, device, node, tag, scheduled, _outputs(node, result), self._memory()))
 
     def finish(self) -> None:
-        """Writes down what was launched, once all of it has ended."""
+        """Writes down what was launched, and what has moved, once all of it has ended."""
+        for move in self.moves:
+            copied = Firing(
+                run=self._run_id,
+                node=move.label,
+                op=LATE_COPY if move.is_late else "copy",
+                tag=move.tag,
+                device=self._device.name,
+                stream=move.stream,
+                scheduled_ns=move.started_ns,
+                started_ns=move.started_ns,
+                ended_ns=move.ended_ns,
+                outputs=format_bytes(move.nbytes),
+                status="ok",
+                location="",
+                nbytes=move.nbytes,
+            )
+            self._add(copied, move.memory)
         for launched in self._launched:
             device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
             for span in device.settle(launched.spans):
@@ -155,6 +176,7 @@ class Recorder:
                     node=span.label if inside else fired.node,
                     op=fired.op if not span.nbytes else "copy",
                     device=device.name,
+                    nbytes=span.nbytes,
                 )
                 self._add(fired, launched.memory)
         self._launched.clear()
@@ -183,8 +205,8 @@ class Recorder:
         trace.memory.append(MemorySample(self._device.name, firing.ended_ns, *(memory or self._memory())))
 
     def _memory(self) -> tuple[int, ...]:
-        swapping, used = self._device.swapping, self._device.memory.used
-        return (used,) if swapping is None else (used, *swapping.statistics()[:3])
+        swapping = self._device.swapping
+        return (self._device.memory.used,) if swapping is None else swapping.sample()
 
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
