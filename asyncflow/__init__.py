@@ -268,6 +268,7 @@ from asyncflow.ops.utility import any as any
 from asyncflow.ops.utility import diff as diff
 from asyncflow.ops.windows import dynamic_slice as dynamic_slice
 from asyncflow.runtime.loop import run as run
+from asyncflow.runtime.run.batches import BatchStatistics as BatchStatistics
 from asyncflow.runtime.session.calls import Prepared as Prepared
 from asyncflow.runtime.session.function import Function as Function
 from asyncflow.runtime.session.function import function as function

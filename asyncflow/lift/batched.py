@@ -22,6 +22,7 @@ from asyncflow.graph.op import Access, Effects, define, derivative
 from asyncflow.graph.resource import resources_of
 from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.ops.batch import Batch
+from asyncflow.ops.custom import install_batching
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import shape
 
@@ -198,12 +199,12 @@ def batched(
     return batched_with(fn, batch)
 
 
-def batched_with(fn: Callable[..., Nest], batch: Batch) -> Callable[..., Nest]:
-    """See `batched`."""
+def batched_with(fn: Callable[..., Nest], batch: Batch, name: str = "") -> Callable[..., Nest]:
+    """See `batched`; `name` is that of the nodes, and without one, the function's."""
     if not callable(fn):
         raise GraphError(f"batched takes a function; got {fn!r}")
     refuse_coroutines(fn)
-    name = getattr(fn, "__name__", "")
+    name = name or getattr(fn, "__name__", "")
 
     @wraps(fn)
     def call(*args: Nest, **kwargs: Nest) -> Nest:
@@ -311,5 +312,7 @@ def _captured(parameter: Node) -> Tensor | None:
     assert isinstance(body, Subgraph)
     return next((outer for outer, inner in body.captures.items() if inner.node is parameter), None)
 
+
+install_batching(batched_with)
 
 __all__ = ["BATCHED", "SharedBody", "batched", "batched_with", "install_gatherer"]

@@ -19,11 +19,20 @@ from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec, spec_of
+from asyncflow.ops.batch import Batch
 from asyncflow.ops.derivatives.user_rules import accepted_arguments, rule_of_op
 from asyncflow.ops.promotion import is_weak, promoted_dtype
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 nest.register_leaf(Spec)
+
+_share_calls: list[Callable[[Callable[..., Nest], Batch, str], Callable[..., Nest]]] = []
+
+
+def install_batching(share: Callable[[Callable[..., Nest], Batch, str], Callable[..., Nest]]) -> None:
+    """Tells how the calls of a function are computed together, which takes more than is known here."""
+    _share_calls[:] = [share]
+
 
 Outputs: TypeAlias = object
 """A `Spec`, any nest of them, or a function of the inputs' specs (and, by name, of static arguments) that gives one."""
@@ -57,6 +66,7 @@ class CustomOp(Generic[P]):
         stateful: bool | None = None,
         rows: bool = False,
         pure: bool = False,
+        batch: Batch | None = None,
     ) -> None:
         self.name = name or _name_of(function)
         self.function: Callable[..., Any] = function
@@ -64,6 +74,10 @@ class CustomOp(Generic[P]):
         self.device = device
         self.outputs = _declared(self.name, function, outputs)
         is_async = _is_coroutine_function(self.name, function)
+        if batch is not None and not isinstance(batch, Batch):
+            raise GraphError(f"@op: batch= of {self.name} is an af.Batch; got {batch!r}")
+        self._batch = batch
+        rows = rows or batch is not None
         if rows and is_async:
             raise GraphError(f"@op: {self.name} is a coroutine function; rows=True is for functions that do not await")
         self._is_stateful = self._has_effects(stateful)
@@ -107,6 +121,11 @@ class CustomOp(Generic[P]):
         if current_graph() is None and not any(is_symbolic(x) for x in inputs):
             return self.function(*inputs, **arguments)
         self._check_call(inputs, arguments)
+        if self._batch is None:
+            return self._build(*inputs, **arguments)
+        return _share_calls[0](partial(self._build, **arguments), self._batch, self.name)(*inputs)
+
+    def _build(self, *inputs: TensorLike, **arguments: object) -> Nest:
         with graph_for(*inputs) as graph:
             tensors = [graph.import_tensor(as_tensor(x)) for x in inputs]
             outputs = self._declare(tensors, arguments)
@@ -210,6 +229,7 @@ def op(
     stateful: bool | None = None,
     rows: bool = False,
     pure: bool = False,
+    batch: Batch | None = None,
 ) -> Callable[[Callable[P, object]], CustomOp[P]]: ...
 
 
@@ -225,6 +245,7 @@ def op(
     stateful: bool | None = None,
     rows: bool = False,
     pure: bool = False,
+    batch: Batch | None = None,
 ) -> CustomOp[...] | Callable[[Callable[..., object]], CustomOp[...]]:
     """Turns a function or coroutine function into an op.
 
@@ -255,7 +276,9 @@ def op(
             for all rows of `map_fn` and `vmap`, and where there are none it gets a single one. What is declared is one
             row. False: it is called for each row.
         pure: calls with equal inputs give the same and change nothing, so that a gradient may call the function once
-            more in place of keeping what it gave (`recompute`).
+            more in place of keeping what it gave (`recompute`), and members of a batch that failed may be tried apart.
+        batch: firings of several runs, iterations and branches share a call, as with `batched`; the function works on
+            rows then, those of all members. Unless it is `pure`, a call that fails fails for all of them.
 
     Raises:
         GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects.
@@ -277,6 +300,7 @@ def op(
         "stateful": stateful,
         "rows": rows,
         "pure": pure,
+        "batch": batch,
     }
     if function is None:
         return lambda decorated: CustomOp(decorated, **options)

@@ -169,20 +169,18 @@ class Batcher(Generic[M]):
     def __init__(self, seed: int = 0) -> None:
         self.lanes: dict[Hashable, Lane[M]] = {}
         self._random = Random(seed)
-        self._costs: dict[Hashable, CallCosts] = {}
 
-    def offer(self, signature: Hashable, kind: Hashable, policy: Batch, member: M) -> None:
+    def offer(self, signature: Hashable, costs: CallCosts, policy: Batch, member: M) -> None:
         """A member waits.
 
         Args:
             signature: equal for those that may share a call.
-            kind: equal for signatures whose calls take equally long.
+            costs: of such calls; signatures whose calls take equally long have the same.
             policy: of the function.
             member: who.
         """
         lane = self.lanes.get(signature)
         if lane is None:
-            costs = self._costs.setdefault(kind, CallCosts())
             lane = self.lanes[signature] = Lane(signature, policy, costs)
         lane.waiting.append(member)
 

@@ -202,6 +202,56 @@ async def test_functions_of_users_get_all_rows_at_once(open_session: OpenSession
         del failed
 
 
+async def test_ops_of_users_share_calls(open_session: OpenSession) -> None:
+    """`@op(batch=)` takes rows; static arguments are the same for all members of a call."""
+    seen: list[int] = []
+
+    @af.op(outputs=af.spec("int64", ()), batch=af.Batch(16, cost="none"), pure=True)
+    def powers(x: np.ndarray[Any, Any], *, to: int = 1) -> np.ndarray[Any, Any]:
+        seen.append(len(x))
+        return x**to
+
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (), name="x")
+        square, cube = powers(x, to=2), powers(x, to=3)
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run([square, cube], {x: k}) for k in range(9)))
+        counts = session.statistics().batches["powers"]
+    assert found == [[k**2, k**3] for k in range(9)]
+    assert sum(seen) == 18
+    assert max(seen) == counts.largest > 1
+    assert counts.members == 9
+    with pytest.raises(af.GraphError, match="batch= of f is an"):
+        af.op(outputs=af.spec("int64", ()), name="f", batch=3)(lambda x: x)  # type: ignore[call-overload]
+
+
+async def others_end() -> None:
+    """What the session does beside ends."""
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+
+
+async def test_a_share_of_the_calls_is_checked(open_session: OpenSession, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows that depend on one another, which they must not, are found; sound ones are not complained of."""
+
+    @af.op(outputs=af.spec("float32", ()), rows=True, pure=True)
+    def centred(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return x - x.mean()
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (), name="x")
+        sound, wrong = af.batched(lambda x: af.sin(x) * 3, cost="none")(x), af.batched(centred, cost="none")(x)
+    async with open_session(graph) as session:
+        session.check_batches(1.0)
+        await asyncio.gather(*(session.run(sound, {x: np.float32(k)}) for k in range(6)))
+        await others_end()
+        assert not caplog.messages
+        await asyncio.gather(*(session.run(wrong, {x: np.float32(k)}) for k in range(6)))
+        await others_end()
+        assert any("result 0 of centred differs for member " in message for message in caplog.messages)
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            session.check_batches(2)
+
+
 @settings(max_examples=15)
 @given(st.data())
 async def test_f42_random_requests(data: st.DataObject) -> None:

@@ -11,6 +11,8 @@ import pytest
 import asyncflow as af
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts, Gathered
 
+COSTS = CallCosts()
+
 
 class Named(Gathered):
     """A member of which it is known what has become of it."""
@@ -50,7 +52,7 @@ class World:
         batcher, member = self.batcher, self.members[which % len(self.members)]
         if action == "offer":
             self.offered.add(which)
-            batcher.offer(self.lane_of(member), 0, af.Batch(3, cost="none"), member)
+            batcher.offer(self.lane_of(member), CallCosts(), af.Batch(3, cost="none"), member)
         elif action == "withdraw":
             batcher.withdraw(self.lane_of(member), member)
         elif action == "take":
@@ -137,7 +139,7 @@ def drained(batcher: Batcher[Named]) -> list[list[int]]:
 def offered(count: int, policy: af.Batch, nbytes: int = 1) -> Batcher[Named]:
     batcher: Batcher[Named] = Batcher()
     for name in range(count):
-        batcher.offer("lane", "kind", policy, Named(name, nbytes))
+        batcher.offer("lane", COSTS, policy, Named(name, nbytes))
     return batcher
 
 
@@ -151,14 +153,14 @@ def test_a_delay_is_waited_for_unless_the_call_is_full() -> None:
     batcher: Batcher[Named] = Batcher()
     policy = af.Batch(3, max_delay_s=1e-6)
     for name in range(2):
-        batcher.offer("lane", "kind", policy, Named(name, offered_ns=500 + name))
+        batcher.offer("lane", COSTS, policy, Named(name, offered_ns=500 + name))
     assert list(batcher.take(1_000, is_idle=True)) == []
     assert batcher.wake_ns() == 1_500
-    batcher.offer("lane", "kind", policy, Named(2, offered_ns=600))
+    batcher.offer("lane", COSTS, policy, Named(2, offered_ns=600))
     (call,) = batcher.take(1_000, is_idle=False)
     assert [member.name for member in call.members] == [0, 1, 2]
     batcher.ended(call, 1.0)
-    batcher.offer("lane", "kind", policy, Named(3, offered_ns=2_000))
+    batcher.offer("lane", COSTS, policy, Named(3, offered_ns=2_000))
     assert list(batcher.take(2_999, is_idle=True)) == []
     assert len(list(batcher.take(3_000, is_idle=False))) == 1
 
@@ -168,7 +170,7 @@ def test_others_gather_while_a_call_is_under_way_or_work_is_ready() -> None:
     assert list(batcher.take(0, is_idle=False)) == []
     (first,) = batcher.take(0, is_idle=True)
     for name in range(1, 4):
-        batcher.offer("lane", "kind", af.Batch(4, cost="none"), Named(name))
+        batcher.offer("lane", COSTS, af.Batch(4, cost="none"), Named(name))
     assert list(batcher.take(0, is_idle=True)) == []
     batcher.ended(first, 1.0)
     assert drained(batcher) == [[1, 2, 3]]
@@ -201,13 +203,14 @@ def test_the_one_at_fault_is_found_by_halving() -> None:
 def test_what_calls_take_is_learnt(seed: int) -> None:
     """Where two cost more than twice one, few go one by one and many together; least time is found by trying all."""
     random = Random(seed)
+    learnt = CallCosts()
     true_ns = {1: 100.0, **{size: 700.0 + 15 * size + random.random() for size in range(2, 33)}}
     batcher: Batcher[Named] = Batcher(seed)
     sizes: list[int] = []
 
     def round_of(waiting: int) -> list[int]:
         for name in range(waiting):
-            batcher.offer("lane", "kind", af.Batch(32), Named(name))
+            batcher.offer("lane", learnt, af.Batch(32), Named(name))
         made = []
         while calls := list(batcher.take(0, is_idle=True)):
             for call in calls:

@@ -7,24 +7,36 @@ who is in it, and when it starts.
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from asyncflow.compiler.program.request import PlanRequest
-from asyncflow.lift.batched import BodyProgram, SharedBody, install_gatherer
-from asyncflow.runtime.batcher import BatchCall, Batcher, Gathered
+from asyncflow.lift.batched import SharedBody, install_gatherer
+from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts, Gathered
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.streams.holding import current_part
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.values import Array
+
+_log = logging.getLogger("asyncflow.runtime")
+
+_MOST_KINDS = 64
+"""Of one function, the times of calls are kept for so many kinds of arguments."""
+
+_ROUNDINGS = 256
+"""So many times the precision of its dtype may a member's result differ, beside the largest element."""
 
 _SAME_BYTES = 4096
 """Values that are to be the same for all members are compared byte by byte up to this size; larger ones are the same
@@ -45,6 +57,46 @@ class BatchMember(Gathered):
     inputs: tuple[Array, ...] = field(kw_only=True)
     done: asyncio.Future[Sequence[Array]] = field(kw_only=True)
     context: Context = field(kw_only=True)
+
+
+class BatchStatistics(NamedTuple):
+    """Calls of one batched function so far.
+
+    Attributes:
+        calls: how many there were.
+        members: of all of them, in all.
+        largest: the most members of one.
+        failed: calls that failed, of which those of several members were done again in halves.
+        cost_ns: how long calls of each size take, for the arguments that were seen last.
+    """
+
+    calls: int = 0
+    members: int = 0
+    largest: int = 0
+    failed: int = 0
+    cost_ns: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(slots=True, eq=False)
+class _KnownBody:
+    """Plans, times and counts of one call of a batched function in a graph.
+
+    Attributes:
+        plans: of its programs: over one member (False), over many (True).
+        costs: by the dtypes and shapes of arguments, those seen last behind.
+        counts: of its calls.
+    """
+
+    plans: dict[bool, Plan] = field(default_factory=dict)
+    costs: dict[Hashable, CallCosts] = field(default_factory=dict)
+    counts: BatchStatistics = field(default_factory=BatchStatistics)
+
+    def costs_of(self, kind: Hashable) -> CallCosts:
+        costs = self.costs.pop(kind, None) or CallCosts()
+        if len(self.costs) >= _MOST_KINDS:
+            del self.costs[next(iter(self.costs))]
+        self.costs[kind] = costs
+        return costs
 
 
 class RunsBatches(Protocol):
@@ -72,7 +124,10 @@ class Batches:
         self._turn = turn
         self._runs = runs
         self._batcher: Batcher[BatchMember] = Batcher(seed)
-        self._plans: dict[BodyProgram, Plan] = {}
+        # A function goes with the graph that calls it.
+        self._known: WeakKeyDictionary[SharedBody, _KnownBody] = WeakKeyDictionary()
+        self._random = Random(seed)
+        self._checked_share = 0.0
         self._under_way: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -89,8 +144,10 @@ class Batches:
         nbytes = sum(getattr(value, "nbytes", 0) for value in inputs)
         context = copy_context()
         member = BatchMember(nbytes, turn.clock(), shared=shared, inputs=inputs, done=done, context=context)
-        kind, signature = _signatures(shared, inputs)
-        self._batcher.offer(signature, kind, shared.batch, member)
+        known = self._known.setdefault(shared, _KnownBody())
+        kind = tuple((value.dtype, value.shape) for value in inputs)
+        signature = (shared, kind, *_common(shared, inputs))
+        self._batcher.offer(signature, known.costs_of(kind), shared.batch, member)
         turn.wake()
         try:
             return await done
@@ -100,10 +157,17 @@ class Batches:
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
-        self._plans.clear()
+        self._known.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    async def aclose(self) -> None:
+        """Stops what is under way."""
+        under_way = list(self._under_way)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     def flush(self, *, is_idle: bool) -> None:
         """Starts what is due; `is_idle` says that nothing else in the session can go on."""
@@ -126,8 +190,7 @@ class Batches:
         started_ns = self._turn.clock()
         members = call.members
         shared = members[0].shared
-        program = shared.one if len(members) == 1 else shared.many
-        plan = self._plans.get(program)
+        plan = self._known[shared].plans.get(len(members) > 1)
         try:
             found = None if plan is None else self._runs.run_short(plan, _values(members))
         except Exception as error:
@@ -136,16 +199,16 @@ class Batches:
         if found is not None:
             self._ended(call, found, started_ns)
             return
-        task = self._turn.loop.create_task(self._compute(call, program))
+        self._beside(self._compute(call))
+
+    def _beside(self, work: Coroutine[object, object, None]) -> None:
+        task = self._turn.loop.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-    async def _compute(self, call: BatchCall[BatchMember], program: BodyProgram) -> None:
+    async def _compute(self, call: BatchCall[BatchMember]) -> None:
         try:
-            plan = self._plans.get(program)
-            if plan is None:
-                plan = await self._runs.plan_of(PlanRequest(program.graph, program.fetches, program.feeds))
-                self._plans[program] = plan
+            plan = await self._plan(call.members[0].shared, is_many=len(call.members) > 1)
             started_ns = self._turn.clock()
             results = await self._runs.run_batch(plan, _values(call.members))
         except Exception as error:
@@ -153,21 +216,67 @@ class Batches:
         else:
             self._ended(call, results, started_ns)
 
+    async def _plan(self, shared: SharedBody, *, is_many: bool) -> Plan:
+        known = self._known.setdefault(shared, _KnownBody())
+        plan = known.plans.get(is_many)
+        if plan is None:
+            program = shared.many if is_many else shared.one
+            plan = await self._runs.plan_of(PlanRequest(program.graph, program.fetches, program.feeds))
+            known.plans[is_many] = plan
+        return plan
+
     def _ended(self, call: BatchCall[BatchMember], results: Sequence[Array], started_ns: int) -> None:
         self._batcher.ended(call, self._turn.clock() - started_ns)
         members = call.members
+        self._count(call)
         if len(members) > 1:
             for value in results:
                 if isinstance(value, np.ndarray):
                     value.flags.writeable = False  # members have views of it
+            if self._random.random() < self._checked_share:
+                self._beside(self._check(members, results))
         for row, member in enumerate(members):
             if not member.done.done():
                 member.done.set_result(results if len(members) == 1 else [value[row] for value in results])
         if self._batcher.lanes:
             self._turn.wake()
 
+    def _count(self, call: BatchCall[BatchMember], *, failed: int = 0) -> None:
+        known = self._known.setdefault(call.members[0].shared, _KnownBody())
+        counts, size = known.counts, len(call.members)
+        known.counts = BatchStatistics(
+            counts.calls + 1, counts.members + size, max(counts.largest, size), counts.failed + failed
+        )
+
+    def statistics(self) -> dict[str, BatchStatistics]:
+        """Of each batched function that graphs call, by its name in the graph."""
+        found = {}
+        for shared, known in list(self._known.items()):
+            latest = next(reversed(known.costs.values()), CallCosts())
+            found[shared.label] = known.counts._replace(cost_ns=dict(sorted(latest.taken_ns.items())))
+        return found
+
+    def check_from_now_on(self, share: float) -> None:
+        """Has that share of the calls for several members computed one by one as well."""
+        self._checked_share = share
+
+    async def _check(self, members: Sequence[BatchMember], results: Sequence[Array]) -> None:
+        """Computes each member by itself, and logs where the result is another."""
+        shared = members[0].shared
+        plan = await self._plan(shared, is_many=False)
+        for row, member in enumerate(members):
+            alone = await self._runs.run_batch(plan, list(member.inputs))
+            for place, (one, many) in enumerate(zip(alone, results, strict=True)):
+                if not _agree(np.asarray(one), np.asarray(many[row])):
+                    shapes = ", ".join(str(np.shape(value)) for value in member.inputs)
+                    _log.warning(
+                        "result %d of %s differs for member %d of a call for %d (arguments %s): %r together, %r alone",
+                        *(place, shared.label, row, len(members), shapes, many[row], one),
+                    )
+
     def _failed(self, call: BatchCall[BatchMember], error: Exception) -> None:
         shared = call.members[0].shared
+        self._count(call, failed=1)
         if self._batcher.failed(call, divisible=shared.is_repeatable):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
@@ -188,11 +297,21 @@ def _values(members: Sequence[BatchMember]) -> list[Array]:
     ]
 
 
-def _signatures(shared: SharedBody, inputs: Sequence[Array]) -> tuple[Hashable, Hashable]:
-    """Equal for members whose calls take equally long, and for those that may share one."""
-    kind = (shared, *((value.dtype, value.shape) for value in inputs))
-    pairs = zip(inputs, shared.has_rows, strict=True)
-    return kind, (kind, *(_identity(value) for value, has_rows in pairs if not has_rows))
+def _common(shared: SharedBody, inputs: Sequence[Array]) -> Iterator[Hashable]:
+    """Equal for members of which the values that a call has once are the same."""
+    for value, has_rows in zip(inputs, shared.has_rows, strict=True):
+        if not has_rows:
+            yield _identity(value)
+
+
+def _agree(one: Array, other: Array) -> bool:
+    """Whether two results are equal within rounding; those that are exact, to the bit."""
+    if one.dtype.kind not in "fcV":
+        return bool(np.array_equal(one, other))
+    tolerance = _ROUNDINGS * float(np.finfo(one.dtype).eps) if one.dtype.kind in "fc" else _ROUNDINGS / 256
+    one, other = (x.astype(np.float64) if x.dtype.kind == "V" else x for x in (one, other))
+    scale = float(np.max(np.abs(one), initial=1.0, where=np.isfinite(one)))
+    return bool(np.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
 
 
 def _identity(value: Array) -> Hashable:

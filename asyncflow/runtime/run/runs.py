@@ -57,6 +57,7 @@ class Runs:
         begun: how many there have been, the ones that needed no scheduler included.
         copies: of large arrays.
         admission: who has to wait; None without a limit.
+        batches: firings that are computed together; None before `bind`.
         memory_turns: who is done again; None without a limit of memory.
         random_seed: of the random ops of graphs without one.
     """
@@ -77,13 +78,14 @@ class Runs:
         self.random_seed = secrets.randbits(63)
         self._quiet = quiet_context()
         self._atomic = AtomicRuns()
+        self.batches: Batches | None = None
         self._turn: Turn | None = None
         self._idle: asyncio.Event | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs are on this event loop from now on."""
         self._turn = Turn(loop)
-        self._turn.batches = Batches(self._turn, self, self._options.seed or 0)
+        self.batches = self._turn.batches = Batches(self._turn, self, self._options.seed or 0)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -361,8 +363,8 @@ class Runs:
 
     def release(self) -> None:
         """Lets go of what was kept for later runs."""
-        if self._turn is not None and self._turn.batches is not None:
-            self._turn.batches.clear()
+        if self.batches is not None:
+            self.batches.clear()
 
     async def drain(self, grace_s: float) -> None:
         """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""
@@ -375,6 +377,8 @@ class Runs:
         """Stops what is still in flight."""
         for run in list(self.in_flight):
             run.close()
+        if self.batches is not None:
+            await self.batches.aclose()
         if self.in_flight:
             await self._wait_idle(None)
 

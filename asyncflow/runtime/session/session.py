@@ -248,7 +248,29 @@ class Session(NotPickled):
         runs = self._runs
         queued, refused = (0, 0) if runs.admission is None else (runs.admission.queued, runs.admission.refused)
         running = len(runs.in_flight)
-        return SessionStatistics(running, len(self._plans), runs.begun - running, used, memory, queued, refused)
+        completed = runs.begun - running
+        batches = runs.batches.statistics() if runs.batches is not None else {}
+        return SessionStatistics(running, len(self._plans), completed, used, memory, queued, refused, batches)
+
+    def check_batches(self, share: float) -> None:
+        """Has a share of the calls of batched functions computed member by member as well, and compared.
+
+        Where a member by itself gives something else, beyond rounding, a warning of the logger ``asyncflow.runtime``
+        says which result of which call. What members share a call has nothing to do with what they give, so such a
+        difference is a fault, of a function of yours that takes rows, or of ours.
+
+        Args:
+            share: of the calls, from 0 (none, as in a new session) to 1 (all); they are chosen at random.
+
+        Raises:
+            ValueError: `share` is no such number.
+            RuntimeError: there is no event loop.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"check_batches: the share is a number from 0 to 1; got {share!r}")
+        self._bind()
+        assert self._runs.batches is not None
+        self._runs.batches.check_from_now_on(share)
 
     # -- running -------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.run.batches import BatchStatistics
 
 
 class DeviceMemory(NamedTuple):
@@ -46,6 +50,7 @@ class SessionStatistics(NamedTuple):
         memory: of each device, by its name.
         queued: with `max_runs`, runs that wait for their turn.
         refused: with `max_runs`, runs that were not started, because there were too many or it was too late.
+        batches: of each batched function that runs have called, by its name in the graph.
     """
 
     runs: int
@@ -55,6 +60,7 @@ class SessionStatistics(NamedTuple):
     memory: dict[str, DeviceMemory]
     queued: int = 0
     refused: int = 0
+    batches: Mapping[str, BatchStatistics] = MappingProxyType({})
 
 
 def device_memory(device: Device) -> DeviceMemory:
