@@ -75,7 +75,8 @@ class Target:
         if on_graph is not None and isinstance(found, Graph):
             return partial(on_graph, found)
         if not callable(found):
-            raise TargetError(f"{self.attribute} of {self.program} is a {type(found).__name__}; name a function")
+            wanted = "a function" if on_graph is None else "a graph or a function"
+            raise TargetError(f"{self.attribute} of {self.program} is a {type(found).__name__}; name {wanted}")
         _check_no_arguments(self.attribute, found)
         return found
 

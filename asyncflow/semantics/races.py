@@ -41,7 +41,8 @@ class Race:
     between: _Between
 
     def __str__(self) -> str:
-        pair = _told(self.first) if self.first is self.second else f"{_told(self.first)} and {_told(self.second)}"
+        by_line = sorted({self.first, self.second}, key=lambda node: (node.location.file, node.location.line, node.id))
+        pair = " and ".join(map(_told, by_line))
         where = {"nodes": "", "iterations": " in different iterations", "runs": " in two runs"}[self.between]
         verb = "has" if self.first is self.second else "have"
         return f"race on {self.resource}: {pair} {verb} no order{where}"

@@ -19,6 +19,7 @@ from asyncflow.values import Nest, Value
 _MOST_RACES = 20
 """Of one program, that are told."""
 _MOST_OUTCOMES = 6
+_MOST_STEPS = 12
 _MOST_STATES = 5_000
 _MOST_SECONDS = 2.0
 
@@ -102,8 +103,21 @@ def _outcomes(
     else:
         stopped = f"; there may be more, as the search ended {found.stopped}" if found.stopped else ""
         yield f"  outcomes, each with an order that leads to it{stopped}:"
-        lines = [f"{each} after {', '.join(outcome.order)}" for each, outcome in zip(told, found.outcomes, strict=True)]
-        yield from (f"    {line}" for line in _shown(lines, _MOST_OUTCOMES))
+        racing = {node.name for race in races for node in (race.first, race.second)}
+        orders = [_order(outcome, racing) for outcome in found.outcomes]
+        lines = dict(zip(told, orders, strict=True))  # values that look alike are told once
+        yield from (f"    {line}" for line in _shown([f"{each} after {lines[each]}" for each in lines], _MOST_OUTCOMES))
+
+
+def _order(outcome: Outcome, names: Collection[str]) -> str:
+    """The reads and writes that race, in the order that leads to an outcome; of many the last ones."""
+    steps = [step for step in outcome.order if _node_name(step) in names]
+    return ", ".join([*(["..."] if len(steps) > _MOST_STEPS else []), *steps[-_MOST_STEPS:]])
+
+
+def _node_name(step: str) -> str:
+    """The name of the node of a step of `Outcome.order`."""
+    return step.partition(": ")[2].partition(" [")[0] if step.startswith("run ") else step.partition(" [")[0]
 
 
 def _named(outcome: Outcome, labels: Sequence[str]) -> dict[str, Value]:
@@ -131,7 +145,7 @@ def _brief(value: Value) -> str:
 def _firsts(race: Race, found: Exploration) -> list[str]:
     """Which of the two is first in each of two outcomes; nothing if it is one of them in both."""
     names = [race.first.name, race.second.name]
-    orders = [[step.partition(" [")[0] for step in outcome.order] for outcome in found.outcomes]
+    orders = [map(_node_name, outcome.order) for outcome in found.outcomes]
     firsts = [next((name for name in order if name in names), "") for order in orders]
     if sorted(firsts) != sorted(names):
         return []

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 import asyncflow as af
+from tests.cells import SEEDS
 from tests.conftest import OpenSession
 from tests.semantics.programs import Effects, outcome_key, outcome_keys, stateful_program
 
@@ -34,7 +35,10 @@ async def seen(open_session: OpenSession, program: int, effects: Effects, seeds:
     return len(allowed), len(met)
 
 
-@pytest.mark.parametrize("program", range(4))
+PROGRAMS = [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 4 + 8 * SEEDS))]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
 async def test_70_random_programs_stay_within_the_rules(
     open_session: OpenSession, effects: Effects, program: int

@@ -86,13 +86,31 @@ def test_outcomes_that_cannot_be_found_say_why() -> None:
     assert list(describe_races(graph, fed, [x], known=list(describe_races(graph, fed, [x])))) == []
 
 
+def test_orders_tell_only_what_races_and_of_that_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_MOST_STATES", 60)
+    with unordered() as graph:
+        v, beside = af.Variable(0, name="v"), af.Variable(0, name="beside")
+
+        def worker(by: int) -> af.Tensor:
+            def body(i: af.Tensor) -> af.Tensor:
+                with af.control_dependencies([v.update(lambda old: old * 2 + by), beside.assign_add(1)]):
+                    return i + 1
+
+            return af.while_loop(lambda i: i < 7, body, (0,))[0]
+
+        done = [worker(0), worker(1)]
+    lines = [line for line in describe_races(graph, done) if line.startswith("    v afterwards ")]
+    assert len(lines) > 1 and all(line.count("v/update [") == 12 for line in lines)
+    assert all(" after ..., while" in line and "beside" not in line for line in lines)
+
+
 def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_MOST_STATES", 150)
     with unordered() as graph:
-        variables = [af.Variable(0, name=f"v{k}") for k in range(25)]
+        variables = [af.Variable(0, name=f"v{k}") for k in range(22)]
         fetches = [[v.assign(1).node, v.read()] for v in variables]
     lines = list(describe_races(graph, fetches))
-    assert lines[20] == "... and 5 more"
+    assert lines[20] == "... and 2 more"
     assert lines[21].endswith("; there may be more, as the search ended after max_states=150 states:")
     assert len(lines) == 30 and lines[28].startswith("    ... and ")
 
