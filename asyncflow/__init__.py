@@ -20,6 +20,8 @@ from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradien
 from asyncflow.autodiff.gradients import gradients as gradients
 from asyncflow.autodiff.recompute import recompute as recompute
 from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
+from asyncflow.checkpoint.checkpoints import Restored as Restored
+from asyncflow.checkpoint.saver import Saver as Saver
 from asyncflow.control.case import case as case
 from asyncflow.control.case import switch_case as switch_case
 from asyncflow.control.cond import cond as cond

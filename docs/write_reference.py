@@ -28,6 +28,7 @@ ROOMS: Final = {
     "lift": "Control flow",
     "state": "Variables and tables",
     "inputs": "Reading",
+    "checkpoint": "Checkpoints",
     "semantics": "What programs may do",
     "autodiff": "Gradients",
     "jacobians": "Gradients",

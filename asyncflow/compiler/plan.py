@@ -295,6 +295,7 @@ class Plan:
         loops: what drives those on cards.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
+        writes_several: a run may have written some of them when others are still to be written.
         expected_s: how long a run of it takes, as far as that has been measured; 0 if not.
         recent_s: how long the last runs of it took.
         used: the number of the last run of it, among those of its session.
@@ -309,6 +310,7 @@ class Plan:
     single_call: SingleCall | None = None
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
+    writes_several: bool = False
     expected_s: float = 0.0
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     used: int = 0

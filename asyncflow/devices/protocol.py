@@ -255,6 +255,13 @@ class AsynchronousDevice(Device, Protocol):
         It is ``"run"``, for a run that begins on the device, or ``"primitive"``.
         """
 
+    @property
+    def copy_state_out(self) -> Callable[[int, str, Deliver], None] | None:
+        """Takes bytes and a name, and delivers None once so much state has come to the host, if that is simulated.
+
+        Else None: arrays that state keeps there are NumPy's, or know their `Holder`.
+        """
+
     def now_ns(self) -> int:
         """The time of the thread that launches, in nanoseconds: how long launching takes is measured by it."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from threading import Lock
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
+from asyncflow.errors import CheckpointError
 from asyncflow.graph.resource import Resource
 from asyncflow.state.held import Holder
+from asyncflow.state.snapshot import CheckpointedState, StateSnapshot
+from asyncflow.values import Array
 
 _containers: dict[str, dict[str, Any]] = {}
 _lock = Lock()
@@ -22,29 +25,50 @@ class StateStore:
     `reset_container`, and after that as long as plans that use it.
     """
 
-    __slots__ = ("__weakref__", "_private", "_shared")
+    __slots__ = ("__weakref__", "_private", "_shared", "awaited")
 
     def __init__(self) -> None:
         # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
         self._private: dict[int, tuple[ref[Resource], Any]] = {}
-        self._shared: WeakSet[Any] = WeakSet()
+        self._shared: WeakKeyDictionary[Any, tuple[str, Hashable]] = WeakKeyDictionary()
+        self.awaited: dict[str, StateSnapshot[Array]] = {}
+        """Restored states of resources that nobody has looked up yet, by their names in checkpoints."""
 
     def lookup(self, resource: Resource) -> Any:
         """The state of `resource`, created on first use.
 
         Raises:
             GraphError: its container holds another kind of thing under its name.
+            CheckpointError: what was restored for it before it was known does not fit.
         """
         if resource.container is not None:
             state = _shared_state(resource, resource.container)
             with _lock:  # a graph may be compiled on a thread, and a set that changes cannot be listed
-                self._shared.add(state)
+                if state not in self._shared:
+                    self._begin(resource, state)
+                    self._shared[state] = state_key(resource), resource.effect_key
             return state
         found = self._private.get(resource.serial)
         if found is None:
-            entry = ref(resource, _forget(ref(self), resource.serial)), resource.create_state()
-            found = self._private.setdefault(resource.serial, entry)
+            with _lock:
+                found = self._private.get(resource.serial)
+                if found is None:
+                    found = ref(resource, _forget(ref(self), resource.serial)), resource.create_state()
+                    self._begin(resource, found[1])
+                    self._private[resource.serial] = found
         return found[1]
+
+    def _begin(self, resource: Resource, state: object) -> None:
+        """Gives a state that was not known before what was restored for it."""
+        name = state_key(resource)
+        snapshot = self.awaited.get(name)
+        if snapshot is None or not isinstance(state, CheckpointedState):
+            return
+        misfit = state.misfit(snapshot.kind, snapshot.specs(), snapshot.facts)
+        if misfit is not None:
+            raise CheckpointError(f"the checkpoint that the session began with does not fit: {name!r} {misfit}")
+        state.put(snapshot)
+        del self.awaited[name]
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values.
@@ -66,13 +90,27 @@ class StateStore:
         states = [state for _, state in self._private.values() if hasattr(state, "aclose")]
         await asyncio.gather(*(state.aclose() for state in states))
 
+    def named(self) -> list[tuple[str, Hashable, object]]:
+        """All states, each with its name in checkpoints, which several may have, and what tells it from others."""
+        private = ((resource(), state) for resource, state in list(self._private.values()))
+        with _lock:
+            shared = list(self._shared.items())
+        own = [(state_key(found), found.effect_key, state) for found, state in private if found is not None]
+        return own + [(*key, state) for state, key in shared]
+
     def clear(self) -> None:
         """Forgets the states of the session's own; those in containers stay there."""
         self._private.clear()
         self._shared.clear()
+        self.awaited.clear()
 
     def __len__(self) -> int:
         return len(self._private)
+
+
+def state_key(resource: Resource) -> str:
+    """The name of a resource's state in checkpoints: the container stands before a colon, which no name has."""
+    return resource.name if resource.container is None else f"{resource.container}:{resource.name}"
 
 
 def _forget(store: ref[StateStore], serial: int) -> Callable[[ref[Resource]], None]:
@@ -105,4 +143,4 @@ def reset_container(name: str) -> None:
         _containers.pop(name, None)
 
 
-__all__ = ["StateStore", "reset_container"]
+__all__ = ["StateStore", "reset_container", "state_key"]

@@ -18,7 +18,7 @@ a session that closed   an array of NumPy's   as above: closing brings it to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from threading import Lock
 from typing import Any
 
@@ -31,6 +31,7 @@ from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.state.held import HeldValue, Holder, as_host_value, holder_of
 from asyncflow.state.immutable import immutable
+from asyncflow.state.snapshot import StateSnapshot
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 MOST_RACES = 32
@@ -169,6 +170,28 @@ class VariableState:
         new = fn(self._converted(old, xp), *args)
         self._check(new)
         return immutable(new)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> StateSnapshot[Array | HeldValue]:
+        """The value as it is now, by reference."""
+        value = self.value
+        return StateSnapshot("variable", {} if value is None else {"": value})
+
+    def misfit(self, kind: str, specs: Mapping[str, Spec], facts: Mapping[str, object]) -> str | None:
+        """Why a value of another program is none of this variable's; None if it may be."""
+        if kind != "variable":
+            return f"is a {kind} there and a variable here"
+        found = specs.get("")
+        if found is None or (found.dtype == self.spec.dtype and is_subshape(found.shape, self.spec.shape)):
+            return None
+        return f"is {found} there, and the variable is {self.spec}"
+
+    def put(self, snapshot: StateSnapshot[Array]) -> None:
+        """Makes the value of a snapshot that fits this one's: a device that reads it copies it then."""
+        given = snapshot.values.get("")
+        with self._lock:
+            self.value = None if given is None else immutable(given)
 
     # -- between sessions ----------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ class Run:
     """Where the partitions meet."""
     states: frozenset[Hashable] = field(init=False)
     """The keys of the variables that it touches."""
+    writes_several: bool = field(init=False)
+    """Some of them may be written when others are still to be written."""
     stayed: dict[int, Value] = field(default_factory=dict, init=False)
     """The values of `staying`."""
     is_finished: bool = field(default=False, init=False)
@@ -86,6 +88,7 @@ class Run:
         self.context.run(leave_graphs)
         self.context.run(own_context, self.part)
         self.states = plan.states
+        self.writes_several = plan.writes_several
         self._started_ns = self.turn.clock() if self.trace is not None else 0
         self._partitions = plan.partitions
         for partition in plan.partitions:

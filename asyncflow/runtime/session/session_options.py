@@ -11,6 +11,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar, get_args
 
 import numpy as np
 
+from asyncflow.checkpoint.saver import Saver, as_path
 from asyncflow.compiler.pipeline import check_dump, check_without
 from asyncflow.compiler.program.request import PlanOptions, SavedValuesChoice
 from asyncflow.graph.graph import Graph
@@ -90,6 +91,8 @@ class SessionOptions:
             no scheduler, as they are over at once, and those that a run asks for.
         max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
             are refused (`OverloadedError`). None for no limit.
+        restore: a checkpoint that variables take their values from when the session is entered, as if by
+            `Session.restore`. Or a `Saver`: then there need not be one yet, and the saver publishes from then on.
 
     Raises:
         TypeError, ValueError: an option is of another type than it says, or out of its range.
@@ -123,6 +126,7 @@ class SessionOptions:
     plans: int = 256
     max_runs: int | None = None
     max_queued: int | None = None
+    restore: str | os.PathLike[str] | Saver | None = None
 
     def __post_init__(self) -> None:
         if self.graph is not None and not isinstance(self.graph, Graph):
@@ -135,6 +139,8 @@ class SessionOptions:
                 _check_integer(value, field.name, _LEAST[field.name])
         if self.max_queued is not None and self.max_runs is None:
             raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
+        if self.restore is not None and not isinstance(self.restore, Saver):
+            as_path(self.restore)
         check_without(self.without)
         check_dump(self.dump)
         if self.spill_directory is not None and not os.path.isdir(self.spill_directory):
