@@ -26,7 +26,7 @@ ROOMS: Final = {
     "graph": "Graphs",
     "control": "Control flow",
     "lift": "Control flow",
-    "state": "Variables and tables",
+    "state": "Variables, tables and queues",
     "inputs": "Reading",
     "checkpoint": "Checkpoints",
     "semantics": "What programs may do",

@@ -132,6 +132,7 @@ class PlanNode:
         hold: for a region that gives way in between, how long it holds a thread at a time; None before that was found
             to be long.
         is_suspect: it may have been long without anybody having looked whether that was its own doing.
+        waits_in_line: the kernel may give a place in line.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
     """
 
@@ -149,6 +150,7 @@ class PlanNode:
     estimate: RegionEstimate | None = None
     hold: Any = None
     is_suspect: bool = False
+    waits_in_line: bool = False
     fetch_index: int = -1
     uses_index: bool = False
     index_values: tuple[np.int32, ...] = ()

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Collection, Hashable
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
-from asyncflow.errors import CheckpointError
+from asyncflow.entered import Entered
+from asyncflow.errors import CheckpointError, GraphError, SessionClosedError
 from asyncflow.graph.resource import Resource
 from asyncflow.state.held import Holder
 from asyncflow.state.snapshot import CheckpointedState, StateSnapshot
+from asyncflow.state.waiting.lines import LinedState, lined_states
 from asyncflow.values import Array
+
+
+class HasState(Protocol):
+    """A session, as resources see it."""
+
+    @property
+    def state(self) -> StateStore:
+        """Where its states are."""
+        ...
+
+
+entered_stores: Entered[StateStore] = Entered("asyncflow_stores")
+"""Those of the sessions in whose ``async with`` blocks code runs."""
 
 _containers: dict[str, dict[str, Any]] = {}
 _lock = Lock()
@@ -25,7 +41,7 @@ class StateStore:
     `reset_container`, and after that as long as plans that use it.
     """
 
-    __slots__ = ("__weakref__", "_private", "_shared", "awaited")
+    __slots__ = ("__weakref__", "_private", "_shared", "awaited", "is_closed")
 
     def __init__(self) -> None:
         # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
@@ -33,6 +49,7 @@ class StateStore:
         self._shared: WeakKeyDictionary[Any, tuple[str, Hashable]] = WeakKeyDictionary()
         self.awaited: dict[str, StateSnapshot[Array]] = {}
         """Restored states of resources that nobody has looked up yet, by their names in checkpoints."""
+        self.is_closed = False
 
     def lookup(self, resource: Resource) -> Any:
         """The state of `resource`, created on first use.
@@ -99,7 +116,11 @@ class StateStore:
         return own + [(*key, state) for state, key in shared]
 
     def clear(self) -> None:
-        """Forgets the states of the session's own; those in containers stay there."""
+        """Forgets the states of the session's own, for good: who waits for one is told. Those in containers stay."""
+        self.is_closed = True
+        for _, state in self._private.values():
+            if isinstance(state, LinedState):
+                state.end(_closed)
         self._private.clear()
         self._shared.clear()
         self.awaited.clear()
@@ -111,6 +132,38 @@ class StateStore:
 def state_key(resource: Resource) -> str:
     """The name of a resource's state in checkpoints: the container stands before a colon, which no name has."""
     return resource.name if resource.container is None else f"{resource.container}:{resource.name}"
+
+
+def _closed() -> SessionClosedError:
+    return SessionClosedError("the session is closed, and what was in its queues is gone with it")
+
+
+def find_state(resource: Resource, session: HasState | None) -> object:
+    """The state of `resource` for code of the application's: in its container, or in a session.
+
+    Args:
+        resource: in a container or in none.
+        session: None takes the one of the ``async with`` block around.
+
+    Raises:
+        GraphError: there is no such block.
+        SessionClosedError: the session is closed.
+    """
+    if resource.container is not None:
+        return _shared_state(resource, resource.container)
+    if session is not None:
+        store = session.state
+    else:
+        stores = entered_stores.all()
+        if not stores:
+            raise GraphError(
+                f"{resource!r} is in no container, so each session has one of its own, and there is no `async with "
+                "af.Session(...)` around this code; pass session=, or give the resource a container"
+            )
+        store = next((each for each in reversed(stores) if not each.is_closed), stores[-1])
+    if store.is_closed:
+        raise _closed()
+    return store.lookup(resource)
 
 
 def _forget(store: ref[StateStore], serial: int) -> Callable[[ref[Resource]], None]:
@@ -143,4 +196,12 @@ def reset_container(name: str) -> None:
         _containers.pop(name, None)
 
 
-__all__ = ["StateStore", "reset_container", "state_key"]
+def _forget_lines() -> None:
+    for state in list(lined_states):
+        state.forget_lines()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lines)
+
+__all__ = ["HasState", "StateStore", "entered_stores", "find_state", "reset_container", "state_key"]

@@ -23,11 +23,12 @@ from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on_host
-from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.graph.resource import Resource, resources_of, waits_in_line
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
+from asyncflow.state.waiting.awaiting import granted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,7 +145,16 @@ def bind_launch(
         infer=partial(_infer, node),
     )
     kernel = bare(np if on_host else device.xp)
+    if waits_in_line(node):
+        kernel = _awaiting(kernel)
     return device.bind(partial(_one_by_one, kernel) if node.op is TENSOR_ARRAY else kernel, info)
+
+
+def _awaiting(kernel: Kernel) -> Kernel:
+    async def call(*inputs: Value) -> Value:
+        return await granted(kernel(*inputs))
+
+    return call
 
 
 def bind_member(

@@ -48,6 +48,8 @@ def survey(
         if op.is_user or op.is_async or writes:
             is_repeatable = False  # it changes something, or is the user's own code
         for resource in resources_of(node) if node.attrs else ():
+            if resource.waits:
+                continue
             states[resource.effect_key] = node.device
             if writes:
                 written.add(resource.effect_key)

@@ -35,7 +35,7 @@ from asyncflow.runtime.session.session_statistics import SessionStatistics, devi
 from asyncflow.runtime.session.state_access import StateAccess
 from asyncflow.runtime.trace import Trace
 from asyncflow.runtime.values.feeds import as_feeds
-from asyncflow.state.containers import StateStore
+from asyncflow.state.containers import StateStore, entered_stores
 from asyncflow.state.held import holder_of
 from asyncflow.streams.holding import note_ask
 
@@ -149,11 +149,14 @@ class Session(NotPickled):
         for session in _current.all():
             if session._runs.closed is not None:
                 _current.leave(session)  # another task has left it
+                entered_stores.leave(session.state)
         _current.enter(self)
+        entered_stores.enter(self.state)
         return self
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
         _current.leave(self)
+        entered_stores.leave(self.state)
         # Nobody will look at the results of runs in flight once the block has failed.
         await (self.aclose() if kind is None else self.aclose(grace_s=0))
 
