@@ -249,6 +249,14 @@ class AsynchronousDevice(Device, Protocol):
         """The expected time that calling a region takes the host, without its kernels."""
 
     @property
+    def launch_ns(self) -> float:
+        """The expected time that launching a kernel takes the host."""
+
+    @property
+    def view_ns(self) -> float:
+        """The expected time that making a view of an array takes the host."""
+
+    @property
     def charge(self) -> Callable[[Any, int], None] | None:
         """Takes what the host does that no other call tells of, and how often, where that is simulated; else None.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT
+from asyncflow.autodiff.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
@@ -134,7 +134,7 @@ def bind_launch(
         is_async=node.op.is_async or on_host,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
         keeps_arrays=_keeps_arrays(node),
-        moves_references=node.op in (SAVE, READ_SAVED, CHECKPOINT),
+        moves_references=node.op in (SAVE, READ_SAVED, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=host_inputs(node),
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,

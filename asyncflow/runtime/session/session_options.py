@@ -73,12 +73,16 @@ class SessionOptions:
             in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
         transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
             and with 8 bits of precision. None sends what is there.
-        saved_values: what is done with the values that loops save for their gradients. ``"recompute"`` has loops save
-            their variables once a segment of iterations, and gradients run each segment forward again: of n iterations,
-            about ``2 * sqrt(n)`` are held, for the time of one more forward loop, and results are the same within
-            rounding. A loop that would have to run an effect or your own function twice is a `GraphError`. With
-            ``"keep"`` they stay where they are; else they may move away once memory is short (`while_loop`). This
-            version makes no difference between ``"auto"`` and ``"swap"``.
+        saved_values: what is done with the values that loops save for their gradients. ``"auto"`` keeps them while they
+            are predicted to fit into `memory_limit`; else a plan moves some away and back (`while_loop`), computes
+            others again, and runs some iterations again, whatever is predicted to take least time. What it does, and
+            what less memory would cost, says ``plan.explain(memory=True)``. Where it is not known beforehand how much a
+            loop saves, values move once memory is short. ``"keep"`` leaves them where they are. ``"swap"`` moves all
+            that are large from the first byte. ``"recompute"`` has loops save their variables once a segment of
+            iterations, and gradients run each segment forward again: of n iterations, about ``2 * sqrt(n)`` are held,
+            for the time of one more forward loop. A loop that would have to run an effect or your own function twice
+            is a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results are the same within
+            rounding.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
             error.
         placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
