@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from asyncflow.checkpoint.directory import find_step
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
@@ -23,13 +23,16 @@ from asyncflow.checkpoint.writer import Content, SaveStopped, write_checkpoint
 from asyncflow.errors import CheckpointError, DeviceLostError, brief, warn_user
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.state.capture import Capture, CheckpointedState, check_capture
 from asyncflow.state.containers import StateStore, state_key
 from asyncflow.state.held import HeldValue
-from asyncflow.state.snapshot import CheckpointedState, StateSnapshot
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array
 
 T = TypeVar("T")
+
+States: TypeAlias = "Mapping[str, tuple[Hashable, CheckpointedState]]"
+"""States by name, each with what tells it from others."""
 
 _SHOWN = 5
 """How many faults an error lists."""
@@ -76,25 +79,25 @@ class SessionSnapshot:
     """The states of one moment, by reference.
 
     Attributes:
-        states: snapshots by name.
+        states: kinds and captures by name.
         keys: what tells each state from others.
         random: None if only some variables are to be saved.
     """
 
-    states: Mapping[str, StateSnapshot[Array | HeldValue]]
+    states: Mapping[str, tuple[str, Capture]]
     keys: Mapping[str, Hashable]
     random: RandomState | None
 
 
 @dataclass(slots=True)
 class _Comparison:
-    """The states of a checkpoint that fit the session's, and faults of those that do not."""
+    """The states of a checkpoint that the session has or will have, and faults of the others."""
 
     manifest: Manifest
     path: Path
     awaits: bool
     faults: list[str] = field(default_factory=list)
-    fitting: list[str] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
 
 
 class Checkpoints:
@@ -119,7 +122,9 @@ class Checkpoints:
         found = self._states(variables)
 
         def take() -> SessionSnapshot:
-            states = {name: state.snapshot() for name, (_, state) in found.items()}
+            states: dict[str, tuple[str, Capture]] = {
+                name: (state.kind, state.capture()) for name, (_, state) in found.items()
+            }
             if variables is None:
                 states |= self._state.awaited
             return SessionSnapshot(states, keys, None if variables is not None else self._runs.random)
@@ -149,17 +154,16 @@ class Checkpoints:
             finally:
                 stopped.set()
 
-    async def _on_host(self, cut: SessionSnapshot) -> dict[str, StateSnapshot[Array]]:
-        async def bring(name: str, snapshot: StateSnapshot[Array | HeldValue]) -> StateSnapshot[Array]:
-            values = {
-                part: await self._runs.to_host(name, cut.keys.get(name), value)
-                for part, value in snapshot.values.items()
-            }
-            return StateSnapshot(snapshot.kind, values, snapshot.facts)
+    async def _on_host(self, cut: SessionSnapshot) -> dict[str, tuple[str, Mapping[str, Array]]]:
+        async def bring(name: str, kind: str, capture: Capture) -> tuple[str, Mapping[str, Array]]:
+            if not isinstance(capture, Mapping):
+                return kind, await call_beside(capture.arrays)
+            key = cut.keys.get(name)
+            return kind, {part: await self._runs.to_host(name, key, value) for part, value in capture.items()}
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {name: group.create_task(bring(name, x)) for name, x in cut.states.items()}
+                tasks = {name: group.create_task(bring(name, *state)) for name, state in cut.states.items()}
         except* DeviceLostError as errors:
             raise CheckpointError(
                 f"nothing was saved: the value of a variable was on a device that is lost: {errors.exceptions[0]}"
@@ -181,28 +185,27 @@ class Checkpoints:
         manifest = await call_beside(read_manifest, step)
         compared = _Comparison(manifest, step, awaits)
         await self._compare(compared, found)
-        if strict:
-            _refuse(compared)
-        arrays, damaged = await call_beside(read_arrays, step, manifest, compared.fitting)
+        arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known)
         compared.faults += damaged
+        new = {name: found[name][1] for name, parts in arrays.items() if _fits(compared, name, parts, found)}
         if strict:
             _refuse(compared)
-        new = {name: _snapshot(manifest, name, parts) for name, parts in arrays.items()}
 
         def put() -> None:
-            for name in new.keys() & found.keys():
-                found[name][1].put(new[name])
-            self._state.awaited.update((name, new[name]) for name in new.keys() - found.keys())
+            for name, state in new.items():
+                state.restore(arrays[name])
+            for name in arrays.keys() - found.keys():
+                self._state.awaited[name] = manifest.states[name].kind, arrays[name]
             if variables is None and manifest.random is not None:
                 self._runs.random = manifest.random
 
         await self._runs.alone(frozenset(key for key, _ in found.values()), put)
         if compared.faults:
             warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
-        return Restored(step, manifest.step, tuple(arrays), tuple(compared.faults))
+        return Restored(step, manifest.step, tuple(new), tuple(compared.faults))
 
-    async def _compare(self, compared: _Comparison, found: Mapping[str, tuple[Hashable, CheckpointedState]]) -> None:
-        """Finds out which states fit, and what is wrong with the others."""
+    async def _compare(self, compared: _Comparison, found: States) -> None:
+        """Finds out which states there are on both sides."""
         manifest, file = compared.manifest, compared.path / NAME
         if self._graph is not None and manifest.graph is not None:
             digest = await call_beside(self._graph_digest)
@@ -214,22 +217,14 @@ class Checkpoints:
         for name in sorted(found.keys() - manifest.states.keys()):
             compared.faults.append(f"{file}: has no tensor {name!r}, which the session has")
         for name, record in manifest.states.items():
-            if name not in found and compared.awaits:
-                compared.fitting.append(name)
-                continue
-            if name not in found:
-                compared.faults.append(f"{compared.path / record.file}: tensor {name!r} is none of the session's")
-                continue
-            specs = {part: tensor.spec for part, tensor in record.tensors.items()}
-            misfit = found[name][1].misfit(record.kind, specs, record.facts)
-            if misfit is None:
-                compared.fitting.append(name)
+            if name in found or compared.awaits:
+                compared.known.append(name)
             else:
-                compared.faults.append(f"{compared.path / record.file}: tensor {name!r} {misfit}")
+                compared.faults.append(f"{compared.path / record.file}: tensor {name!r} is none of the session's")
 
     # -- what there is -------------------------------------------------------------------------------------------
 
-    def _states(self, variables: Sequence[Resource] | None) -> dict[str, tuple[Hashable, CheckpointedState]]:
+    def _states(self, variables: Sequence[Resource] | None) -> States:
         """The states to save or restore, by name, with what tells each from others.
 
         Raises:
@@ -287,9 +282,17 @@ def _as_resources(variables: Sequence[Resource]) -> Sequence[Resource]:
     return variables
 
 
-def _snapshot(manifest: Manifest, name: str, parts: Mapping[str, Array]) -> StateSnapshot[Array]:
-    record = manifest.states[name]
-    return StateSnapshot(record.kind, parts, record.facts)
+def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: States) -> bool:
+    """Whether arrays may be a state of the session's; if not, it is a fault."""
+    if name not in found:
+        return False  # nobody knows yet
+    record = compared.manifest.states[name]
+    try:
+        check_capture(found[name][1], record.kind, arrays)
+    except CheckpointError as error:
+        compared.faults.append(f"{compared.path / record.file}: tensor {name!r}: {error}")
+        return False
+    return True
 
 
 def _refuse(compared: _Comparison) -> None:

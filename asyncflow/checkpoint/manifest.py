@@ -33,12 +33,10 @@ class StateRecord:
     Attributes:
         kind: such as ``variable``.
         tensors: its arrays, by the name of the part; none for a state that had no value.
-        facts: what else there is to say.
     """
 
     kind: str
     tensors: Mapping[str, TensorRecord]
-    facts: Mapping[str, object]
 
     @property
     def file(self) -> str:
@@ -134,7 +132,6 @@ def _parsed(raw: bytes) -> Manifest:
         name: StateRecord(
             record["kind"],
             {part: TensorRecord(**{**x, "shape": tuple(x["shape"])}) for part, x in record["tensors"].items()},
-            record["facts"],
         )
         for name, record in content["states"].items()
     }
@@ -145,7 +142,7 @@ def _parsed(raw: bytes) -> Manifest:
         states,
         content["versions"],
     )
-    if not all(_KIND.fullmatch(x.kind) and isinstance(x.facts, dict) for x in states.values()):
+    if not all(_KIND.fullmatch(x.kind) for x in states.values()):
         raise ValueError  # a kind is part of a file's name
     numbers = [manifest.step, *(() if manifest.random is None else (manifest.random.seed, manifest.random.runs))]
     for records in manifest.files().values():

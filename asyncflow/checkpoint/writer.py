@@ -17,7 +17,6 @@ from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, StateReco
 from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, header, laid_out
 from asyncflow.errors import CheckpointError
 from asyncflow.graph.dtypes import dtype_name
-from asyncflow.state.snapshot import StateSnapshot
 from asyncflow.values import Array
 
 CHUNK: Final = 8 << 20
@@ -26,9 +25,9 @@ CHUNK: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a checkpoint: snapshots, with all values on the host, by the names of their states."""
+    """The content of a checkpoint: kinds and arrays of states, by their names."""
 
-    states: Mapping[str, StateSnapshot[Array]]
+    states: Mapping[str, tuple[str, Mapping[str, Array]]]
     random: RandomState | None
     graph: Callable[[], str] | None
 
@@ -80,14 +79,14 @@ def write_checkpoint(
 def _write_files(folder: Path, step: int, content: Content, check: Callable[[], None]) -> None:
     raw: dict[str, dict[str, Array]] = {}  # by file and name
     states: dict[str, StateRecord] = {}
-    for name, snapshot in content.states.items():
+    for name, (kind, arrays) in content.states.items():
         tensors = {}
-        for part, value in snapshot.values.items():
+        for part, value in arrays.items():
             label = f"{name}::{part}" if part else name
             data = as_bytes(value)
             tensors[part] = TensorRecord(label, dtype_name(value.dtype), np.shape(value), data.nbytes, 0)
-            raw.setdefault(file_of(snapshot.kind), {})[label] = data
-        states[name] = StateRecord(snapshot.kind, tensors, snapshot.facts)
+            raw.setdefault(file_of(kind), {})[label] = data
+        states[name] = StateRecord(kind, tensors)
     graph = None if content.graph is None else content.graph()
     manifest = Manifest(step, graph, content.random, states, library_versions())
     sums: dict[tuple[str, str], int] = {}

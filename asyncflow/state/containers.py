@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary, ref
 from asyncflow.entered import Entered
 from asyncflow.errors import CheckpointError, GraphError, SessionClosedError
 from asyncflow.graph.resource import Resource
+from asyncflow.state.capture import CheckpointedState, check_capture
 from asyncflow.state.held import Holder
-from asyncflow.state.snapshot import CheckpointedState, StateSnapshot
 from asyncflow.state.waiting.lines import LinedState, lined_states
 from asyncflow.values import Array
 
@@ -47,8 +47,8 @@ class StateStore:
         # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
         self._private: dict[int, tuple[ref[Resource], Any]] = {}
         self._shared: WeakKeyDictionary[Any, tuple[str, Hashable]] = WeakKeyDictionary()
-        self.awaited: dict[str, StateSnapshot[Array]] = {}
-        """Restored states of resources that nobody has looked up yet, by their names in checkpoints."""
+        self.awaited: dict[str, tuple[str, Mapping[str, Array]]] = {}
+        """Kinds and arrays of restored states that nobody has looked up yet, by their names in checkpoints."""
         self.is_closed = False
 
     def lookup(self, resource: Resource) -> Any:
@@ -78,14 +78,16 @@ class StateStore:
     def _begin(self, resource: Resource, state: object) -> None:
         """Gives a state that was not known before what was restored for it."""
         name = state_key(resource)
-        snapshot = self.awaited.get(name)
-        if snapshot is None or not isinstance(state, CheckpointedState):
-            return
-        misfit = state.misfit(snapshot.kind, snapshot.specs(), snapshot.facts)
-        if misfit is not None:
-            raise CheckpointError(f"the checkpoint that the session began with does not fit: {name!r} {misfit}")
-        state.put(snapshot)
-        del self.awaited[name]
+        if name in self.awaited and isinstance(state, CheckpointedState):
+            kind, arrays = self.awaited[name]
+            try:
+                check_capture(state, kind, arrays)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the checkpoint that the session began with does not fit: {name!r} {error}"
+                ) from None
+            state.restore(arrays)
+            del self.awaited[name]
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values.

@@ -20,18 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from asyncflow.errors import AsyncflowError, DeviceLostError, DTypeError, GraphError, ShapeError
+from asyncflow.errors import AsyncflowError, CheckpointError, DeviceLostError, DTypeError, GraphError, ShapeError
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.state.held import HeldValue, Holder, as_host_value, holder_of
 from asyncflow.state.immutable import immutable
-from asyncflow.state.snapshot import StateSnapshot
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 MOST_RACES = 32
@@ -173,23 +172,27 @@ class VariableState:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> StateSnapshot[Array | HeldValue]:
-        """The value as it is now, by reference."""
+    kind: ClassVar[str] = "variable"
+
+    def capture(self) -> Mapping[str, Array | HeldValue]:
+        """The value as it is now, by reference; nothing if there is none yet."""
         value = self.value
-        return StateSnapshot("variable", {} if value is None else {"": value})
+        return {} if value is None else {"": value}
 
-    def misfit(self, kind: str, specs: Mapping[str, Spec], facts: Mapping[str, object]) -> str | None:
-        """Why a value of another program is none of this variable's; None if it may be."""
-        if kind != "variable":
-            return f"is a {kind} there and a variable here"
-        found = specs.get("")
-        if found is None or (found.dtype == self.spec.dtype and is_subshape(found.shape, self.spec.shape)):
-            return None
-        return f"is {found} there, and the variable is {self.spec}"
+    def check(self, arrays: Mapping[str, Array]) -> None:
+        """Checks that what was captured may be the value.
 
-    def put(self, snapshot: StateSnapshot[Array]) -> None:
-        """Makes the value of a snapshot that fits this one's: a device that reads it copies it then."""
-        given = snapshot.values.get("")
+        Raises:
+            CheckpointError: it has another dtype or shape.
+        """
+        for array in arrays.values():
+            found = Spec(array.dtype, array.shape)
+            if found.dtype != self.spec.dtype or not is_subshape(found.shape, self.spec.shape):
+                raise CheckpointError(f"it is {found} there, and the variable is {self.spec}")
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Makes what was captured the value: a device that reads it copies it then."""
+        given = arrays.get("")
         with self._lock:
             self.value = None if given is None else immutable(given)
 

@@ -10,12 +10,11 @@ import numpy as np
 from asyncflow.checkpoint.manifest import RandomState, read_manifest
 from asyncflow.checkpoint.reader import read_arrays
 from asyncflow.checkpoint.writer import Content, write_checkpoint
-from asyncflow.state.snapshot import StateSnapshot
 
 
 def content(**values: object) -> Content:
     """Variables with these values."""
-    states = {name: StateSnapshot("variable", {"": np.asarray(value)}) for name, value in values.items()}
+    states = {name: ("variable", {"": np.asarray(value)}) for name, value in values.items()}
     return Content(states, RandomState(3, 7), None)
 
 

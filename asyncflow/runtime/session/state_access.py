@@ -31,7 +31,7 @@ class StateAccess:
     def __init__(self, runs: Runs, devices: Mapping[str, Device], homes: Mapping[Hashable, str] | None) -> None:
         self._runs = runs
         self._devices = devices
-        self._homes = homes or {}
+        self._homes = {} if homes is None else homes  # it is filled as plans are made
         self.at_rest = runs.cuts.take
         self.alone = runs.alone
 
