@@ -37,6 +37,7 @@ def test_every_example_is_tested() -> None:
         "character_lstm",  # in a file of its own
         "coroutine_nodes",
         "data_flow",
+        "dqn",  # in a file of its own
         "ngram_beam_search",
         "pagerank",
         "pipeline",
