@@ -9,6 +9,8 @@ import pytest
 
 import asyncflow as af
 from asyncflow.graph.build import apply
+from asyncflow.graph.structured import WhileNode
+from asyncflow.state.variable import VARIABLE_READ
 from asyncflow.vertex.children import REDUCE_SEGMENTS, SPREAD_SEGMENTS
 
 if TYPE_CHECKING:
@@ -70,3 +72,31 @@ async def test_derivatives_of_segments(graph: af.Graph, run: Run, reduce: str) -
     mine, theirs = await run(fetches, {x: rng.normal(size=(5, 2)), y: rng.normal(size=(3, 2))})
     for one, other in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+async def test_a_function_of_each_child_reads_a_variable_once(graph: af.Graph, run: Run) -> None:
+    """No loop reads it, and results are the bits of a function to which its value is given."""
+    w = af.Variable(np.random.default_rng(0).normal(size=(3, 3)), name="w")
+    x = np.random.default_rng(1).normal(size=(6, 3))
+    tree = af.InputGraph.from_parents([-1, 0, 0, 1, 1, 3])
+    state = af.spec("float64", (3,))
+    given = w.read()
+
+    @af.vertex_function(state=state)
+    def reads(v: Any) -> None:
+        v.scatter(v.pull() + v.gather_all(lambda child: af.tanh(child @ w)))
+
+    @af.vertex_function(state=state)
+    def is_given(v: Any) -> None:
+        v.scatter(v.pull() + v.gather_all(lambda child: af.tanh(child @ given)))
+
+    fetches = []
+    for function, weight in ((reads, w), (is_given, given)):
+        total = af.sum(af.vertex_map(function, tree, x).roots ** 2)
+        fetches.append([total, *af.gradients(total, [weight])])
+    loops = [node for node in graph.nodes if isinstance(node, WhileNode)]
+    assert loops
+    assert not [node for loop in loops for node in loop.body.walk() if node.op is VARIABLE_READ]
+    mine, theirs = await run(fetches)
+    for one, other in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
