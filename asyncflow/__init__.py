@@ -20,8 +20,6 @@ from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradien
 from asyncflow.autodiff.gradients import gradients as gradients
 from asyncflow.autodiff.recompute import recompute as recompute
 from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
-from asyncflow.checkpoint.checkpoints import Restored as Restored
-from asyncflow.checkpoint.saver import Saver as Saver
 from asyncflow.control.case import case as case
 from asyncflow.control.case import switch_case as switch_case
 from asyncflow.control.cond import cond as cond
@@ -46,7 +44,6 @@ from asyncflow.errors import KernelError as KernelError
 from asyncflow.errors import OutOfMemoryError as OutOfMemoryError
 from asyncflow.errors import OverloadedError as OverloadedError
 from asyncflow.errors import PlacementError as PlacementError
-from asyncflow.errors import QueueClosedError as QueueClosedError
 from asyncflow.errors import RaceWarning as RaceWarning
 from asyncflow.errors import ReplayError as ReplayError
 from asyncflow.errors import SessionClosedError as SessionClosedError
@@ -101,6 +98,7 @@ from asyncflow.lift.vmap import vmap as vmap
 from asyncflow.ops import fft as fft
 from asyncflow.ops import random as random
 from asyncflow.ops.batch import Batch as Batch
+from asyncflow.ops.batch import Pool as Pool
 from asyncflow.ops.checks import assert_that as assert_that
 from asyncflow.ops.checks import check_numerics as check_numerics
 from asyncflow.ops.checks import print_ as _print
@@ -290,11 +288,6 @@ from asyncflow.semantics.races import Race as Race
 from asyncflow.semantics.races import allow_races as allow_races
 from asyncflow.semantics.races import find_races as find_races
 from asyncflow.state.containers import reset_container as reset_container
-from asyncflow.state.queues import FIFOQueue as FIFOQueue
-from asyncflow.state.queues import PaddingQueue as PaddingQueue
-from asyncflow.state.queues import PriorityQueue as PriorityQueue
-from asyncflow.state.queues import Queue as Queue
-from asyncflow.state.queues import ShuffleQueue as ShuffleQueue
 from asyncflow.state.table import Table as Table
 from asyncflow.state.variable import Variable as Variable
 from asyncflow.vertex.function import Vertex as Vertex

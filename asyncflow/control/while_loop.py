@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncflow.control.nest_types import N
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.ops.batch import Pool
     from asyncflow.values import Nest
 
 
@@ -55,6 +56,7 @@ def while_loop(
     parallel_iterations: int = 32,
     swap_memory: bool = False,
     maximum_iterations: TensorLike | None = None,
+    pool: Pool | None = None,
     name: str | None = None,
 ) -> N: ...
 @overload
@@ -67,6 +69,7 @@ def while_loop(
     parallel_iterations: int = 32,
     swap_memory: bool = False,
     maximum_iterations: TensorLike | None = None,
+    pool: Pool | None = None,
     name: str | None = None,
 ) -> Nest: ...
 
@@ -80,6 +83,7 @@ def while_loop(
     parallel_iterations: int = 32,
     swap_memory: bool = False,
     maximum_iterations: TensorLike | None = None,
+    pool: Pool | None = None,
     name: str | None = None,
 ) -> Nest:
     """Repeats ``loop_vars = body(loop_vars)`` while ``cond(loop_vars)`` holds, and returns the last `loop_vars`.
@@ -100,10 +104,17 @@ def while_loop(
             `memory_limit` on a CPU the file in `Session(spill_directory=)`. Else they do so once memory is short.
             Gradients are the same bits (EuroSys '18 §5.3).
         maximum_iterations: stop after so many, at least 0; a number or an integer scalar.
+        pool: step the activations of this loop in different runs, and in iterations of a loop around it, together
+            (continuous batching): one may join while others go on, and leaves as soon as its predicate fails. A step
+            computes predicate and body once for all of them. Loop variables then keep their shapes, and what the loop
+            captures is one value for all if it depends on constants alone, else each activation's own; the loop may
+            read variables, which it does in each step, and neither change them nor draw random numbers or await.
+            No gradient goes through it. Results are the same within rounding.
         name: of the node.
 
     Raises:
         GraphError, DTypeError, ShapeError: the body does not fit the loop variables; the message names the variable.
+        GraphError: with `pool`, something in the loop cannot be stepped for several activations; the message names it.
 
     >>> import asyncflow as af
     >>> with af.Graph():
@@ -129,9 +140,23 @@ def while_loop(
         loop_body.starts.update(zip(loop_body.inputs, variables.initial, strict=True))
         returned = body(*arguments)
     loop_body.results.extend(variables.next_values(label, loop_body, returned))
-    node = add_loop(condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory)
+    if pool is None:
+        node = add_loop(
+            condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory
+        )
+    else:
+        node = _add_pooled[0](condition, loop_body, variables.initial, variables.specs, label, pool)
     result = variables.structure.unflatten(node.outputs)
     return result if maximum_iterations is None else result[1]
+
+
+_AddPooled: TypeAlias = "Callable[[Subgraph, Subgraph, Sequence[Tensor], Sequence[Spec], str, Pool], Node]"
+_add_pooled: list[_AddPooled] = []
+
+
+def install_pooling(add: _AddPooled) -> None:
+    """Tells how the node of a pooled loop is added, which takes more than is known here."""
+    _add_pooled[:] = [add]
 
 
 def add_loop(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -169,8 +168,6 @@ class InputState:
         element = await self.reading.take()
         self.position += 1
         return element
-
-    kind: ClassVar[str] = "input"
 
     def capture(self) -> dict[str, Array]:
         """The position, at once: what was read ahead is read again."""

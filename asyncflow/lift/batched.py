@@ -28,6 +28,7 @@ from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Attrs, Node, Tensor
+    from asyncflow.graph.resource import Resource
     from asyncflow.graph.spec import Spec
     from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
@@ -64,7 +65,7 @@ class SharedBody:
         self.batch = batch
         self.has_rows = tuple(has_rows.values())
         self.specs = tuple(x.spec for x in body.results)
-        self.is_repeatable = not any(node.op.is_user and not node.op.is_repeatable for node in _walk(body))
+        self.is_repeatable = is_repeatable(body)
         self._body = body
         self._inputs = tuple(has_rows)
         # Constants outside the body are constants of each program.
@@ -100,7 +101,12 @@ class SharedBody:
         return BodyProgram(graph, feeds, tuple(found))
 
     def _known_constants(self) -> dict[Tensor, LiftedValue]:
-        return {inner: LiftedValue(as_tensor(node.attrs["value"]), False) for inner, node in self._constants.items()}
+        return known_constants(self._constants)
+
+
+def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValue]:
+    """Constants outside a body, in the current graph."""
+    return {inner: LiftedValue(as_tensor(node.attrs["value"]), False) for inner, node in constants.items()}
 
 
 Gatherer = Callable[[SharedBody, tuple["Array", ...]], Awaitable["Sequence[Array]"]]
@@ -126,11 +132,12 @@ def _specs(*inputs: Spec, shared: SharedBody, **variables: object) -> Spec | tup
     return shared.specs[0] if len(shared.specs) == 1 else shared.specs
 
 
-def _reads(node: Node) -> Effects:
+def reads(node: Node) -> Effects:
+    """The variables that a shared body reads."""
     return tuple((resource.effect_key, Access.READ) for resource in resources_of(node))
 
 
-BATCHED = define("batched", _specs, _kernel, is_async=True, effects=_reads)
+BATCHED = define("batched", _specs, _kernel, is_async=True, effects=reads)
 """One call of a batched function; its inputs are the arguments and what the function captures.
 
 Attributes beside `shared` are the variables that it reads, when the call is made.
@@ -231,15 +238,14 @@ def _add_call(
     traced = _trace(fn, graph, given, structure, label)
     body = traced.body
     outer = {inner: outer for outer, inner in body.captures.items() if outer.node.op is not CONSTANT}
-    has_rows = {**dict.fromkeys(body.inputs[: len(given)], True), **{x: not _is_same_for_all(outer[x]) for x in outer}}
+    has_rows = {**dict.fromkeys(body.inputs[: len(given)], True), **{x: not is_same_for_all(outer[x]) for x in outer}}
     if not any(has_rows.values()):
         raise GraphError(f"{label}: a batched function takes a tensor, of which each member has its own; it has none")
     try:
         shared = SharedBody(body, batch, has_rows, label)
     except CannotLift as reason:
         raise GraphError(f"{label} cannot be batched: {reason}") from None
-    variables = dict.fromkeys(resource for node in _walk(body) for resource in resources_of(node))
-    attrs: Attrs = {"shared": shared, **{f"variable_{index}": resource for index, resource in enumerate(variables)}}
+    attrs: Attrs = {"shared": shared, **variables_of(body)}
     node = graph.add_node(BATCHED, [*given, *outer.values()], attrs, _specs(**attrs), reserved_name=label)
     for control in body.outer_controls:
         add_control_input(node, control)
@@ -261,29 +267,31 @@ def _trace(
     refuse_handles("batched", (*structure.paths("argument"), *returned.paths("result")), [*inner, *results])
     body.results = results
     body.closed = True
-    for node in _walk(body):
-        _check(node, label)
+    check_shareable(body, label, "batched")
     return _TracedBody(body, returned)
 
 
-def _walk(body: Subgraph) -> Iterable[Node]:
+def walk(body: Subgraph) -> Iterable[Node]:
+    """The nodes of a body and of those in it."""
     for node in body.nodes:
         yield node
         for inner in node.subgraphs:
-            yield from _walk(inner)
+            yield from walk(inner)
 
 
-def _check(node: Node, label: str) -> None:
-    if node.op.is_random or node.op.needs_context:
-        fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
-    elif any(access is Access.WRITE for _, access in node_effects(node)) and node.subgraphs == ():
-        fault = "has an effect, which would happen once for several members: do it outside"
-    else:
-        return
-    raise GraphError(f"{label} cannot be batched: {node.name} ({node.op.name}) {fault}\n  built at {node.location}")
+def check_shareable(body: Subgraph, label: str, how: str) -> None:
+    """Raises GraphError where something in a body would not be the same for each of several members."""
+    for node in walk(body):
+        if node.op.is_random or node.op.needs_context:
+            fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
+        elif any(access is Access.WRITE for _, access in node_effects(node)) and node.subgraphs == ():
+            fault = "has an effect, which would happen once for several members: do it outside"
+        else:
+            continue
+        raise GraphError(f"{label} cannot be {how}: {node.name} ({node.op.name}) {fault}\n  built at {node.location}")
 
 
-def _is_same_for_all(x: Tensor) -> bool:
+def is_same_for_all(x: Tensor) -> bool:
     """Whether all runs see the same value, but for writes to variables."""
     seen: set[Node] = set()
     stack = [x]
@@ -306,6 +314,17 @@ def _is_same_for_all(x: Tensor) -> bool:
     return True
 
 
+def is_repeatable(body: Subgraph) -> bool:
+    """Whether computing the body again does no harm: it calls nothing of the user's that is not said to be pure."""
+    return not any(node.op.is_user and not node.op.is_repeatable for node in walk(body))
+
+
+def variables_of(*bodies: Subgraph) -> dict[str, Resource]:
+    """Attributes that name the variables that bodies read, for those who look for them."""
+    found = dict.fromkeys(resource for body in bodies for node in walk(body) for resource in resources_of(node))
+    return {f"variable_{index}": resource for index, resource in enumerate(found)}
+
+
 def _captured(parameter: Node) -> Tensor | None:
     """The tensor outside that a parameter stands for; None for an argument."""
     body = parameter.graph
@@ -315,4 +334,17 @@ def _captured(parameter: Node) -> Tensor | None:
 
 install_batching(batched_with)
 
-__all__ = ["BATCHED", "SharedBody", "batched", "batched_with", "install_gatherer"]
+__all__ = [
+    "BATCHED",
+    "BodyProgram",
+    "SharedBody",
+    "batched",
+    "batched_with",
+    "check_shareable",
+    "install_gatherer",
+    "is_repeatable",
+    "is_same_for_all",
+    "known_constants",
+    "reads",
+    "variables_of",
+]

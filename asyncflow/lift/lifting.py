@@ -274,9 +274,9 @@ def _copied(node: Node, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _refuse_writes(node: Node) -> None:
     if isinstance(node, StructuredNode) or row_rule_of(node.op) is not None:
         return
-    for _, access in node_effects(node):
+    for resource, access in node_effects(node):
         if access is Access.WRITE:
-            changed = [repr(each) for each in resources_of(node)]
+            changed = [repr(each) for each in resources_of(node) if each.effect_key == resource]
             what = f"changes {changed[0]}" if changed else "has effects"
             raise CannotLift(f"{node.name} ({node.op.name}) {what}, once for each row and in their order")
 

@@ -1,4 +1,4 @@
-"""`Batch`: how firings of one function are computed together."""
+"""`Batch` and `Pool`: how firings of one function, or activations of one loop, are computed together."""
 
 from __future__ import annotations
 
@@ -43,3 +43,22 @@ class Batch:
             raise GraphError(f"Batch: max_delay_s is a number of seconds, 0 or more; got {delay!r}")
         if self.cost not in ("learned", "none"):
             raise GraphError(f'Batch: cost is "learned" or "none"; got {self.cost!r}')
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """How activations of one loop, in any runs of a session, are stepped together (continuous batching).
+
+    Args:
+        capacity: most activations that are stepped together; more wait.
+
+    Raises:
+        GraphError: `capacity` is no integer of at least 1.
+    """
+
+    capacity: int = 64
+
+    def __post_init__(self) -> None:
+        value: object = self.capacity
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
+            raise GraphError(f"Pool: capacity is an integer of at least 1; got {value!r}")

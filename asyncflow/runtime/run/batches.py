@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.lift.batched import BodyProgram
+    from asyncflow.lift.pooled import SharedLoop
+    from asyncflow.runtime.run.pools import Pools
     from asyncflow.values import Array
 
 _log = logging.getLogger("asyncflow.runtime")
@@ -60,7 +63,7 @@ class BatchMember(Gathered):
 
 
 class BatchStatistics(NamedTuple):
-    """Calls of one batched function so far.
+    """Calls of one batched function, or steps of one pooled loop, so far.
 
     Attributes:
         calls: how many there were.
@@ -125,9 +128,11 @@ class Batches:
         self._runs = runs
         self._batcher: Batcher[BatchMember] = Batcher(seed)
         # A function goes with the graph that calls it.
-        self._known: WeakKeyDictionary[SharedBody, _KnownBody] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[SharedBody | SharedLoop, _KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
         self._checked_share = 0.0
+        self.pools: Pools | None = None
+        """Pooled loops of the session."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -146,7 +151,7 @@ class Batches:
         member = BatchMember(nbytes, turn.clock(), shared=shared, inputs=inputs, done=done, context=context)
         known = self._known.setdefault(shared, _KnownBody())
         kind = tuple((value.dtype, value.shape) for value in inputs)
-        signature = (shared, kind, *_common(shared, inputs))
+        signature = (shared, kind, *common_values(shared.has_rows, inputs))
         self._batcher.offer(signature, known.costs_of(kind), shared.batch, member)
         turn.wake()
         try:
@@ -199,9 +204,10 @@ class Batches:
         if found is not None:
             self._ended(call, found, started_ns)
             return
-        self._beside(self._compute(call))
+        self.beside(self._compute(call))
 
-    def _beside(self, work: Coroutine[object, object, None]) -> None:
+    def beside(self, work: Coroutine[object, object, None]) -> None:
+        """Does something that the session's end cancels."""
         task = self._turn.loop.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -220,30 +226,38 @@ class Batches:
         known = self._known.setdefault(shared, _KnownBody())
         plan = known.plans.get(is_many)
         if plan is None:
-            program = shared.many if is_many else shared.one
-            plan = await self._runs.plan_of(PlanRequest(program.graph, program.fetches, program.feeds))
-            known.plans[is_many] = plan
+            plan = known.plans[is_many] = await self.plan_of(shared.many if is_many else shared.one)
         return plan
+
+    async def plan_of(self, program: BodyProgram) -> Plan:
+        """The plan of a body's graph."""
+        return await self._runs.plan_of(PlanRequest(program.graph, program.fetches, program.feeds))
+
+    async def compute(self, plan: Plan, values: list[Array]) -> list[Array]:
+        """The fetched values of a body's plan: here and now, if that is short."""
+        found = self._runs.run_short(plan, values)
+        return await self._runs.run_batch(plan, values) if found is None else found
 
     def _ended(self, call: BatchCall[BatchMember], results: Sequence[Array], started_ns: int) -> None:
         self._batcher.ended(call, self._turn.clock() - started_ns)
         members = call.members
-        self._count(call)
+        self.count_call(members[0].shared, len(members))
         if len(members) > 1:
             for value in results:
                 if isinstance(value, np.ndarray):
                     value.flags.writeable = False  # members have views of it
             if self._random.random() < self._checked_share:
-                self._beside(self._check(members, results))
+                self.beside(self._check(members, results))
         for row, member in enumerate(members):
             if not member.done.done():
                 member.done.set_result(results if len(members) == 1 else [value[row] for value in results])
         if self._batcher.lanes:
             self._turn.wake()
 
-    def _count(self, call: BatchCall[BatchMember], *, failed: int = 0) -> None:
-        known = self._known.setdefault(call.members[0].shared, _KnownBody())
-        counts, size = known.counts, len(call.members)
+    def count_call(self, shared: SharedBody | SharedLoop, size: int, *, failed: int = 0) -> None:
+        """Counts a call, or a step, for so many."""
+        known = self._known.setdefault(shared, _KnownBody())
+        counts = known.counts
         known.counts = BatchStatistics(
             counts.calls + 1, counts.members + size, max(counts.largest, size), counts.failed + failed
         )
@@ -276,7 +290,7 @@ class Batches:
 
     def _failed(self, call: BatchCall[BatchMember], error: Exception) -> None:
         shared = call.members[0].shared
-        self._count(call, failed=1)
+        self.count_call(shared, len(call.members), failed=1)
         if self._batcher.failed(call, divisible=shared.is_repeatable):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
@@ -297,10 +311,10 @@ def _values(members: Sequence[BatchMember]) -> list[Array]:
     ]
 
 
-def _common(shared: SharedBody, inputs: Sequence[Array]) -> Iterator[Hashable]:
+def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:
     """Equal for members of which the values that a call has once are the same."""
-    for value, has_rows in zip(inputs, shared.has_rows, strict=True):
-        if not has_rows:
+    for value, own in zip(inputs, has_rows, strict=True):
+        if not own:
             yield _identity(value)
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
 
 
-class Pool(Protocol):
+class CupyPool(Protocol):
     """Where the allocations of an active stream come from."""
 
     def malloc(self, nbytes: int) -> Raw:
@@ -97,7 +97,7 @@ class CudaStream:
     cupy: Cupy
     physical: int
     name: str
-    pool: Pool | None = None
+    pool: CupyPool | None = None
     on_lost: Callable[[BaseException], object] | None = None
     raw: Raw = field(init=False)
     _failures: tuple[BaseException, ...] = ()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
-    from asyncflow.streams.cuda.stream import CudaStream, Pool
+    from asyncflow.streams.cuda.stream import CudaStream, CupyPool
     from asyncflow.values import Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")
@@ -92,7 +92,7 @@ class PrivateMemory:
     def __init__(self, stream: CudaStream, pool: CudaPool, label: str) -> None:
         self._stream = stream
         self._pool = pool.private(label)
-        self._before: Pool | None = None
+        self._before: CupyPool | None = None
 
     def malloc(self, nbytes: int) -> Raw:
         """A CuPy ``MemoryPointer``, of the compute stream's arena also while a loop's body is captured elsewhere.

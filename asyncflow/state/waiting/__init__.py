@@ -1,1 +1,0 @@
-"""Who waits for a state, in which order, and how event loops learn of it."""

@@ -1,0 +1,166 @@
+"""Pooled loops: activations of different runs that are stepped together, each with its own result."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.conformance.test_batched import others_end
+from tests.conftest import OpenSession
+
+WEIGHTS = np.linspace(-0.4, 0.4, 9, dtype=np.float32).reshape(3, 3)
+
+
+def recurrent(x: af.Tensor, n: af.Tensor, capacity: int = 4) -> tuple[af.Tensor, af.Tensor]:
+    """A loop whose length and input are each activation's own."""
+    weights = af.constant(WEIGHTS)
+
+    def body(i: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        grown = af.cond(af.sum(s) > 0, lambda: s * 0.5, lambda: s + 1)
+        return i + 1, af.tanh(grown @ weights + x)
+
+    result = af.while_loop(lambda i, s: i < n, body, (0, x), pool=af.Pool(capacity), name="steps")
+    return result[0], result[1]
+
+
+def recurrent_of(x: np.ndarray[Any, Any], n: int) -> tuple[int, np.ndarray[Any, Any]]:
+    s = x
+    for _ in range(n):
+        s = np.tanh((s * np.float32(0.5) if s.sum() > 0 else s + 1) @ WEIGHTS + x)
+    return max(n, 0), s
+
+
+async def test_activations_join_and_leave(open_session: OpenSession) -> None:
+    """Lengths from 0 on, more activations than rows, arrivals at any time: each result is that of the loop alone."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
+        fetches = recurrent(x, n)
+    random, rows = Random(3), np.random.default_rng(3)
+    async with open_session(graph) as session:
+
+        async def request() -> None:
+            for _ in range(random.randrange(4)):
+                await asyncio.sleep(0)
+            start, length = rows.normal(size=3).astype(np.float32), random.randrange(9)
+            count, last = await session.run(fetches, {x: start, n: length})
+            assert count == length
+            np.testing.assert_allclose(last, recurrent_of(start, length)[1], rtol=1e-5, atol=1e-6)
+
+        await asyncio.gather(*(request() for _ in range(25)))
+        counts = session.statistics().batches["steps"]
+    assert 1 < counts.largest <= 4
+
+
+async def test_loops_in_loops_and_branches_share_a_pool(open_session: OpenSession) -> None:
+    """Activations of one run, in iterations of a loop around the pooled one and in branches, share it too."""
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (), name="x")
+
+        def outer(i: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            def inner() -> af.Tensor:
+                loop = af.while_loop(lambda j, s: j < i, lambda j, s: (j + 1, s + x * j), (0, total), pool=af.Pool())
+                found: af.Tensor = loop[1]
+                return found
+
+            return i + 1, af.cond(i % 2 == 0, inner, lambda: total - 1)
+
+        y = af.while_loop(lambda i, _: i < 7, outer, (0, 0))[1]
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {x: k}) for k in range(5)))
+    for k, value in enumerate(found):
+        total = 0
+        for i in range(7):
+            total = total + sum(k * j for j in range(i)) if i % 2 == 0 else total - 1
+        assert value == total
+
+
+async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
+    """CONFORMANCE 88: the activation at fault fails with its own node; the others come to their ends."""
+
+    @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
+    def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if (x == 13).any():
+            raise ValueError("13")
+        return x + 1
+
+    with af.Graph() as graph:
+        x, n = af.placeholder("int64", (), name="x"), af.placeholder("int64", (), name="n")
+        y = af.while_loop(lambda s: s < n, checked, x, pool=af.Pool(8), name="steps")
+    async with open_session(graph) as session:
+        asked = [(k, k + 4) for k in range(14)]
+        found = await asyncio.gather(*(session.run(y, {x: a, n: b}) for a, b in asked), return_exceptions=True)
+        for (start, end), result in zip(asked, found, strict=True):
+            if start <= 13 < end:
+                assert isinstance(result, af.KernelError)
+                assert result.node == "steps"
+                assert isinstance(result.__cause__, ValueError)
+            else:
+                assert result == end
+        del found, result
+        assert await session.run(y, {x: 1, n: 3}) == 3
+
+
+async def test_88_a_cancelled_activation_leaves(open_session: OpenSession) -> None:
+    """CONFORMANCE 88: also one that would never end; and a deadline."""
+    with af.Graph() as graph:
+        n = af.placeholder("int64", (), name="n")
+        y = af.while_loop(lambda i: i != n, lambda i: i + 1, 0, pool=af.Pool(8))
+    async with open_session(graph) as session:
+        endless = asyncio.ensure_future(session.run(y, {n: -1}))
+        late = asyncio.ensure_future(session.run(y, {n: -1}, timeout=0.05))
+        assert await asyncio.gather(*(session.run(y, {n: k}) for k in range(5))) == list(range(5))
+        endless.cancel()
+        ends = await asyncio.gather(endless, late, return_exceptions=True)
+        assert isinstance(ends[0], asyncio.CancelledError)
+        assert isinstance(ends[1], af.DeadlineExceeded)
+        del ends
+        assert await session.run(y, {n: 4}) == 4
+        await others_end()
+
+
+async def test_limits_on_iterations(open_session: OpenSession) -> None:
+    with af.Graph() as graph:
+        n = af.placeholder("int64", (), name="n")
+        bounded = af.while_loop(lambda i: i < n, lambda i: i + 1, 0, pool=af.Pool(8), maximum_iterations=5)
+        free = af.while_loop(lambda i: i < n, lambda i: i + 1, 0, pool=af.Pool(8), name="free")
+    async with open_session(graph, max_iterations=50) as session:
+        assert await asyncio.gather(*(session.run(bounded, {n: k}) for k in (0, 3, 5, 9))) == [0, 3, 5, 5]
+        assert await session.run(free, {n: 50}) == 50
+        with pytest.raises(af.KernelError, match="max_iterations=50"):
+            await session.run(free, {n: 51})
+        await others_end()
+
+
+def test_what_cannot_be_pooled_is_named() -> None:
+    total = af.Variable(0, name="total")
+    with af.Graph():
+        x = af.placeholder("int64", (), name="x")
+        z, grows = af.placeholder("float32", ()), af.placeholder("float32", (None,), name="grows")
+        doubled = partial(af.while_loop, lambda y: y < 3, lambda y: y * 2, pool=af.Pool())
+        for loop, message in [
+            (lambda: af.while_loop(lambda i: i < 3, total.assign_add, x, pool=af.Pool()), "has an effect"),
+            (lambda: af.while_loop(lambda s: af.sum(s) < 3, lambda s: s + 1, grows, pool=af.Pool()), "not fixed"),
+            (
+                lambda: af.while_loop(
+                    lambda i, a: i < 3,
+                    lambda i, a: (i + 1, a.write(i, i)),
+                    (x, af.TensorArray("int64", size=3)),
+                    pool=af.Pool(),
+                ),
+                "is a TensorArray",
+            ),
+            (
+                lambda: af.gradients(doubled(z), z),
+                "no gradient",
+            ),
+        ]:
+            with pytest.raises(af.GraphError, match=message):
+                loop()
+        with pytest.raises(af.GraphError, match="capacity"):
+            af.Pool(0)
