@@ -39,20 +39,24 @@ def _merge(grads: Grad, others: Grad) -> Grad:
     return grads if grads.length else others  # a sum of parts (`part_sums`) begins as a store of nothing
 
 
-def _element_kernel(xp: Namespace, *, dtype: DType, shape: Shape) -> Kernel:
+def _element_kernel(
+    xp: Namespace, *, dtype: DType, shape: Shape, is_once: bool = False, is_last: bool = False
+) -> Kernel:
     if dtype == VARIANT:
         return lambda grads, index: reduce(StoreGradient.merged, grads.read(int(index)) or [StoreGradient.of(())])
     read_shape = shape_reader(shape)
 
     def read(grads: StoreGradient, index: Array, *sizes: Array) -> Array:
         extents = read_shape(sizes)
-        found = grads.total(int(index), extents, xp)
+        found = grads.total(int(index), extents, xp, is_last=is_last)
         return xp.zeros(extents, dtype) if found is None else found
 
     return read
 
 
-def _element_spec(grads: Spec, index: Spec, *sizes: Spec, dtype: DType, shape: Shape) -> Spec:
+def _element_spec(
+    grads: Spec, index: Spec, *sizes: Spec, dtype: DType, shape: Shape, is_once: bool = False, is_last: bool = False
+) -> Spec:
     return STORE if dtype == VARIANT else Spec(dtype, template_shape(shape, sizes))
 
 
@@ -134,6 +138,7 @@ MERGE_GRADIENTS = store_op("merge_gradients", lambda grads, others: STORE, _merg
 ELEMENT_GRADIENT = define(
     "element_gradient", _element_spec, _element_kernel, flops=free, host_inputs=inputs_from(1), traits=READS_STORE
 )
+"""With ``is_once``, each element is asked for once: it was written, once. The compiler says which read is the last."""
 STACKED_GRADIENTS = store_op("stacked_gradients", lambda grad, *indices: STORE, _stacked, host_inputs=inputs_from(1))
 ROWS_GRADIENT = define("rows_gradient", _rows_spec, _rows_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 JOINED_GRADIENTS = define(
@@ -167,12 +172,20 @@ def merge_gradients(grads: Tensor, others: Tensor) -> Tensor:
     return apply(MERGE_GRADIENTS, grads, others)[0]
 
 
-def element_gradient(grads: Tensor, index: Tensor, element: Tensor) -> Tensor:
-    """The gradient of one element, of the shape of the forward value `element`; zeros if none has reached it."""
+def element_gradient(grads: Tensor, index: Tensor, element: Tensor, *, is_once: bool = False) -> Tensor:
+    """The gradient of one element, of the shape of the forward value `element`; zeros if none has reached it.
+
+    Args:
+        grads: the store.
+        index: of the element.
+        element: its forward value.
+        is_once: no other node that this makes, and no other iteration of its loop, asks for the same.
+    """
     if element.dtype == VARIANT:
         return apply(ELEMENT_GRADIENT, grads, index, dtype=VARIANT, shape=())[0]
     template, sizes = split_extents(shape_of(element))
-    found = apply(ELEMENT_GRADIENT, grads, index, *sizes, dtype=element.dtype, shape=template)[0]
+    dtype = element.dtype
+    found = apply(ELEMENT_GRADIENT, grads, index, *sizes, dtype=dtype, shape=template, is_once=is_once)[0]
     return ensure_shape(found, element.shape)
 
 
@@ -212,7 +225,9 @@ def _given(indices: Tensor | None) -> tuple[Tensor, ...]:
 def gradient_of_write(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     """The derivative of what writes one value to a store or array."""
     _, index, value = node.inputs
-    return grads, None, element_gradient(grads, index, value) if carries_gradient(value.spec) else None
+    if not carries_gradient(value.spec):
+        return grads, None, None
+    return grads, None, element_gradient(grads, index, value, is_once=node.op is tensor_array.WRITE)
 
 
 @derivative(ELEMENT_GRADIENT, tensor_array.READ)

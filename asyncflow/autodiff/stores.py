@@ -229,13 +229,26 @@ class StoreGradient(StoreVersion[Reached]):
         """The gradients of one element."""
         return [self.log[place][1] for place in self.log.positions.get(index, ()) if place < self.length]
 
-    def total(self, index: int, shape: tuple[int, ...], xp: Namespace) -> Array | None:
+    def take(self, index: int) -> list[Grad]:
+        """The same, where nobody reads them again: the store lets go of them."""
+        found, log = self.read(index), self.log
+        for place in log.positions.pop(index, ()):
+            log[place] = index, None
+        return found
+
+    def total(self, index: int, shape: tuple[int, ...], xp: Namespace, *, is_last: bool = False) -> Array | None:
         """The sum of the gradients of one element of this shape; None if there are none.
+
+        Args:
+            index: of the element.
+            shape: of the element.
+            xp: the namespace of its arrays.
+            is_last: nobody reads them again.
 
         Raises:
             ValueError: one has another shape. It is not broadcast: the sum would be silently wrong.
         """
-        found = self.read(index)
+        found = self.take(index) if is_last else self.read(index)
         for grad in found:
             if grad.shape != shape:
                 raise ValueError(

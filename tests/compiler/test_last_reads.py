@@ -10,6 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.autodiff.saved_values import READ_SAVED
+from asyncflow.autodiff.store_gradients import ELEMENT_GRADIENT
 
 
 def loop(x: Any, *, times: int = 5) -> Any:
@@ -85,6 +86,53 @@ async def test_a_read_is_the_last_if_nobody_else_can_come(
     marked = [bool(node.attrs.get("is_last")) for node in reads]
     assert marked
     assert {"all": all(marked), "none": not any(marked), "some": any(marked)}[last]
+    feeds = {x: np.array([0.3, 1.1, 0.7])}
+    async with af.Session(graph, without=["last_reads"]) as plain:
+        np.testing.assert_array_equal(await session.run(y, feeds), await plain.run(y, feeds))
+
+
+def through_array(x: Any) -> Any:
+    """One loop writes an array, another reads each element."""
+    array = af.TensorArray("float64", 5, element_shape=(3,), clear_after_read=False)
+    _, _, array = af.while_loop(
+        lambda i, *_: i < 5, lambda i, y, array: (i + 1, af.sin(y), array.write(i, y)), (0, x, array)
+    )
+    _, total = af.while_loop(lambda i, _: i < 5, lambda i, s: (i + 1, s * array.read(i)), (0, af.ones_like(x)))
+    return af.sum(total)
+
+
+def slope_through_array(x: Any) -> Any:
+    return af.gradients(through_array(x), x)
+
+
+def one_element_again_and_again(x: Any) -> Any:
+    """What is read five times has five gradients, and each is one of the others' when differentiated."""
+    array = af.TensorArray("float64", 1, element_shape=(3,), clear_after_read=False).write(0, x)
+    _, total = af.while_loop(lambda i, _: i < 5, lambda i, s: (i + 1, s * array.read(0)), (0, af.ones_like(x)))
+    return af.gradients(af.gradients(af.sum(total), x), x)
+
+
+def two_readers(x: Any) -> Any:
+    """Two gradients ask for the same elements."""
+    y = through_array(x)
+    return af.gradients(y, x) + af.gradients(y * y, x)
+
+
+@pytest.mark.parametrize(
+    ("build", "last"), [(slope_through_array, 1), (one_element_again_and_again, 0), (two_readers, None)]
+)
+async def test_a_gradient_of_an_element_is_read_last_where_that_was_written_once(
+    session: af.Session, graph: af.Graph, build: Callable[[Any], Any], last: int | None
+) -> None:
+    """Results are those without the pass."""
+    x = af.placeholder("float64", (3,))
+    y = build(x)
+    plan = session.plan(y, [x])
+    regions = [inner for node in plan.graph.walk() if "region" in node.attrs for inner in node.attrs["region"].walk()]
+    reads = [node for node in (*plan.graph.walk(), *regions) if node.op is ELEMENT_GRADIENT]
+    assert reads
+    if last is not None:
+        assert sum(bool(node.attrs.get("is_last")) for node in reads) == last
     feeds = {x: np.array([0.3, 1.1, 0.7])}
     async with af.Session(graph, without=["last_reads"]) as plain:
         np.testing.assert_array_equal(await session.run(y, feeds), await plain.run(y, feeds))

@@ -157,6 +157,48 @@ async def test_a_gradient_loop_gives_back_what_it_has_read(regions: bool) -> Non
         assert 0 <= round((alive - counted) / VALUE, 1) <= 1, held  # a result that is on its way
 
 
+@pytest.mark.parametrize("regions", [True, False])
+async def test_gradients_of_an_array_are_given_back_as_they_are_read(regions: bool) -> None:
+    """One loop writes the array, another reads it: of their gradients the first takes what the second has found."""
+    count, held = 8, list[tuple[int, int]]()
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (SIDE, SIDE))
+        sessions: list[af.Session] = []
+
+        @af.op(outputs=af.spec("float64", (SIDE, SIDE)))
+        def look(grad: Any) -> Any:
+            held.append((sessions[0].statistics().memory["cpu:0"].held, traced_bytes()))
+            return grad
+
+        @af.custom_gradient
+        def looked_at(y: Any) -> Any:
+            return af.identity(y), look
+
+        def write(i: Any, y: Any, array: Any) -> Any:
+            return i + 1, y * 2.0, array.write(i, looked_at(y))
+
+        array = af.TensorArray("float64", count, element_shape=(SIDE, SIDE))
+        _, _, array = af.while_loop(lambda i, *_: i < count, write, (0, x, array), parallel_iterations=1)
+        total = af.constant(0.0, "float64")
+        _, total = af.while_loop(
+            lambda i, _: i < count, lambda i, s: (i + 1, s + af.sum(array.read(i) * 2.0)), (0, total)
+        )
+        dx = af.gradients(total, x)
+        async with af.Session(graph, regions=regions, memory_limit=1 << 30) as session:
+            sessions.append(session)
+            feeds = {x: fed()}
+            tracemalloc.start()
+            try:
+                result = await session.run(dx, feeds)
+            finally:
+                tracemalloc.stop()
+    np.testing.assert_array_equal(result, np.full((SIDE, SIDE), 2.0 * (2**count - 1)))
+    for step, (counted, alive) in enumerate(held):
+        assert 0 <= counted / VALUE - (count - step) < 1.1, held  # and the gradient that is carried
+        assert 0 <= round((alive - counted) / VALUE, 1) <= 2, held  # what is fed, and what is on its way
+    assert len(held) == count
+
+
 class Disk:
     """Stands before the spill file, and fails where it is told."""
 

@@ -6,6 +6,9 @@ attribute ``is_last``. Else a store holds its values until its last version goes
 
 A store that an outer loop saves is read in each iteration of the outer gradient loop. The same holds for it, if the
 outer read is the last, too.
+
+So it does for gradients of a TensorArray's elements that one loop has found, and another reads where it has written the
+elements: an array has each but once.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.checkpoints import CHECKPOINT
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Op
 
 
 def mark_last_reads(graph: Graph) -> None:
@@ -31,6 +38,8 @@ def mark_last_reads(graph: Graph) -> None:
             for place, output in enumerate(loop.outputs):
                 if uses.is_filled_by(loop, place):
                     uses.mark(output, loop.body.results[place].node)
+                elif uses.is_added_to_by(loop, place):
+                    uses.mark_read(output)
 
 
 class _StoreUses:
@@ -52,20 +61,33 @@ class _StoreUses:
 
     def is_filled_by(self, loop: WhileNode, place: int) -> bool:
         """Whether an output is a store into which the loop does nothing but save."""
-        save = loop.body.results[place].node
+        return self._is_filled(loop, place, (SAVE, CHECKPOINT))
+
+    def is_added_to_by(self, loop: WhileNode, place: int) -> bool:
+        """Whether an output is a store of gradients, empty before, to which the loop does nothing but add."""
+        initial = loop.inputs[place]
+        is_new = initial.node.op is NO_GRADIENT and self._count[initial] == 1
+        return is_new and self._is_filled(loop, place, (ACCUMULATE,))
+
+    def _is_filled(self, loop: WhileNode, place: int, ops: Container[Op]) -> bool:
+        filling = loop.body.results[place].node
         store = loop.body.inputs[place]
         alone = self._count[store] == self._count[loop.body.results[place]] == 1
-        return save.op in (SAVE, CHECKPOINT) and save.inputs[0] is store and alone
+        return filling.op in ops and filling.inputs[0] is store and alone
 
     def mark(self, store: Tensor, save: Node) -> None:
         """Marks the only read of a store into which `save` saves, and those of the stores that are its values."""
-        read = self._only_read(store)
-        if read is None:
-            return
-        read.attrs = {**read.attrs, "is_last": True}
+        read = self.mark_read(store)
         value = save.inputs[2]
-        if value.dtype == VARIANT and (inner := self._filled_alone(value)) is not None:
+        if read is not None and value.dtype == VARIANT and (inner := self._filled_alone(value)) is not None:
             self.mark(read.outputs[0], inner)
+
+    def mark_read(self, store: Tensor) -> Node | None:
+        """Marks the only read of a store, and gives it; None if there is no such."""
+        read = self._only_read(store)
+        if read is not None:
+            read.attrs = {**read.attrs, "is_last": True}
+        return read
 
     def _only_read(self, store: Tensor) -> Node | None:
         """The read that alone uses a store, in a loop that runs once for it; None if there is no such."""
@@ -84,7 +106,7 @@ class _StoreUses:
                         return None
                     deeper = depth + isinstance(user, WhileNode)
                     open_ += [(body.inputs[index], deeper) for body in user.subgraphs for index in entering]
-                elif user.op is READ_SAVED and user.inputs[0] is tensor and read is None and depth == 1:
+                elif _reads_each_once(user) and user.inputs[0] is tensor and read is None and depth == 1:
                     read = user
                 else:
                     return None
@@ -102,3 +124,7 @@ class _StoreUses:
             filled = [self._filled_alone(source) for source in sources if source.node.op is not NEW_STORE]
             return filled[0] if filled and None not in filled else None
         return None
+
+
+def _reads_each_once(node: Node) -> bool:
+    return node.op is READ_SAVED or (node.op is ELEMENT_GRADIENT and bool(node.attrs.get("is_once")))
