@@ -16,6 +16,8 @@ from asyncflow.semantics.state import digest
 from tests.conftest import OpenSession
 from tests.semantics.programs import stateful_program
 
+pytestmark = pytest.mark.filterwarnings("ignore::asyncflow.RaceWarning")
+
 
 @pytest.mark.parametrize("program", range(4))
 async def test_70_a_run_is_done_again_bit_for_bit(open_session: OpenSession, tmp_path: Path, program: int) -> None:
