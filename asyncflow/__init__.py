@@ -20,6 +20,8 @@ from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradien
 from asyncflow.autodiff.gradients import gradients as gradients
 from asyncflow.autodiff.recompute import recompute as recompute
 from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
+from asyncflow.checkpoint.checkpoints import Restored as Restored
+from asyncflow.checkpoint.saver import Saver as Saver
 from asyncflow.control.case import case as case
 from asyncflow.control.case import switch_case as switch_case
 from asyncflow.control.cond import cond as cond
@@ -44,6 +46,7 @@ from asyncflow.errors import KernelError as KernelError
 from asyncflow.errors import OutOfMemoryError as OutOfMemoryError
 from asyncflow.errors import OverloadedError as OverloadedError
 from asyncflow.errors import PlacementError as PlacementError
+from asyncflow.errors import QueueClosedError as QueueClosedError
 from asyncflow.errors import RaceWarning as RaceWarning
 from asyncflow.errors import ReplayError as ReplayError
 from asyncflow.errors import SessionClosedError as SessionClosedError
@@ -288,6 +291,11 @@ from asyncflow.semantics.races import Race as Race
 from asyncflow.semantics.races import allow_races as allow_races
 from asyncflow.semantics.races import find_races as find_races
 from asyncflow.state.containers import reset_container as reset_container
+from asyncflow.state.queues import FIFOQueue as FIFOQueue
+from asyncflow.state.queues import PaddingQueue as PaddingQueue
+from asyncflow.state.queues import PriorityQueue as PriorityQueue
+from asyncflow.state.queues import Queue as Queue
+from asyncflow.state.queues import ShuffleQueue as ShuffleQueue
 from asyncflow.state.table import Table as Table
 from asyncflow.state.variable import Variable as Variable
 from asyncflow.vertex.function import Vertex as Vertex

@@ -12,7 +12,8 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     ├── PlacementError              no device can run a node as requested
     ├── KernelError                 a node failed while running: node, tag, device, inputs, user line
     │   ├── EndOfInput                an input has no more elements
-    │   └── OutOfMemoryError          (also MemoryError)
+    │   ├── OutOfMemoryError          (also MemoryError)
+    │   └── QueueClosedError          nothing will come out of a queue any more, or may be put in
     ├── HazardError                 two streams touch one buffer without an event between them
     ├── DeadlineExceeded            a run's ``timeout=`` passed               (also TimeoutError)
     ├── OverloadedError             a run refused because the session is busy
@@ -368,3 +369,24 @@ class OutOfMemoryError(KernelError, MemoryError):
         self.used = used
         self.limit = limit
         super().__init__(reason, **provenance)  # type: ignore[arg-type]
+
+
+class QueueClosedError(KernelError):
+    """A queue is closed: nothing may be put in any more, or there will never be as much as is to be taken.
+
+    Of an awaited `Queue.put` or `Queue.get`, which is no node, the provenance is empty.
+
+    Attributes:
+        queue: its name.
+        left: how many elements are left in it, which can still be taken.
+    """
+
+    def __init__(
+        self, reason: str, *, queue: str, left: int, node: str = "", op: str = "", **provenance: object
+    ) -> None:
+        self.queue = queue
+        self.left = left
+        super().__init__(reason, node=node, op=op, **provenance)  # type: ignore[arg-type]
+
+    def _message(self) -> str:
+        return super()._message() if self.node else self.reason

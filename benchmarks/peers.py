@@ -128,7 +128,7 @@ def load_dynet() -> Any:
     """DyNet, which batches what is alike by itself, or ImportError: it is on the registry as dyNET38."""
     import dynet_config
 
-    dynet_config.set(autobatch=1, mem=512, random_seed=1)
+    dynet_config.set(autobatch=1, mem=2048, random_seed=1)
     import dynet
 
     return dynet

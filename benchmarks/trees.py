@@ -6,6 +6,7 @@ hand: what somebody would write who knows in advance how the trees are to be bat
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import asyncflow as af
+from asyncflow.graph import nest
 from asyncflow.vertex.schedule import SCHEDULE
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, NUMPY, TORCH, Peers
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NAME = "trees"
-STEP: Final = Figure("training, a tree", "us")
-FORWARD: Final = Figure("inference, a tree", "us")
+STEP: Final = Figure("training, a sample", "us")
+FORWARD: Final = Figure("inference, a sample", "us")
 IN_LOOP: Final = f"{ASYNCFLOW} all in the loop"
 TOLERANCE: Final = 2e-3
 
@@ -265,15 +267,21 @@ class OfAsyncflow:
         return loss, *grads
 
 
-def _trial(trees: Trees, figure: Figure, work: Callable[[], Any]) -> Trial:
+def timed_sample(
+    count: int, work: Callable[[], Any], answer_of: Callable[[Any], Any] | None = None, figure: Figure = STEP
+) -> Trial:
+    """A trial of a step of so many samples, awaited or not; `answer_of` gives what it computed in one array."""
+
+    def joined(step: Any) -> Any:
+        return np.concatenate([np.ravel(part) for part in nest.flatten(step)[0]])
+
     async def trial() -> Sample:
         started = perf_counter()
-        answer = work()
-        if not isinstance(answer, tuple | np.ndarray | np.generic):
-            answer = await answer
+        step = work()
+        if isinstance(step, Awaitable):
+            step = await step
         taken = perf_counter() - started
-        parts = answer if isinstance(answer, tuple) else (answer,)
-        return Sample({figure: taken * 1e6 / trees.count}, np.concatenate([np.ravel(part) for part in parts]))
+        return Sample({figure: taken * 1e6 / count}, (answer_of or joined)(step))
 
     return trial
 
@@ -322,18 +330,20 @@ async def _measured(
         ASYNCFLOW: OfAsyncflow(trees, model),
         IN_LOOP: OfAsyncflow(trees, model, lift_parts=False),
     }
-    steps: dict[str, Trial] = {name: _trial(trees, STEP, each.step) for name, each in ours.items()}
-    steps[NUMPY] = _trial(trees, STEP, by_hand.step)
+    steps = {name: timed_sample(trees.count, each.step) for name, each in ours.items()}
+    steps[NUMPY] = timed_sample(trees.count, by_hand.step)
     if peers.torch is not None:
-        steps[TORCH] = _trial(trees, STEP, torch_step(peers.torch, trees, by_hand))
-    forward: dict[str, Trial] = {name: _trial(trees, FORWARD, each.forward) for name, each in ours.items()}
+        steps[TORCH] = timed_sample(trees.count, torch_step(peers.torch, trees, by_hand))
+    forward: dict[str, Trial] = {
+        name: timed_sample(trees.count, each.forward, figure=FORWARD) for name, each in ours.items()
+    }
 
     def inference() -> Any:
         found = by_hand.forward()
         states = found[1] if isinstance(found, tuple) else found
         return states[trees.roots].sum() * trees.weight
 
-    forward[NUMPY] = _trial(trees, FORWARD, inference)
+    forward[NUMPY] = timed_sample(trees.count, inference, figure=FORWARD)
     try:
         return [
             *await compare(NAME, case, forward, repeats=repeats, lead_ins=1, tolerance=TOLERANCE),

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from asyncflow.graph import nest
 from benchmarks import sequences, tree_peers
-from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.harness import ASYNCFLOW, Result, compare
 from benchmarks.lstm import AsyncflowStep, Step, comparable, looped
 from benchmarks.lstm_by_hand import ByHand
 from benchmarks.lstm_peers import jax_scan, torch_loop, torch_module
@@ -26,11 +24,13 @@ from benchmarks.ragged_training import sliced
 from benchmarks.results import curves_of
 from benchmarks.sequences import OfVertices, Sequences
 from benchmarks.trees import (
+    STEP,
     OfAsyncflow,
     TreeFcByHand,
     TreeLstmByHand,
     batch_of,
     complete,
+    timed_sample,
     torch_step,
     tree_fc,
     tree_lstm,
@@ -38,14 +38,13 @@ from benchmarks.trees import (
 from examples.syntax_trees import read_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from benchmarks.trees import Trees
 
 NAME: Final = "vertex_models"
 MODELS: Final = ("Fixed-LSTM", "Var-LSTM", "Tree-FC", "Tree-LSTM")
-STEP: Final = Figure("training, a sample", "us")
 BY_LEVEL: Final = "torch by level"
 BY_NODE: Final = "torch by node"
 TORCH_MODULE: Final = "torch nn.LSTM"
@@ -215,26 +214,6 @@ def _loops(batch: Sequences) -> dict[str, AsyncflowStep | sequences.OfDynamicRnn
 def _of_weights(batch: Sequences, step: Step) -> Any:
     loss, grads = step
     return comparable((loss, list(grads)[: len(batch.model.weights)]), batch.outputs)
-
-
-def timed_sample(
-    count: int, work: Callable[[], Any], answer_of: Callable[[Any], Any] | None = None, figure: Figure = STEP
-) -> Trial:
-    """A trial of a step of so many samples, awaited or not; `answer_of` gives what it computed in one array."""
-
-    def joined(step: Any) -> Any:
-        return np.concatenate([np.ravel(part) for part in nest.flatten(step)[0]])
-
-    async def trial() -> Sample:
-        started = perf_counter()
-        step = work()
-        if hasattr(step, "__await__"):
-            awaited: Awaitable[Any] = step
-            step = await awaited
-        taken = perf_counter() - started
-        return Sample({figure: taken * 1e6 / count}, (answer_of or joined)(step))
-
-    return trial
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------

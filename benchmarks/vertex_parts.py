@@ -14,17 +14,16 @@ from benchmarks import work_kinds
 from benchmarks.harness import ASYNCFLOW, Result, Trial, compare
 from benchmarks.peers import JAX, NO_PEERS, NUMPY, Peers
 from benchmarks.plots import draw_bars
+from benchmarks.trees import STEP, timed_sample
 from benchmarks.vertex_models import (
     BY_LEVEL,
     BY_NODE,
     MODELS,
     SIZES,
-    STEP,
     TOLERANCE,
     Sizes,
     case,
     peer_works,
-    timed_sample,
 )
 
 if TYPE_CHECKING:

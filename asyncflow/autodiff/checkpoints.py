@@ -5,6 +5,9 @@ A segment is a run of neighbouring iterations. The loop's variables at the start
 forward loop and the gradient agree on it whatever the loop decides by. Either all segments have one length, or, for
 loops whose number of iterations nobody knows, each is one iteration longer than the one before. Of n iterations there
 are then about ``sqrt(2 * n)`` segments, of at most as many iterations.
+
+The first iterations may be *kept* instead: they are a segment whose values the forward loop saves, and which does not
+run again. The gradient comes to it last, so that what is kept can be away for longest.
 """
 
 from __future__ import annotations
@@ -25,13 +28,19 @@ if TYPE_CHECKING:
     from asyncflow.values import Kernel, Namespace, Value
 
 
-def segment_of(number: int, length: int | None) -> tuple[int, int]:
+def segment_of(number: int, length: int | None, kept: int = 0) -> tuple[int, int]:
     """The segment of iteration `number`, and the number of the first iteration in it.
 
     Args:
         number: of an iteration, from 0 on.
         length: of each segment; None if they have 1, 2, 3, ... iterations.
+        kept: iterations of the first segment, if it does not run again.
     """
+    if kept:
+        if number < kept:
+            return 0, 0
+        segment, first = segment_of(number - kept, length)
+        return segment + 1, first + kept
     if length is not None:
         segment = number // length
         return segment, segment * length
@@ -39,26 +48,37 @@ def segment_of(number: int, length: int | None) -> tuple[int, int]:
     return segment, segment * (segment + 1) // 2
 
 
-def _checkpoint_kernel(xp: Namespace, *, length: int | None) -> Kernel:
+def _checkpoint_kernel(xp: Namespace, *, length: int | None, kept: int) -> Kernel:
     def keep(store: SavedValues, number: int, value: Value) -> SavedValues:
-        segment, first = segment_of(int(number), length)
+        segment, first = segment_of(int(number), length, kept)
         return store.saved(segment, value) if first == number else store
 
     return keep
 
 
-def _segment_kernel(xp: Namespace, *, length: int | None) -> Kernel:
-    def find(end: int) -> tuple[Value, Value]:
-        segment, first = segment_of(int(end) - 1, length)
-        return np.int64(segment), np.int64(first)
+def _segment_kernel(xp: Namespace, *, length: int | None, kept: int) -> Kernel:
+    def find(end: int) -> tuple[Value, Value, Value]:
+        segment, first = segment_of(int(end) - 1, length, kept)
+        return np.int64(segment), np.int64(first), np.int64(end if first < kept else first)
 
     return find
+
+
+def _save_first_kernel(xp: Namespace, *, kept: int) -> Kernel:
+    def save(store: SavedValues, number: int, value: Value) -> SavedValues:
+        return store.saved(int(number), value) if number < kept else store
+
+    return save
+
+
+def _store_kernel(xp: Namespace, *, kept: int) -> Kernel:
+    return lambda store, new, first: store if first < kept else new
 
 
 # Compiler passes make these, and users never: they have no derivatives.
 CHECKPOINT = Op(
     "checkpoint",
-    lambda store, number, value, *, length: STORE,
+    lambda store, number, value, *, length, kept: STORE,
     _checkpoint_kernel,
     flops=free,
     host_inputs=(1,),
@@ -67,10 +87,28 @@ CHECKPOINT = Op(
 """The store with the value of a loop variable in it, if iteration `number` is the first of a segment."""
 SEGMENT = Op(
     "segment",
-    lambda end, *, length: (Spec(int64, ()), Spec(int64, ())),
+    lambda end, *, length, kept: (Spec(int64, ()),) * 3,
     _segment_kernel,
     flops=free,
     host_inputs=(0,),
     traits=OPAQUE,
 )
-"""The segment of the iteration before number `end`, and its first iteration."""
+"""The segment of the iteration before number `end`, its first iteration, and from which one on it runs again."""
+SAVE_FIRST = Op(
+    "save_first",
+    lambda store, number, value, *, kept: STORE,
+    _save_first_kernel,
+    flops=free,
+    host_inputs=(1,),
+    traits=OPAQUE,
+)
+"""The store with one value more, if iteration `number` is kept."""
+SEGMENT_STORE = Op(
+    "segment_store",
+    lambda store, new, first, *, kept: STORE,
+    _store_kernel,
+    flops=free,
+    host_inputs=(2,),
+    traits=OPAQUE,
+)
+"""The store for the values of the segment that begins with iteration `first`: that of what is kept, or a new one."""

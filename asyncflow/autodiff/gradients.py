@@ -23,6 +23,7 @@ from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
 from asyncflow.ops.derivatives import all as _rules
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, shape_of, zeros_of
+from asyncflow.state.queues import PUTS, TAKES
 from asyncflow.state.variable import Variable
 from asyncflow.values import Nest
 
@@ -54,7 +55,8 @@ def gradients(
             complex y needs one.
         stop_gradients: tensors that count as constants.
         unconnected: ``"none"`` gives None for an x on which no y depends, ``"zero"`` zeros. An x that only ops without
-            a derivative connect (such as `argmax`) has a gradient of zeros, and integers have None.
+            a derivative connect (such as `argmax`) has a gradient of zeros, and integers have None. No y depends on
+            what went into a queue that it comes from, and without ``"zero"`` that is refused.
 
     Returns:
         The nest of `xs`, with a tensor of the same dtype and shape for each, or None.
@@ -87,9 +89,30 @@ def gradients(
         sources = [leaf if isinstance(leaf, Variable) else _tensor(graph, leaf, "xs") for leaf in x_leaves]
         stopped = [_tensor(graph, leaf, "stop_gradients") for leaf in nest.flatten(stop_gradients)[0]]
         found = _Gradients(graph, targets, sources, stopped).find(_given(y_structure, grad_ys))
-        if unconnected == "zero":
+        if unconnected == "none":
+            unreached = [x for x, grad in zip(sources, found, strict=True) if grad is None and isinstance(x, Tensor)]
+            _refuse_queues(graph, targets, unreached)
+        else:
             found = [_zeros(x) if grad is None else grad for x, grad in zip(sources, found, strict=True)]
         return x_structure.unflatten(found)
+
+
+def _refuse_queues(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Refuses gradients of what comes out of a queue by what goes into it, which would be None without a word."""
+    puts = [node for node in graph.nodes if node.op in PUTS] if xs else []
+    if not puts:
+        return
+    reached = Dependencies({}).of(graph.nodes, dict.fromkeys(xs, 1))
+    filled = {put.attrs["queue"].effect_key: put for put in puts if any(x in reached for x in put.inputs)}
+    for node in nodes_behind(graph, ys):
+        for inner in (node, *(each for body in node.subgraphs for each in body.walk())):
+            put = filled.get(inner.attrs["queue"].effect_key) if inner.op in TAKES else None
+            if put is not None:
+                raise GraphError(
+                    f"gradients: a y comes out of queue {inner.attrs['queue'].name!r}, and an x goes into it at "
+                    f"{put.location}; no gradient goes through a queue, as its elements may come from other runs. "
+                    f'unconnected="zero" takes them for constants'
+                )
 
 
 def _tensor(graph: Graph, leaf: TensorLike, what: str) -> Tensor:

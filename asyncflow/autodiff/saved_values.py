@@ -19,6 +19,7 @@ from asyncflow.ops.cost import free
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncflow.devices.swap import Moves
     from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import KernelContext
@@ -37,10 +38,10 @@ NEW_STORE = define(
 """A store with nothing in it; its attribute ``moves``, if it has one, is for `asyncflow.compiler.memory.move_saved`."""
 
 
-def _moving_store(xp: Namespace, *, swapping: Swapping, label: str, always: bool, loops: Sequence[str]) -> Kernel:
+def _moving_store(xp: Namespace, *, swapping: Swapping, label: str, moves: Moves, loops: Sequence[str]) -> Kernel:
     def new(context: KernelContext) -> SavedValues:
         outer = "".join(f"{name}/{number}/" for name, number in zip(loops, context.tag, strict=False))
-        log = MovingLog((), swapping, label=label, run=context.run, always=always, loop=outer + loops[-1])
+        log = MovingLog((), swapping, label=label, run=context.run, moves=moves, loop=outer + loops[-1])
         return SavedValues(log, 0, 0)
 
     return new

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
+    from asyncflow.devices.swap import Moves
     from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.op import HostInputs
     from asyncflow.values import Array, Kernel, Namespace, Value
@@ -78,22 +79,22 @@ class MovingLog(StoreLog["Value"]):
         swapping: moves them.
         label: the node that saves them.
         run: which they belong to.
-        always: they move although memory is not short.
+        moves: when they do.
         loop: the loop that saves them, and the iterations of those around it, as tags show them.
     """
 
-    __slots__ = ("_always", "_label", "_loop", "_run", "_swapping")
+    __slots__ = ("_label", "_loop", "_moves", "_run", "_swapping")
 
     def __init__(
-        self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, always: bool, loop: str = ""
+        self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, moves: Moves, loop: str = ""
     ) -> None:
         super().__init__(entries)
-        self._swapping, self._label, self._run, self._always, self._loop = swapping, label, run, always, loop
+        self._swapping, self._label, self._run, self._moves, self._loop = swapping, label, run, moves, loop
 
     def add(self, value: Value) -> None:
         """One value more."""
         tag = f"{self._loop}/{len(self)}" if self._swapping.is_watched(self._run) else ""
-        self.append(self._swapping.keep(value, self._label, self._run, always=self._always, tag=tag))
+        self.append(self._swapping.keep(value, self._label, self._run, moves=self._moves, tag=tag))
 
     def get(self, index: int) -> Value:
         """Value number `index`."""
@@ -109,9 +110,7 @@ class MovingLog(StoreLog["Value"]):
         """A log of its own with the first `length` entries."""
         entries = self[:length]
         self._swapping.share(entries)
-        return MovingLog(
-            entries, self._swapping, label=self._label, run=self._run, always=self._always, loop=self._loop
-        )
+        return MovingLog(entries, self._swapping, label=self._label, run=self._run, moves=self._moves, loop=self._loop)
 
     def __del__(self) -> None:
         self._swapping.release(self)

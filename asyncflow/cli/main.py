@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import asyncflow as af
 from asyncflow.cli.calibrate import calibrate
 from asyncflow.cli.check import check
+from asyncflow.cli.checkpoint import ACTIONS, checkpoint
 from asyncflow.cli.devices import list_devices
 from asyncflow.cli.explain import explain
 from asyncflow.cli.profile import profile
@@ -21,6 +22,7 @@ from asyncflow.cli.target import TargetError
 from asyncflow.compiler.pipeline import PASSES
 from asyncflow.devices.host import LAUNCHES
 from asyncflow.devices.presets import CARDS, DEFAULT_HOST, HOSTS, LINKS, MachineSpec, parse_machine
+from asyncflow.errors import CheckpointError
 from asyncflow.profiler.save import TraceFormatError
 
 if TYPE_CHECKING:
@@ -49,6 +51,18 @@ examples:
   asyncflow check serve.py:graph --runs 2        requests that are served at the same time
 
 The exit code is 0 without races, 1 with some, 2 if the target makes no sense.
+"""
+
+_CHECKPOINT_EXAMPLES = f"""\
+actions:
+{indent(chr(10).join(f"{action:<8} {what}" for action, what in ACTIONS.items()), "  ")}
+
+examples:
+  asyncflow checkpoint list checkpoints/run7
+  asyncflow checkpoint verify checkpoints/run7/step-1200
+  asyncflow checkpoint diff checkpoints/run7
+
+A directory of steps stands for its latest one. The exit code is 1 for a step that is damaged, and for two that differ.
 """
 
 _EXPLAIN_EXAMPLES = f"""\
@@ -113,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "simulate":
             return simulate(options.target, _simulation(options), program_arguments)
+        if options.command == "checkpoint":
+            return checkpoint(options.action, _paths_of_steps(options))
         if options.command == "replay":
             return replay(options.path, options.target)
         if options.command == "check":
@@ -127,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             color_by=options.color_by,
             detail=options.detail,
         )
-    except (TargetError, TraceFormatError, OSError) as error:
+    except (CheckpointError, TargetError, TraceFormatError, OSError) as error:
         print(f"asyncflow {options.command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
 
@@ -177,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("devices", help="list what graphs can run on here", allow_abbrev=False)
     _add_check(commands)
+    _add_checkpoint(commands)
     _add_explain(commands)
     _add_profile(commands)
     _add_replay(commands)
@@ -207,6 +224,29 @@ def _add_check(commands: _Commands) -> None:
         default=1,
         help="2: also between two runs of one session that are in flight together (default: %(default)s)",
     )
+
+
+def _add_checkpoint(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list, show, verify and compare checkpoints",
+        description="Looks at checkpoints, which it leaves as they are.",
+        epilog=_CHECKPOINT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("action", choices=tuple(ACTIONS), help="what to do; see below")
+    parser.add_argument("path", type=Path, help="a step, or the directory of several")
+    parser.add_argument("other", type=Path, nargs="?", help="of diff: the step to compare it with")
+    parser.set_defaults(refuse=parser.error)
+
+
+def _paths_of_steps(options: argparse.Namespace) -> list[Path]:
+    if options.other is None:
+        return [options.path]
+    if options.action != "diff":
+        options.refuse(f"{options.action} takes one path; {options.other} is another")
+    return [options.path, options.other]
 
 
 def _add_explain(commands: _Commands) -> None:

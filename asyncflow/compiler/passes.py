@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.memory.saved import Saved
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.plan import Partition
@@ -41,6 +42,7 @@ class Program:
         placement: why each node is where it is.
         survey: what a run of it touches.
         saved: what its loops save for their gradients.
+        memory: what is done with that on devices with a limit.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
         loops: what drives those on cards.
         streams: the compute stream of each node; 0 for those left out.
@@ -58,6 +60,7 @@ class Program:
     placement: Placement | None = None
     survey: Survey | None = None
     saved: tuple[Saved, ...] = ()
+    memory: tuple[PlannedLoop, ...] = ()
     on_host: AbstractSet[Tensor] = frozenset()
     loops: tuple[LoopDriver, ...] = ()
     streams: Mapping[Node, int] = field(default_factory=dict)
@@ -109,6 +112,11 @@ class Context:
     def has_streams(self) -> bool:
         """Whether a device has several streams for kernels."""
         return any(len(device.compute_streams) > 1 for device in self.devices)
+
+    @cached_property
+    def has_limits(self) -> bool:
+        """Whether a device has a limit to what it may hold."""
+        return any(device.memory.limit is not None for device in self.devices)
 
     @cached_property
     def swapping(self) -> dict[str, Swapping]:

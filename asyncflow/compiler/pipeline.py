@@ -19,6 +19,7 @@ from asyncflow.compiler.lowering.single_call import find_single_call
 from asyncflow.compiler.memory.choose_saved import choose_saved
 from asyncflow.compiler.memory.last_reads import mark_last_reads
 from asyncflow.compiler.memory.move_saved import move_saved
+from asyncflow.compiler.memory.plan_memory import plan_memory
 from asyncflow.compiler.memory.saved import find_saved
 from asyncflow.compiler.memory.segments import segments
 from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
@@ -95,6 +96,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         single_call=find_single_call(program.partitions, context.devices),
         loops=program.loops,
         saved=program.saved,
+        memory=program.memory,
         remarks=program.remarks,
         **program.survey._asdict(),
     )
@@ -114,11 +116,16 @@ def _folds(program: Program, context: Context) -> bool:
 
 def _moves(program: Program, context: Context) -> bool:
     """A run that fails on NaN must not compute what it does not use."""
-    return not context.options.check_numerics and _optimizes(program, context)
+    options = context.options
+    return options.optimize and not options.check_numerics and not program.is_hand_written
 
 
 def _batches(program: Program, context: Context) -> bool:
     return context.options.loop_batching and _moves(program, context) and context.block_bytes is not None
+
+
+def _plans_memory(program: Program, context: Context) -> bool:
+    return context.options.saved_values == "auto" and context.has_limits and not program.is_hand_written
 
 
 def _recomputes(program: Program, context: Context) -> bool:
@@ -182,6 +189,12 @@ def _resolve_requests(program: Program, context: Context) -> None:
     )
 
 
+@wraps(plan_memory)
+def _plan_memory(program: Program, context: Context) -> None:
+    fuses = bool(program.request.regions and context.options.fusion)
+    program.memory = plan_memory(program.graph, context.devices, context.costs, fuses=fuses)
+
+
 @wraps(segments)
 def _segments(program: Program, _: Context) -> None:
     program.remarks = (*program.remarks, *segments(program.graph))
@@ -224,7 +237,7 @@ def _find_host_values(program: Program, context: Context) -> None:
 
 @wraps(move_saved)
 def _move_saved(program: Program, context: Context) -> None:
-    move_saved(program.graph, context.swapping)
+    move_saved(program.graph, context.swapping, always=context.options.saved_values == "swap")
 
 
 @wraps(assign_streams)
@@ -292,6 +305,7 @@ PASSES = (
     Pass("cse", _of_graph(eliminate_common_subexpressions), _optimizes),
     Pass("hoist", _of_graph(hoist), _moves),
     Pass("choose_saved", _of_graph(choose_saved), _optimizes),
+    Pass("plan_memory", _plan_memory, _plans_memory),
     Pass("segments", _segments, _recomputes),
     Pass("batch_loops", _batch_loops, _batches),
     Pass("prune", _prune, _optimizes),

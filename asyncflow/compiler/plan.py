@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
     from asyncflow.compiler.lowering.single_call import SingleCall
+    from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.memory.saved import Saved
     from asyncflow.compiler.placement.node_costs import RegionEstimate
     from asyncflow.compiler.placement.place import Placement
@@ -132,6 +133,7 @@ class PlanNode:
         hold: for a region that gives way in between, how long it holds a thread at a time; None before that was found
             to be long.
         is_suspect: it may have been long without anybody having looked whether that was its own doing.
+        waits_in_line: the kernel may give a place in line.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
     """
 
@@ -149,6 +151,7 @@ class PlanNode:
     estimate: RegionEstimate | None = None
     hold: Any = None
     is_suspect: bool = False
+    waits_in_line: bool = False
     fetch_index: int = -1
     uses_index: bool = False
     index_values: tuple[np.int32, ...] = ()
@@ -292,9 +295,11 @@ class Plan:
         placement: why each node is on its device.
         single_call: the plan as one call, if it is that simple.
         saved: what its loops save for their gradients.
+        memory: what is done with that on devices with a limit, and what it was predicted to cost.
         loops: what drives those on cards.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
+        writes_several: a run may have written some of them when others are still to be written.
         expected_s: how long a run of it takes, as far as that has been measured; 0 if not.
         recent_s: how long the last runs of it took.
         used: the number of the last run of it, among those of its session.
@@ -309,10 +314,12 @@ class Plan:
     single_call: SingleCall | None = None
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
+    writes_several: bool = False
     expected_s: float = 0.0
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     used: int = 0
     saved: tuple[Saved, ...] = ()
+    memory: tuple[PlannedLoop, ...] = ()
     loops: tuple[LoopDriver, ...] = ()
     remarks: tuple[str, ...] = ()
     read_on_host: tuple[VariableState, ...] = ()
@@ -332,7 +339,9 @@ class Plan:
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
-            memory: only what loops save for their gradients: each value, its bytes an iteration, and who reads it.
+            memory: only what loops save for their gradients: each value, its bytes an iteration, and who reads it. On
+                devices with a limit, also what was chosen for each (``Session(saved_values="auto")``), what that was
+                predicted to cost, and what less memory would.
             races: only reads and writes that nothing orders, and the lines that built them; of small
                 programs also the outcomes, each with an order that leads to it.
         """
@@ -340,7 +349,7 @@ class Plan:
             graph, request = self.request.graph, self.request
             return "\n".join(describe_races(graph, request.roots, request.feeds)) or "there are no races"
         if memory:
-            return "\n".join(explain_saved(self.saved))
+            return "\n".join([*explain_saved(self.saved), *(line for loop in self.memory for line in loop.explain())])
         lines = [
             *self.remarks,
             *self.placement.notes,

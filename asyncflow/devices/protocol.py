@@ -249,10 +249,25 @@ class AsynchronousDevice(Device, Protocol):
         """The expected time that calling a region takes the host, without its kernels."""
 
     @property
+    def launch_ns(self) -> float:
+        """The expected time that launching a kernel takes the host."""
+
+    @property
+    def view_ns(self) -> float:
+        """The expected time that making a view of an array takes the host."""
+
+    @property
     def charge(self) -> Callable[[Any, int], None] | None:
         """Takes what the host does that no other call tells of, and how often, where that is simulated; else None.
 
         It is ``"run"``, for a run that begins on the device, or ``"primitive"``.
+        """
+
+    @property
+    def copy_state_out(self) -> Callable[[int, str, Deliver], None] | None:
+        """Takes bytes and a name, and delivers None once so much state has come to the host, if that is simulated.
+
+        Else None: arrays that state keeps there are NumPy's, or know their `Holder`.
         """
 
     def now_ns(self) -> int:

@@ -8,7 +8,7 @@ Rules, the paper's:
 1. A value under 64 KiB never moves, and no buffer moves twice: what came back, stays.
 2. Of a run, the oldest value goes first, since a gradient loop reads it last; of several runs those of the youngest.
 3. A value that *always* moves goes once a newer one is saved. All else goes once more than 70 % of the limit are held,
-   and only as many as it takes.
+   and only as many as it takes; what was planned to stay, above 90 %.
 4. Values come back in the order in which they are read, the newest first: an iteration ahead, and further if by what
    copies and steps have taken so far they would come late; and only into memory that is free.
 5. A value that is read before it has left stays where it is.
@@ -38,10 +38,12 @@ from __future__ import annotations
 
 import enum
 import itertools
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,17 +53,21 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 10
 """Smaller values never move: a copy would cost more than the memory is worth."""
 
-_SHORT = 0.70
+SHORT = 0.70
 """Above this part of the limit, memory is short."""
 
-_FULL = 0.85
+LATE = 0.90
+"""The same for values that were planned to stay: they go only where more is held than was predicted."""
+
+FULL = 0.85
 """Above this part, whoever needs more waits for copies out."""
 
 _GRAIN = 1 / 256
 """Whether memory is short is looked at once so much of the limit has been saved since."""
 
 _AHEAD_UP_TO = 0.75
-"""Nothing comes back ahead of its read into memory above this part: an iteration needs the rest."""
+"""Nothing comes back ahead of its read into memory above this part: an iteration needs the rest. Where a plan has
+counted that, nothing comes above `FULL`."""
 
 _AHEAD = 2.0
 """How many times what its copy is expected to take a value is asked for before it is read."""
@@ -74,6 +80,10 @@ _MEASURED = 3
 
 _MEMORY = 0.9
 """The weight of what was measured before."""
+
+
+Moves: TypeAlias = Literal["short", "late", "always"]
+"""When a value moves: once memory is short, once more is held than was planned, or from the first byte."""
 
 
 class Account(Protocol):
@@ -204,7 +214,8 @@ class SavedGroup:
         live: how many of them are not GONE.
         newest: the last one that always moves, and has not been asked to.
         kept: those that may go once memory is short, the oldest first.
-        out: those that have left, or are leaving, the newest last.
+        out: those that have left, or are leaving, the newest last, whichever went first.
+        short: memory is for them above this part of the limit.
         saves, reads: how fast they follow one another.
         last: the rank of the last value that each node saved.
         until: an iteration reads values of higher rank, as far as is known.
@@ -218,6 +229,7 @@ class SavedGroup:
     newest: SavedHandle | None = None
     kept: deque[SavedHandle] = field(default_factory=deque)
     out: list[SavedHandle] = field(default_factory=list)
+    short: float = SHORT
     saves: _Pace = field(default_factory=_Pace)
     reads: _Pace = field(default_factory=_Pace)
     last: dict[str, int] = field(default_factory=dict)
@@ -279,6 +291,9 @@ class SavedHandle:
         return f"<SavedHandle {self.label} #{self.rank} {self.state.name} {self.nbytes} B>"
 
 
+_RANK = attrgetter("rank")
+
+
 class _Lap(NamedTuple):
     """The beginning of an iteration that is measured."""
 
@@ -314,7 +329,13 @@ class SwapStatistics(NamedTuple):
 
 
 class SwapManager:
-    """Decides for the saved values of one device of a session; see the rules above. One caller at a time."""
+    """Decides for the saved values of one device of a session; see the rules above. One caller at a time.
+
+    Attributes:
+        least_bytes: smaller values never move.
+        missing: bytes of the largest value that had no place to go.
+        ns_per_byte: what a copy takes, as measured so far.
+    """
 
     def __init__(
         self, account: Account, spaces: Sequence[Space], *, least_bytes: int = LEAST_BYTES, ns_per_byte: float = 0.1
@@ -335,7 +356,7 @@ class SwapManager:
         self._ages: set[int] = set()
         self._lap: _Lap | None = None
         self._ahead = 0
-        self._ns_per_byte = ns_per_byte
+        self.ns_per_byte = ns_per_byte
         self._copied = [0, 0]
         self._held = {"kept": 0, "host": 0, "disk": 0}
         self._leaving = self._coming = self._unasked = 0
@@ -343,8 +364,8 @@ class SwapManager:
 
     # -- told ----------------------------------------------------------------------------------------------------
 
-    def saved(self, handle: SavedHandle, now_ns: int, *, always: bool = False) -> Orders:
-        """A value of at least `least_bytes` was saved, for the first time; with `always`, it moves in any case."""
+    def saved(self, handle: SavedHandle, now_ns: int, *, moves: Moves = "short") -> Orders:
+        """A value of at least `least_bytes` was saved, for the first time."""
         group = handle.group
         handle.rank, group.count, group.live = group.count, group.count + 1, group.live + 1
         handle.stride = handle.rank - group.last.get(handle.label, handle.rank - 1)
@@ -354,7 +375,9 @@ class SwapManager:
         self._held["kept"] += handle.nbytes
         self._unasked += handle.nbytes
         out: list[SavedHandle] = []
-        if always:
+        if moves == "late":
+            group.short = LATE
+        if moves == "always":
             before, group.newest = group.newest, handle
             if before is not None and not self._goes(before, out):
                 group.kept.append(before)
@@ -501,7 +524,7 @@ class SwapManager:
         if not self._leaving or limit is None:
             return False
         largest = max((group.largest for group in self._groups.values()), default=0)
-        return self._account.used > min(_FULL * limit, limit - largest)
+        return self._account.used > min(FULL * limit, limit - largest)
 
     def statistics(self) -> SwapStatistics:
         """A snapshot."""
@@ -521,7 +544,8 @@ class SwapManager:
         if limit is None or self._unasked < limit * _GRAIN:
             return
         self._unasked = 0
-        self._clear(self._account.used - self._leaving - _SHORT * limit, self._youngest_first(), out)
+        short = max((group.short for group in self._groups.values()), default=SHORT)
+        self._clear(self._account.used - self._leaving - short * limit, self._youngest_first(), out)
 
     def _youngest_first(self) -> list[SavedGroup]:
         return sorted(self._groups.values(), key=lambda group: -group.key)
@@ -546,7 +570,7 @@ class SwapManager:
         handle.state, handle.space, handle.has_moved, handle.copying = SavedState.LEAVING, space, True, True
         self._leaving += handle.nbytes
         self._moved_out += handle.nbytes
-        handle.group.out.append(handle)
+        insort(handle.group.out, handle, key=_RANK)
         out.append(handle)
         return True
 
@@ -555,11 +579,12 @@ class SwapManager:
         limit, step_ns = self._account.limit, group.reads.step_ns() or group.saves.step_ns()
         free = None
         if limit is not None:
-            free = min(_AHEAD_UP_TO * limit, limit - group.takes) - self._account.used - sum(x.nbytes for x in into)
+            most = min((FULL if group.short > SHORT else _AHEAD_UP_TO) * limit, limit - group.takes)
+            free = most - self._account.used - sum(x.nbytes for x in into)
         while group.out:
             handle = group.out[-1]
             if handle.state in (SavedState.AWAY, SavedState.LEAVING):
-                needs_ns = (self._coming + _AHEAD * handle.nbytes) * self._ns_per_byte
+                needs_ns = (self._coming + _AHEAD * handle.nbytes) * self.ns_per_byte
                 if handle.rank < rank and step_ns is not None and (rank - handle.rank) * step_ns > needs_ns:
                     return
                 is_away = handle.state is SavedState.AWAY
@@ -593,7 +618,7 @@ class SwapManager:
         handle.copying = False
         copied = self._copied
         copied[0], copied[1] = copied[0] + handle.nbytes, copied[1] + taken_ns
-        self._ns_per_byte = copied[1] / copied[0] if copied[0] else self._ns_per_byte
+        self.ns_per_byte = copied[1] / copied[0] if copied[0] else self.ns_per_byte
 
     def _hold(self, handle: SavedHandle, nbytes: int) -> None:
         assert handle.space is not None

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from math import inf
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import Placed
 from asyncflow.devices.swap import (
     LEAST_BYTES,
+    Moves,
     Orders,
     SavedHandle,
     SavedState,
@@ -113,9 +115,11 @@ class Swapping(ABC):
         manager: decides; only to be asked under the lock.
         spaces: where values may go.
         waits: `take` gives what is there, and waits for it.
+        start_ns: the time that a copy is expected to take whoever launches kernels.
     """
 
     waits = False
+    start_ns = 0.0
 
     def __init__(
         self,
@@ -141,16 +145,26 @@ class Swapping(ABC):
         self._paused: list[_Pause] = []
         self._moves: dict[int, list[SwapCopy]] = {}
 
+    @property
+    def ns_per_byte(self) -> float:
+        """The time of a copy, out or back: as measured, or before that as expected."""
+        return self.manager.ns_per_byte
+
+    @property
+    def room(self) -> float:
+        """Bytes that are free where values go; infinity for no limit."""
+        return sum(inf if space.limit is None else space.limit - space.used for space in self.spaces)
+
     # -- for stores ----------------------------------------------------------------------------------------------
 
-    def keep(self, value: Value, label: str, run: int, *, always: bool, tag: str = "") -> Value:
+    def keep(self, value: Value, label: str, run: int, *, moves: Moves, tag: str = "") -> Value:
         """Take a value that is saved, or leave it to the store: gives what that is to hold.
 
         Args:
             value: as kernels have it.
             label: the node that saves it.
             run: which it belongs to.
-            always: it moves although memory is not short.
+            moves: when it does.
             tag: the iteration, if the run is traced.
         """
         nbytes: int = getattr(value, "nbytes", 0)
@@ -170,7 +184,7 @@ class Swapping(ABC):
             else:
                 handle = SavedHandle(nbytes, label, manager.group(run), tag=tag)
                 self.arrives(handle, found.owner, found.buffer)
-                self._start(manager.saved(handle, self.now_ns(), always=always))
+                self._start(manager.saved(handle, self.now_ns(), moves=moves))
         if self._released:
             self._settle()
         return SavedEntry(handle, nbytes, found.view)

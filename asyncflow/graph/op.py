@@ -90,7 +90,8 @@ class Op:
         rows_kernel: the same for inputs that all have a row axis in front, where one call does for all rows.
         effects: resources a node touches, in the order it touches them; None for a pure op.
         needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
-        is_async: the kernel returns an awaitable.
+        is_async: the kernel may suspend its firing. A user's gives an awaitable; the library's own gives its result, or
+            a place in line (`asyncflow.state.waiting.lines`), and is called on the event loop.
         is_random: two nodes with equal inputs are not interchangeable.
         is_user: the kernel is the user's own code: its outputs are checked on every firing.
         is_repeatable: such a kernel gives the same again and changes nothing, so that a gradient may run it once more.

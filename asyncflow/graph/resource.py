@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from asyncflow.errors import GraphError, told
 from asyncflow.graph.ir import Attrs, Node
@@ -24,7 +24,11 @@ class Resource:
         container: None for a state of each session's own.
         serial: what tells it from others.
         allows_races: whether its reads and writes are meant to have no order.
+        waits: its nodes wait in line for those of other runs (`asyncflow.state.waiting.lines`), and its state is on the
+            host: no device is the home of its nodes, and an atomic run does not keep others from it.
     """
+
+    waits: ClassVar[bool] = False
 
     def __init__(self, name: str, container: str | None) -> None:
         self.name = name
@@ -53,6 +57,11 @@ class Resource:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+def waits_in_line(node: Node) -> bool:
+    """Whether the kernel of `node` gives its result or, in place of it, a place in a line of a resource's state."""
+    return any(resource.waits for resource in resources_of(node))
 
 
 def resources_of(node: Node) -> Iterator[Resource]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -168,6 +169,8 @@ class InputState:
         element = await self.reading.take()
         self.position += 1
         return element
+
+    kind: ClassVar[str] = "input"
 
     def capture(self) -> dict[str, Array]:
         """The position, at once: what was read ahead is read again."""

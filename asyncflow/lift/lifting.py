@@ -274,9 +274,9 @@ def _copied(node: Node, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _refuse_writes(node: Node) -> None:
     if isinstance(node, StructuredNode) or row_rule_of(node.op) is not None:
         return
-    for resource, access in node_effects(node):
+    for _, access in node_effects(node):
         if access is Access.WRITE:
-            changed = [repr(each) for each in resources_of(node) if each.effect_key == resource]
+            changed = [repr(each) for each in resources_of(node)]
             what = f"changes {changed[0]}" if changed else "has effects"
             raise CannotLift(f"{node.name} ({node.op.name}) {what}, once for each row and in their order")
 

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Hashable, Mapping
 from threading import Lock
-from typing import Any
-from weakref import WeakSet, ref
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
+from asyncflow.entered import Entered
+from asyncflow.errors import CheckpointError, GraphError, SessionClosedError
 from asyncflow.graph.resource import Resource
+from asyncflow.state.capture import CheckpointedState, check_capture
 from asyncflow.state.held import Holder
+from asyncflow.state.waiting.lines import LinedState, lined_states
+from asyncflow.values import Array
+
+
+class HasState(Protocol):
+    """A session, as resources see it."""
+
+    @property
+    def state(self) -> StateStore:
+        """Where its states are."""
+        ...
+
+
+entered_stores: Entered[StateStore] = Entered("asyncflow_stores")
+"""Those of the sessions in whose ``async with`` blocks code runs."""
 
 _containers: dict[str, dict[str, Any]] = {}
 _lock = Lock()
@@ -22,29 +41,53 @@ class StateStore:
     `reset_container`, and after that as long as plans that use it.
     """
 
-    __slots__ = ("__weakref__", "_private", "_shared")
+    __slots__ = ("__weakref__", "_private", "_shared", "awaited", "is_closed")
 
     def __init__(self) -> None:
         # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
         self._private: dict[int, tuple[ref[Resource], Any]] = {}
-        self._shared: WeakSet[Any] = WeakSet()
+        self._shared: WeakKeyDictionary[Any, tuple[str, Hashable]] = WeakKeyDictionary()
+        self.awaited: dict[str, tuple[str, Mapping[str, Array]]] = {}
+        """Kinds and arrays of restored states that nobody has looked up yet, by their names in checkpoints."""
+        self.is_closed = False
 
     def lookup(self, resource: Resource) -> Any:
         """The state of `resource`, created on first use.
 
         Raises:
             GraphError: its container holds another kind of thing under its name.
+            CheckpointError: what was restored for it before it was known does not fit.
         """
         if resource.container is not None:
             state = _shared_state(resource, resource.container)
             with _lock:  # a graph may be compiled on a thread, and a set that changes cannot be listed
-                self._shared.add(state)
+                if state not in self._shared:
+                    self._begin(resource, state)
+                    self._shared[state] = state_key(resource), resource.effect_key
             return state
         found = self._private.get(resource.serial)
         if found is None:
-            entry = ref(resource, _forget(ref(self), resource.serial)), resource.create_state()
-            found = self._private.setdefault(resource.serial, entry)
+            with _lock:
+                found = self._private.get(resource.serial)
+                if found is None:
+                    found = ref(resource, _forget(ref(self), resource.serial)), resource.create_state()
+                    self._begin(resource, found[1])
+                    self._private[resource.serial] = found
         return found[1]
+
+    def _begin(self, resource: Resource, state: object) -> None:
+        """Gives a state that was not known before what was restored for it."""
+        name = state_key(resource)
+        if name in self.awaited and isinstance(state, CheckpointedState):
+            kind, arrays = self.awaited[name]
+            try:
+                check_capture(state, kind, arrays)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the checkpoint that the session began with does not fit: {name!r} {error}"
+                ) from None
+            state.restore(arrays)
+            del self.awaited[name]
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values.
@@ -66,13 +109,63 @@ class StateStore:
         states = [state for _, state in self._private.values() if hasattr(state, "aclose")]
         await asyncio.gather(*(state.aclose() for state in states))
 
+    def named(self) -> list[tuple[str, Hashable, object]]:
+        """All states, each with its name in checkpoints, which several may have, and what tells it from others."""
+        private = ((resource(), state) for resource, state in list(self._private.values()))
+        with _lock:
+            shared = list(self._shared.items())
+        own = [(state_key(found), found.effect_key, state) for found, state in private if found is not None]
+        return own + [(*key, state) for state, key in shared]
+
     def clear(self) -> None:
-        """Forgets the states of the session's own; those in containers stay there."""
+        """Forgets the states of the session's own, for good: who waits for one is told. Those in containers stay."""
+        self.is_closed = True
+        for _, state in self._private.values():
+            if isinstance(state, LinedState):
+                state.end(_closed)
         self._private.clear()
         self._shared.clear()
+        self.awaited.clear()
 
     def __len__(self) -> int:
         return len(self._private)
+
+
+def state_key(resource: Resource) -> str:
+    """The name of a resource's state in checkpoints: the container stands before a colon, which no name has."""
+    return resource.name if resource.container is None else f"{resource.container}:{resource.name}"
+
+
+def _closed() -> SessionClosedError:
+    return SessionClosedError("the session is closed, and what was in its queues is gone with it")
+
+
+def find_state(resource: Resource, session: HasState | None) -> object:
+    """The state of `resource` for code of the application's: in its container, or in a session.
+
+    Args:
+        resource: in a container or in none.
+        session: None takes the one of the ``async with`` block around.
+
+    Raises:
+        GraphError: there is no such block.
+        SessionClosedError: the session is closed.
+    """
+    if resource.container is not None:
+        return _shared_state(resource, resource.container)
+    if session is not None:
+        store = session.state
+    else:
+        stores = entered_stores.all()
+        if not stores:
+            raise GraphError(
+                f"{resource!r} is in no container, so each session has one of its own, and there is no `async with "
+                "af.Session(...)` around this code; pass session=, or give the resource a container"
+            )
+        store = next((each for each in reversed(stores) if not each.is_closed), stores[-1])
+    if store.is_closed:
+        raise _closed()
+    return store.lookup(resource)
 
 
 def _forget(store: ref[StateStore], serial: int) -> Callable[[ref[Resource]], None]:
@@ -105,4 +198,12 @@ def reset_container(name: str) -> None:
         _containers.pop(name, None)
 
 
-__all__ = ["StateStore", "reset_container"]
+def _forget_lines() -> None:
+    for state in list(lined_states):
+        state.forget_lines()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lines)
+
+__all__ = ["HasState", "StateStore", "entered_stores", "find_state", "reset_container", "state_key"]

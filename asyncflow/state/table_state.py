@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 from weakref import ref
 
 import numpy as np
@@ -133,6 +133,8 @@ class TableState:
             self._keep(positions)
         for column, value in zip(self._columns, values, strict=True):
             column[positions] = value
+
+    kind: ClassVar[str] = "table"
 
     # -- between runs --------------------------------------------------------------------------------------------
 

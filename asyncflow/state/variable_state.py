@@ -18,13 +18,13 @@ a session that closed   an array of NumPy's   as above: closing brings it to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from asyncflow.errors import AsyncflowError, DeviceLostError, DTypeError, GraphError, ShapeError
+from asyncflow.errors import AsyncflowError, CheckpointError, DeviceLostError, DTypeError, GraphError, ShapeError
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
@@ -169,6 +169,32 @@ class VariableState:
         new = fn(self._converted(old, xp), *args)
         self._check(new)
         return immutable(new)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    kind: ClassVar[str] = "variable"
+
+    def capture(self) -> Mapping[str, Array | HeldValue]:
+        """The value as it is now, by reference; nothing if there is none yet."""
+        value = self.value
+        return {} if value is None else {"": value}
+
+    def check(self, arrays: Mapping[str, Array]) -> None:
+        """Checks that what was captured may be the value.
+
+        Raises:
+            CheckpointError: it has another dtype or shape.
+        """
+        for array in arrays.values():
+            found = Spec(array.dtype, array.shape)
+            if found.dtype != self.spec.dtype or not is_subshape(found.shape, self.spec.shape):
+                raise CheckpointError(f"it is {found} there, and the variable is {self.spec}")
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Makes what was captured the value: a device that reads it copies it then."""
+        given = arrays.get("")
+        with self._lock:
+            self.value = None if given is None else immutable(given)
 
     # -- between sessions ----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from benchmarks import (
     concurrent_runs,
     dependency_patterns,
     distributed_loop,
+    dqn,
     dynamic_lstm,
     dynamic_unrolling,
     graph_size,
@@ -80,6 +81,7 @@ TINY = {
         repeats=2, steps=3, batch=2, hidden=4, counts=(1, 2), simulated_steps=3
     ),
     "dependency_patterns": lambda: dependency_patterns.measure(counts=(1, 2), rows=2, size=8, iterations=3),
+    "dqn": lambda: dqn.measure(repeats=2, steps=2, latencies_ms=(0.0,)),
     "distributed_loop": lambda: distributed_loop.measure(counts=(1, 2), iterations=3),
     "parallel_iterations": lambda: parallel_iterations.measure(windows=(1, 2), layers=2, size=8, iterations=3),
     "white_paper_pipelines": lambda: white_paper_pipelines.measure(counts=(1, 2), steps=2, sizes=TINY_PIPELINES),

@@ -16,8 +16,12 @@ N = 11
 WIDTH = 3
 
 
-def force(patch: pytest.MonkeyPatch, length: int | None) -> None:
-    """Has all loops run again in segments of this length, whether that gains anything or not."""
+_REWRITE = SegmentedLoop.rewrite
+
+
+def force(patch: pytest.MonkeyPatch, length: int | None, kept: int = 0) -> None:
+    """Has all loops run again in segments of this length, behind the first iterations, whether that gains or not."""
+    patch.setattr(SegmentedLoop, "rewrite", lambda self, *_: _REWRITE(self, length, kept * (len(self.readers) == 1)))
     patch.setattr(SegmentedLoop, "usual_length", lambda self: length)
     patch.setattr(SegmentedLoop, "gains", lambda self, count, length: True)
 

@@ -63,6 +63,12 @@ def of_gradients(x: af.Tensor) -> af.Tensor:
     return slope
 
 
+def of_a_long_loop(x: af.Tensor) -> af.Tensor:
+    """One that saves 10 MiB."""
+    y = af.while_loop(lambda i, _: i < 40, lambda i, h: (i + 1, af.tanh(h)), (0, x))[1]
+    return af.gradients(y, x)
+
+
 def of_two_streams(x: af.Tensor) -> af.Tensor:
     return af.matmul(x, x + 1) + af.matmul(x, x + 2)
 
@@ -82,6 +88,7 @@ def of_a_gradient(x: af.Tensor) -> af.Tensor:
 CARDS: dict[str, Any] = {"devices": ["cuda:0"], "device_while": True}
 CONCERNED: dict[str, tuple[Callable[[af.Tensor], af.Tensor], dict[str, Any]]] = {
     "choose_saved": (of_gradients, {}),
+    "plan_memory": (of_a_long_loop, {"memory_limit": 25 << 19}),
     "segments": (of_gradients, {"saved_values": "recompute"}),
     "assign_streams": (of_two_streams, {"compute_streams": 2}),
     "device_loops": (of_cards, CARDS),

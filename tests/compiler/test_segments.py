@@ -42,9 +42,11 @@ def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 # -- which iteration is in which segment -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kept", [0, 1, 20, 60])
 @pytest.mark.parametrize("length", [None, 1, 2, 7, 50])
-def test_segments_follow_one_another(length: int | None) -> None:
-    found = [segment_of(number, length) for number in range(50)]
+def test_segments_follow_one_another(length: int | None, kept: int) -> None:
+    """Those that are kept are one."""
+    found = [segment_of(number, length, kept) for number in range(50)]
     starts = [number for number in range(50) if found[number][1] == number]
     assert [segment for segment, _ in found] == [sum(start <= number for start in starts) - 1 for number in range(50)]
     assert all(first == starts[segment] for segment, first in found)
@@ -61,6 +63,23 @@ async def test_products_of_many_iterations_are_the_same_within_rounding(graph: a
     async with af.Session(graph) as keeping, af.Session(graph, debug=True, saved_values="recompute") as again:
         for one, other in zip(await again.run(fetches, {n: N}), await keeping.run(fetches, {n: N}), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("kept", [1, 5, N, 100])
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_the_first_iterations_may_be_kept(
+    graph: af.Graph, name: str, kept: int, regions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward loop saves what those need, and they do not run again."""
+    force(monkeypatch, 2, kept)
+    fetches, n = built(PROGRAMS[name])
+    options: dict[str, Any] = {"debug": True, "loop_batching": False, "regions": regions}
+    async with (
+        af.Session(graph, **options) as keeping,
+        af.Session(graph, saved_values="recompute", **options) as again,
+    ):
+        assert_same_bits(await again.run(fetches, {n: N}), await keeping.run(fetches, {n: N}))
 
 
 @pytest.mark.slow

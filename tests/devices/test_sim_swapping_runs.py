@@ -63,7 +63,8 @@ def on_machine(
         grads = af.gradients(af.sum(loop(x, w, swap_memory=False, steps=STEPS)), [x, w])
 
         async def whole() -> Any:
-            async with af.Session(devices=["sim:0"], memory_limit=limit, regions=regions, seed=seed) as session:
+            options: dict[str, Any] = {"memory_limit": limit, "regions": regions, "seed": seed}
+            async with af.Session(devices=["sim:0"], without=["plan_memory"], **options) as session:
                 machine = Machine(session, grads, [x, w])
                 result = await main(machine)
                 await asyncio.sleep(1)  # virtual: copies that nobody needs any more end

@@ -62,7 +62,7 @@ class Machine:
         self.now_ns += 1000
         handle = SavedHandle(nbytes, label, self.manager.group(run))
         self.handles.append(handle)
-        self.start(self.manager.saved(handle, self.now_ns, always=always))
+        self.start(self.manager.saved(handle, self.now_ns, moves="always" if always else "short"))
         return handle
 
     def read(self, handle: SavedHandle) -> bool:

@@ -14,7 +14,16 @@ import pytest
 
 import asyncflow as af
 from asyncflow.cli.main import main as command
-from examples import coroutine_nodes, data_flow, ngram_beam_search, pagerank, pipeline, syntax_trees, word_lstm
+from examples import (
+    coroutine_nodes,
+    data_flow,
+    ngram_beam_search,
+    pagerank,
+    pipeline,
+    producer_and_consumers,
+    syntax_trees,
+    word_lstm,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +37,11 @@ def test_every_example_is_tested() -> None:
         "character_lstm",  # in a file of its own
         "coroutine_nodes",
         "data_flow",
+        "dqn",  # in a file of its own
         "ngram_beam_search",
         "pagerank",
         "pipeline",
+        "producer_and_consumers",
         "syntax_trees",
         "word_lstm",
     }
@@ -193,3 +204,10 @@ def test_pipeline_on_simulated_devices(tmp_path: Path, capsys: pytest.CaptureFix
     for index in range(4):
         streams = re.findall(rf"^sim:{index} +(compute|peer)", printed, re.MULTILINE)
         assert streams == (["compute", "peer"] if index else ["compute"])
+
+
+def test_each_sentence_goes_to_one_trainer() -> None:
+    """No word is lost and none is seen twice."""
+    found = af.run(producer_and_consumers.main(100))
+    assert sum(words for _, words in found) == sum(map(len, producer_and_consumers.sentences(100)))
+    assert all(steps for steps, _ in found)

@@ -219,7 +219,7 @@ async def test_small_values_of_stores_count(open_session: OpenSession, program: 
     with af.Graph() as fewer:
         few = program(400)
     x = np.full(500, 0.5)
-    async with open_session(graph, memory_limit=2 * MIB, debug=False) as session:
+    async with open_session(graph, memory_limit=2 * MIB, debug=False, saved_values="keep") as session:
         with pytest.raises(af.OutOfMemoryError, match=r"largest now: (saved_values|tensor_array|while)") as caught:
             await session.run(many[1], {many[0]: x})
         assert caught.value.limit < caught.value.used < 3 * MIB or program is fills_a_block
@@ -242,5 +242,5 @@ async def test_what_is_read_for_the_last_time_or_saved_twice_counts_no_more(open
             return i + 1, total + rows.read(i), rows
 
         _, total, _ = af.while_loop(lambda i, *_: i < 1500, body, (0, x, rows))
-    async with open_session(graph, memory_limit=2 * MIB, debug=False) as session:
+    async with open_session(graph, memory_limit=2 * MIB, debug=False, saved_values="keep") as session:
         np.testing.assert_array_equal(await session.run(total, {x: np.ones(500)}), np.full(500, 3001.0))

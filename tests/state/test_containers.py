@@ -79,7 +79,7 @@ def test_a_container_is_shared_by_name() -> None:
 
 
 def test_a_container_refuses_another_kind_under_a_name() -> None:
-    class Queue(Resource):
+    class Shelf(Resource):
         pass
 
     store = StateStore()
@@ -88,8 +88,8 @@ def test_a_container_refuses_another_kind_under_a_name() -> None:
         af.GraphError, match=r"'test' already holds 'v' as a variable int64\[\].* as a variable float64"
     ):
         store.lookup(shared(1.5))
-    with pytest.raises(af.GraphError, match=r"asked for as a Queue; use another name, or reset_container\('test'\)"):
-        store.lookup(Queue("v", "test"))
+    with pytest.raises(af.GraphError, match=r"asked for as a Shelf; use another name, or reset_container\('test'\)"):
+        store.lookup(Shelf("v", "test"))
     assert store.lookup(shared(1)).value == 1
 
 

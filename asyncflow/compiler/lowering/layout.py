@@ -22,6 +22,7 @@ from asyncflow.errors import GraphError, LoopIdentity
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath, output_frame
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.resource import waits_in_line
 from asyncflow.values import Kernel, Value
 
 
@@ -123,6 +124,8 @@ class Layout:
             planned.kernel = self.bind(node)
             if is_coroutine_kernel(planned.kernel):
                 planned.is_async, planned.is_small = True, False
+            else:
+                planned.waits_in_line = waits_in_line(node)
 
     def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:
         """A Merge has one slot for its value and one for the index; it waits for one live input, and its controls."""

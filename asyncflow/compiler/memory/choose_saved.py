@@ -35,7 +35,7 @@ from asyncflow.ops.datatypes import ASTYPE
 from asyncflow.ops.elementwise import ADD
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from asyncflow.compiler.memory.min_cut import Cut
     from asyncflow.graph.graph import Graph
@@ -70,11 +70,18 @@ def choose_saved(graph: Graph) -> None:
     for loop in loops:
         asked = {node.device for node in loop.body.walk() if node.device is not None}
         if len(asked) < 2:  # else a value is saved where it is made
-            _SavingLoop(loop, paths).improve()
+            change = SavedChange(loop, paths)
+            if change.gains:
+                change.apply()
 
 
-class _SavingLoop:
-    """A forward loop, and what its gradients read.
+class SavedChange:
+    """A forward loop, what its gradients read, and what would better be saved for them.
+
+    Args:
+        loop: the forward loop.
+        paths: all stores of the program.
+        price_of: the price, in bytes, of computing a value again; None where that may not be done.
 
     Attributes:
         loop: it.
@@ -85,10 +92,15 @@ class _SavingLoop:
         depth: from how many loops, at most, stores are taken out.
         values: of the forward body, that gradients read or that those may be computed from.
         numbers: the place of each among them.
+        kept: the values to save, besides those that are pinned.
+        again: the nodes to compute again.
     """
 
-    def __init__(self, loop: WhileNode, paths: StorePaths) -> None:
+    def __init__(
+        self, loop: WhileNode, paths: StorePaths, price_of: Callable[[Tensor], int | None] | None = None
+    ) -> None:
         self.loop = loop
+        self._price_of = price_of or price_of_cheap
         self.paths = paths
         self.readers: dict[LoopStore, list[StoreReader]] = {}
         self.wanted: dict[Tensor, LoopStore] = {}
@@ -107,22 +119,45 @@ class _SavingLoop:
         self.values: list[Tensor] = []
         self.numbers: dict[Tensor, int] = {}
         self._prices: list[int | None] = []
+        self._choose()
 
-    def improve(self) -> None:
-        """Saves other values, if that is better."""
+    def _choose(self) -> None:
         read = [value for value, store in self.wanted.items() if self.readers[store]]
         self._collect(read)
         needed = frozenset(self.numbers[value] for value in read if value in self.numbers)
-        kept = {self.values[number] for number in needed}
+        self.kept = {self.values[number] for number in needed}
+        self.again: set[Node] = set()
         if needed:
             cut = self._best(needed)
             chosen = {self.values[number] for number in cut.kept}
-            if self._price(cut) < self._saved_bytes(kept) and all(
-                self._saved_bytes(chosen, extent) <= self._saved_bytes(kept, extent) for extent in _EXTENTS
+            if self._price(cut) < self._saved_bytes(self.kept) and all(
+                self._saved_bytes(chosen, extent) <= self._saved_bytes(self.kept, extent) for extent in _EXTENTS
             ):
-                kept = chosen
-        if any(value not in kept for value in self.wanted):
-            self._change(kept)
+                self.kept = chosen
+                self.again = {self.values[number].node for number in cut.again}
+
+    @property
+    def dropped(self) -> list[LoopStore]:
+        """The stores that are there, and are not needed any more."""
+        return [store for value, store in self.wanted.items() if value not in self.kept]
+
+    @property
+    def gains(self) -> bool:
+        """Whether anything would change."""
+        return bool(self.dropped)
+
+    def saved(self) -> dict[Tensor, int]:
+        """The values that are saved with it, and the bytes of each an iteration; 0 for one that is there anyway.
+
+        What lies in one buffer counts once. Extents that only a run knows have a stand-in.
+        """
+        buffers: set[Tensor] = set()
+        sizes: dict[Tensor, int] = {}
+        for value in (*self.pinned, *(value for value in self.values if value in self.kept)):
+            buffer = self.buffer(value)
+            sizes[value] = 0 if buffer in buffers else self._nbytes(buffer)
+            buffers.add(buffer)
+        return sizes
 
     # -- what there is to choose from ---------------------------------------------------------------------------------
 
@@ -139,14 +174,14 @@ class _SavingLoop:
                 continue
             self.numbers[value] = len(self.values)
             self.values.append(value)
-            self._prices.append(price_of(value))
+            self._prices.append(self._price_of(value))
             if self._prices[-1] is not None:
                 open_ += value.node.inputs
 
     def _best(self, needed: Collection[int]) -> Cut:
         """The cut of least price, as far as buffers with several names allow to find it."""
-        pinned = {self._buffer(value) for value in self.pinned}
-        buffers = [self._buffer(value) for value in self.values]
+        pinned = {self.buffer(value) for value in self.pinned}
+        buffers = [self.buffer(value) for value in self.values]
         costs = [0 if buffer in pinned else self._nbytes(buffer) for buffer in buffers]
         inputs = [
             [] if price is None else [self.numbers[x] for x in value.node.inputs if x in self.numbers]
@@ -175,10 +210,11 @@ class _SavingLoop:
 
     def _saved_bytes(self, values: Iterable[Tensor], extent: int = _EXTENTS[0]) -> int:
         """Bytes an iteration that all saved values take, if these are among them."""
-        buffers = {self._buffer(value) for value in (*values, *self.pinned)}
+        buffers = {self.buffer(value) for value in (*values, *self.pinned)}
         return sum(self._nbytes(buffer, extent) for buffer in buffers)
 
-    def _buffer(self, value: Tensor) -> Tensor:
+    def buffer(self, value: Tensor) -> Tensor:
+        """The value whose memory holds one of the body, in the iteration before maybe."""
         return buffer_of(value, self.variables)
 
     def _nbytes(self, buffer: Tensor, extent: int = _EXTENTS[0]) -> int:
@@ -190,9 +226,9 @@ class _SavingLoop:
 
     # -- the change ---------------------------------------------------------------------------------------------------
 
-    def _change(self, kept: Collection[Tensor]) -> None:
+    def apply(self) -> None:
         """Saves `kept`, and computes the others again where they are read."""
-        dropped = [store for value, store in self.wanted.items() if value not in kept]
+        kept, dropped = self.kept, self.dropped
         stores = {**self.pinned, **{value: store for value, store in self.wanted.items() if value in kept}}
         for value in kept:
             if value not in stores:
@@ -220,7 +256,7 @@ class _SavingLoop:
 class _ComputedAgain:
     """Forward values of one iteration, computed again in one body of a gradient."""
 
-    def __init__(self, loop: _SavingLoop, stores: dict[Tensor, LoopStore]) -> None:
+    def __init__(self, loop: SavedChange, stores: dict[Tensor, LoopStore]) -> None:
         self.loop = loop
         self.stores = stores
         self.made: dict[Tensor, Tensor] = {}
@@ -313,13 +349,18 @@ def counter_start(value: Tensor, loop: WhileNode) -> Tensor | None:
 
 def is_cheap(node: Node) -> bool:
     """Whether a gradient may compute again what a node gives: an elementwise op, a cast or a view."""
+    return (node.op.traits.is_cheap or node.op.rows == "elementwise") and may_run_again(node)
+
+
+def may_run_again(node: Node) -> bool:
+    """Whether a gradient may compute again what a node gives, whatever it takes: it depends on its inputs alone."""
     op = node.op
-    if not (op.traits.is_cheap or op.rows == "elementwise") or not op.is_pure or op.runs_on_host:
+    if not op.is_pure or op.runs_on_host or node.control_inputs:
         return False
-    return not node.control_inputs and not has_variants((*node.inputs, *node.outputs))
+    return not has_variants((*node.inputs, *node.outputs))
 
 
-def price_of(value: Tensor) -> int | None:
+def price_of_cheap(value: Tensor) -> int | None:
     """The price, in bytes, of computing a value again; None if it is not cheap."""
     if not is_cheap(value.node):
         return None

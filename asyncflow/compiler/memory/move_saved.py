@@ -1,13 +1,15 @@
 """Pass: has the stores on devices that can move saved values ask the device (docs/design/gradients.md).
 
-``NEW_STORE`` says by its attribute ``moves`` what may: "never"; "short", once memory is; or "always", from the first
-byte. Where nothing is said, `while_loop(swap_memory=True)` means "always" and all else "short".
+``NEW_STORE`` says by its attribute ``moves`` what may: "never"; "short", once memory is; "late", once more is held than
+was planned; or "always", from the first byte. Where nothing is said, `while_loop(swap_memory=True)` and
+`Session(saved_values="swap")` mean "always", and all else "short".
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.autodiff.checkpoints import SAVE_FIRST, SEGMENT_STORE
 from asyncflow.autodiff.saved_values import MOVING_STORE, NEW_STORE, SAVE
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.structured import WhileNode
@@ -19,23 +21,24 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
 
 
-def move_saved(graph: Graph, swapping: Mapping[str, Swapping]) -> None:
-    """Replaces the stores of loops, by the name of their device."""
+def move_saved(graph: Graph, swapping: Mapping[str, Swapping], *, always: bool = False) -> None:
+    """Replaces the stores of loops, by the name of their device; with `always` from the first byte."""
     bodies: dict[Graph, WhileNode] = {}
     for loop in graph.walk():
         if not isinstance(loop, WhileNode):
             continue
         bodies[loop.body] = loop
         for initial, result in zip(loop.inputs, loop.body.results, strict=False):
-            node, save = initial.node, result.node
+            save = result.node
+            node = initial.node.inputs[1].node if initial.node.op is SEGMENT_STORE else initial.node
             device = swapping.get(node.device or "")
-            moves = node.attrs.get("moves") or ("always" if loop.swap_memory else "short")
-            if node.op is NEW_STORE and save.op is SAVE and device is not None and moves != "never":
+            moves = node.attrs.get("moves") or ("always" if loop.swap_memory or always else "short")
+            if node.op is NEW_STORE and save.op in (SAVE, SAVE_FIRST) and device is not None and moves != "never":
                 node.op = MOVING_STORE
                 node.attrs = {
                     "swapping": device,
                     "label": save.inputs[2].node.name,
-                    "always": moves == "always",
+                    "moves": moves,
                     "loops": _loops(loop, bodies),
                 }
 

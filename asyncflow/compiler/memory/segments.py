@@ -6,6 +6,9 @@ segments, from the last to the first. It runs the iterations of a segment forwar
 segment, and then goes back through them. So a run holds the variables of all segments, and the values of one, for the
 time of one more forward loop.
 
+Some iterations, the first ones, may keep their values (`SegmentedLoop.rewrite`): a run then takes the time of running
+the others again, and holds the values of those kept besides.
+
 The forward loop keeps its name and its iterations their numbers; the gradient loop stands inside the one over segments.
 Of the latter one iteration is live at a time, or else several segments would be held.
 
@@ -16,14 +19,14 @@ rewritten, so that the values of the inner ones are held for one segment), and l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT, SEGMENT, segment_of
+from asyncflow.autodiff.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT, SEGMENT_STORE, segment_of
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.autodiff.stores import STORE
+from asyncflow.compiler.memory.memory_choices import segment_length
 from asyncflow.compiler.memory.repeats import (
     BodyPart,
     Owners,
@@ -119,6 +122,11 @@ def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
             surroundings = None
 
 
+def loop_to_segment(loop: WhileNode) -> SegmentedLoop:
+    """One loop that saves values, as it is now; how many bytes is left open."""
+    return _Search(loop, _Surroundings.of(loop)).run(None)
+
+
 # -- what may be rewritten -------------------------------------------------------------------------------------------
 
 
@@ -206,11 +214,9 @@ class SegmentedLoop:
 
     def usual_length(self) -> int | None:
         """The length of segments with which least is held at a time; None where only a run knows how many there are."""
-        count, values, variables = self.trip_count, self.value_bytes, self.variable_bytes
-        if count is None:
+        if self.trip_count is None:
             return None
-        ratio = variables / values if values and variables else 1.0
-        return max(1, min(count, round(sqrt(count * ratio))))
+        return segment_length(self.trip_count, self.variable_bytes or 0, self.value_bytes or 0)
 
     def bytes_held(self, count: int, length: int | None) -> int | None:
         """Most bytes held at a time over `count` iterations; None if only a run knows the size of a value.
@@ -239,15 +245,18 @@ class SegmentedLoop:
         held = self.bytes_held(count, length)
         return held is None or self.value_bytes is None or held < count * self.value_bytes
 
-    def rewrite(self, length: int | None) -> None:
+    def rewrite(self, length: int | None, kept: int = 0) -> None:
         """Saves variables once a segment, and makes each gradient run the segments again.
 
         Args:
             length: of each segment; None if they have 1, 2, 3, ... iterations.
+            kept: so many iterations, the first ones, save their values and do not run again; 0 if several gradients
+                read them, since a store gives up what is read.
         """
         assert self.refusal is None
         assert self.why_not is None
-        _Rewriting(self, length).run()
+        assert not kept or len(self.readers) == 1
+        _Rewriting(self, length, kept).run()
         self.is_rewritten = True
 
 
@@ -263,7 +272,7 @@ class _Search:
     def run(self, value_bytes: int | None) -> SegmentedLoop:
         loop = self.loop
         saves = {place: result.node for place, result in enumerate(loop.body.results) if result.node.op is SAVE}
-        found = SegmentedLoop(loop, saves, self.owners, value_bytes, trip_count=_trip_count(loop))
+        found = SegmentedLoop(loop, saves, self.owners, value_bytes, trip_count=trip_count(loop))
         found.why_not = self.why_not(found)
         if found.why_not is None:
             assert found.number is not None
@@ -330,7 +339,7 @@ def _ends_at_zero(loop: WhileNode, place: int) -> bool:
     return is_constant(bound) and bound.shape == () and not bound.node.attrs["value"]
 
 
-def _trip_count(loop: WhileNode) -> int | None:
+def trip_count(loop: WhileNode) -> int | None:
     """The number of iterations of a loop that only counts up to a constant; None for all others."""
     node = loop.decision.node
     if node.op not in (LESS, LESS_EQUAL):
@@ -353,11 +362,14 @@ class _Rewriting:
 
     Attributes:
         front: nodes to stand in front of the loop.
+        kept: so many iterations keep their values.
         checkpoints: the stores of its variables, behind the loop, by the places of the variables.
+        saves: the nodes that save what is not the same in all iterations, by the places of their stores.
+        stores: where the values of iterations that are kept are, behind the loop.
         outside: what the loop's captures stand for.
     """
 
-    def __init__(self, found: SegmentedLoop, length: int | None) -> None:
+    def __init__(self, found: SegmentedLoop, length: int | None, kept: int) -> None:
         assert found.part is not None
         assert found.number is not None
         self.found = found
@@ -365,17 +377,20 @@ class _Rewriting:
         self.number = found.number
         self.forward = found.forward
         self.graph = found.forward.graph
-        self.attrs = {"length": length}
+        self.kept = kept
+        self.attrs = {"length": length, "kept": kept}
         self.front = read_before(self.forward, self.part)
         self.checkpoints: dict[int, Tensor] = {}
         self.outside = self.forward.captured(self.forward.body)
+        self.saves = {place: save for place, save in found.saves.items() if save.inputs[2] not in self.outside}
+        self.stores = {place: self.forward.outputs[place] for place in self.saves} if kept else {}
 
     def run(self) -> None:
         """Does it."""
         for place in self.found.kept_variables:
             self.keep(place)
         loops: dict[Node, WhileNode] = {reader.loop: self.in_segments(reader) for reader in self.found.readers}
-        self.save_no_more()
+        self.save_less()
         replaced = Replacements()
         ordered: list[Node] = []
         for node in self.graph.nodes:
@@ -410,12 +425,14 @@ class _Rewriting:
         body.results.append(kept.outputs[0])
         self.checkpoints[place] = store
 
-    def save_no_more(self) -> None:
-        """Takes the stores of values away from the forward loop."""
-        forward, gone = self.forward, self.found.saves
+    def save_less(self) -> None:
+        """Takes the stores of values away from the forward loop, but for those of iterations that are kept."""
+        forward, saves = self.forward, self.found.saves
+        for place in self.stores:
+            saves[place].op, saves[place].attrs = SAVE_FIRST, {"kept": self.kept}
+        gone = {place: save for place, save in saves.items() if place not in self.stores}
         stores = {_new_store(forward, save) for save in gone.values()}
-        saves = set(gone.values())
-        forward.body.nodes[:] = [node for node in forward.body.nodes if node not in saves]
+        forward.body.nodes[:] = [node for node in forward.body.nodes if node not in set(gone.values())]
         forward.drop_inputs(gone)
         forward.keep_variables([place for place in range(forward.n_vars) if place not in gone])
         used = {tensor.node for node in self.graph.nodes for tensor in node.inputs}
@@ -433,9 +450,7 @@ class _Rewriting:
         zero = _add(condition, CONSTANT, [], {"value": np.zeros((), left.dtype)}, loop, left.spec)
         condition.results.append(_add(condition, GREATER, [left, zero], {}, loop))
         variables = [outer.add_input(spec, "var") for spec in specs]
-        found = outer.add_node(
-            SEGMENT, [variables[reader.count]], self.attrs, (_NUMBER, _NUMBER), location=loop.location
-        )
+        found = outer.add_node(SEGMENT, [variables[reader.count]], self.attrs, (_NUMBER,) * 3, location=loop.location)
         values = self.run_again(outer, label, variables[reader.count], *found.outputs)
         starts = loop.inputs[: loop.n_vars]
         self.move(reader, outer, variables, values, found.outputs[1])
@@ -445,7 +460,9 @@ class _Rewriting:
         made.control_inputs, loop.control_inputs = loop.control_inputs, []
         return made
 
-    def run_again(self, outer: Subgraph, label: str, end: Tensor, segment: Tensor, first: Tensor) -> dict[int, Tensor]:
+    def run_again(
+        self, outer: Subgraph, label: str, end: Tensor, segment: Tensor, first: Tensor, begin: Tensor
+    ) -> dict[int, Tensor]:
         """The stores of the values of a segment, by the places of those that the forward loop had for them.
 
         Args:
@@ -454,14 +471,15 @@ class _Rewriting:
             end: the number of the iteration behind the segment.
             segment: its number.
             first: the number of its first iteration.
+            begin: that of the first one to run again.
         """
         forward, steps = self.forward, dict(counters(self.forward))
         label = self.graph.reserve(f"{label}/{forward.name.rpartition('/')[2]}")
         condition, body = Subgraph(outer, f"{label}/cond"), Subgraph(outer, f"{label}/body")
-        saves = {place: save for place, save in self.found.saves.items() if save.inputs[2] not in self.outside}
+        saves = self.saves
         places = sorted(self.part.variables)
-        starts = [self.start(outer, place, steps.get(place), segment, first) for place in places]
-        starts += [_add(outer, NEW_STORE, [], store.attrs, store, STORE, near=store) for store in self.stores(saves)]
+        starts = [self.start(outer, place, steps.get(place), segment, begin) for place in places]
+        starts += [self.store(outer, place, save, first) for place, save in saves.items()]
         specs = [tensor.spec for tensor in starts]
         counted = self.copied(condition, specs, places, BodyPart())
         end = condition.import_tensor(end)
@@ -477,11 +495,16 @@ class _Rewriting:
         made = _add_loop(condition, body, starts, label, forward.parallel_iterations, forward)
         return dict(zip(saves, made.outputs[len(places) :], strict=True))
 
-    def stores(self, saves: Mapping[int, Node]) -> list[Node]:
-        """The nodes that make the stores into which the forward loop saves."""
-        return [_new_store(self.forward, save) for save in saves.values()]
+    def store(self, outer: Subgraph, place: int, save: Node, first: Tensor) -> Tensor:
+        """The store for the values of a segment that one of the forward loop's was for."""
+        like = _new_store(self.forward, save)
+        new = _add(outer, NEW_STORE, [], like.attrs, like, STORE, near=like)
+        if not self.kept:
+            return new
+        inputs = [outer.import_tensor(self.stores[place]), new, first]
+        return _add(outer, SEGMENT_STORE, inputs, {"kept": self.kept}, like, STORE, near=like)
 
-    def start(self, outer: Subgraph, place: int, step: int | None, segment: Tensor, first: Tensor) -> Tensor:
+    def start(self, outer: Subgraph, place: int, step: int | None, segment: Tensor, begin: Tensor) -> Tensor:
         """A variable of the forward loop at the start of a segment."""
         forward = self.forward
         variable = forward.body.inputs[place]
@@ -490,10 +513,10 @@ class _Rewriting:
             kept = forward.body.results[store.index].node
             inputs = [outer.import_tensor(store), segment]
             return _add(outer, READ_SAVED, inputs, {"value": variable.spec}, forward, variable.spec, near=kept)
-        if variable.dtype != first.dtype:
-            first = _add(outer, ASTYPE, [first], {"dtype": variable.dtype}, forward)
+        if variable.dtype != begin.dtype:
+            begin = _add(outer, ASTYPE, [begin], {"dtype": variable.dtype}, forward)
         op = ADD if step > 0 else SUBTRACT
-        return _add(outer, op, [outer.import_tensor(forward.inputs[place]), first], {}, forward)
+        return _add(outer, op, [outer.import_tensor(forward.inputs[place]), begin], {}, forward)
 
     def copied(self, body: Subgraph, specs: Sequence[Spec], places: Sequence[int], part: BodyPart) -> Repeat:
         """A part of the forward body in `body`, which gets loop variables of these specs."""

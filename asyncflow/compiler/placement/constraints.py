@@ -131,7 +131,8 @@ class _Groups:
             target = node.colocated_with
             self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
         for resource in resources_of(node):
-            self._join(node.name, resource.effect_key, f"{node.name} uses {resource!r}, built at {node.location}")
+            if not resource.waits:
+                self._join(node.name, resource.effect_key, f"{node.name} uses {resource!r}, built at {node.location}")
 
     def _add_hand_written(self, part: Graph) -> None:
         found = HandWritten(part)

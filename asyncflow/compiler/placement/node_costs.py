@@ -63,15 +63,15 @@ class NodeCosts:
             return (measured,) * len(self.devices)
         if node.op in _FREE or node.op.kernel is None:
             return (0.0,) * len(self.devices)
-        work = self._work(node)
+        work = self.work(node)
         return tuple([device.kernel_ns(*work) for device in self.devices])
 
     def is_small(self, node: Node) -> bool:
         """Whether every device is done with it about as soon as it has begun."""
-        flops, nbytes = self._work(node)
+        flops, nbytes = self.work(node)
         return flops <= _SMALL_FLOPS and nbytes <= SMALL_NBYTES and self.measured.get(node.name, 0.0) <= _SMALL_FLOPS
 
-    def _work(self, node: Node) -> tuple[float, float]:
+    def work(self, node: Node) -> tuple[float, float]:
         """Arithmetic operations and bytes read and written."""
         made = sum(map(tensor_nbytes, node.outputs))
         inputs, outputs = ([assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))

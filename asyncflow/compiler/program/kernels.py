@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT
+from asyncflow.autodiff.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
@@ -23,11 +23,12 @@ from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on_host
-from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.graph.resource import Resource, resources_of, waits_in_line
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
+from asyncflow.state.waiting.awaiting import granted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +134,7 @@ def bind_launch(
         is_async=node.op.is_async or on_host,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
         keeps_arrays=_keeps_arrays(node),
-        moves_references=node.op in (SAVE, READ_SAVED, CHECKPOINT),
+        moves_references=node.op in (SAVE, READ_SAVED, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=host_inputs(node),
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
@@ -144,7 +145,16 @@ def bind_launch(
         infer=partial(_infer, node),
     )
     kernel = bare(np if on_host else device.xp)
+    if waits_in_line(node):
+        kernel = _awaiting(kernel)
     return device.bind(partial(_one_by_one, kernel) if node.op is TENSOR_ARRAY else kernel, info)
+
+
+def _awaiting(kernel: Kernel) -> Kernel:
+    async def call(*inputs: Value) -> Value:
+        return await granted(kernel(*inputs))
+
+    return call
 
 
 def bind_member(

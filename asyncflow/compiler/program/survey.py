@@ -18,11 +18,13 @@ class Survey(NamedTuple):
         states: what tells the variables that it touches from others.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         read_on_host: states that CPUs use, and that another session, which shares the container, may have on a card.
+        writes_several: it may have written some of them when others are still to be written.
     """
 
     states: frozenset[Hashable]
     is_repeatable: bool
     read_on_host: tuple[VariableState, ...]
+    writes_several: bool
 
 
 def survey(
@@ -39,15 +41,21 @@ def survey(
     states: dict[Hashable, str | None] = {}
     shared: dict[int, VariableState] = {}
     is_repeatable = True
+    written: set[Hashable] = set()
     for node in graph.walk():
         op = node.op
-        if op.is_user or op.is_async or (op.effects is not None and has_side_effect(node)):
+        writes = op.effects is not None and has_side_effect(node)
+        if op.is_user or op.is_async or writes:
             is_repeatable = False  # it changes something, or is the user's own code
         for resource in resources_of(node) if node.attrs else ():
+            if resource.waits:
+                continue
             states[resource.effect_key] = node.device
+            if writes:
+                written.add(resource.effect_key)
             if resource.container is not None and node.device not in asynchronous:
                 state = resolve(resource)
                 shared[id(state)] = state
     if homes is not None:
         homes.update((key, device) for key, device in states.items() if device is not None)
-    return Survey(frozenset(states), is_repeatable, tuple(shared.values()))
+    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), len(written) > 1)

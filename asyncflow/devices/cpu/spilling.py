@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Value
 
 
+_NS_PER_BYTE = 1.0
+"""Writing to a file, or reading, with a checksum, until it has been measured."""
+
+
 class _Spilled(NamedTuple):
     """A record of an array: its bytes, and what they mean."""
 
@@ -45,7 +49,7 @@ class CpuSwapping(Swapping):
         reading: ThreadStream,
     ) -> None:
         """Args: the device's account, where values go, the spill file's directory, and the threads for it."""
-        super().__init__(account, spaces)
+        super().__init__(account, spaces, ns_per_byte=_NS_PER_BYTE)
         self._account = account
         self._file = SpillFile(directory)
         self._writing, self._reading = writing, reading

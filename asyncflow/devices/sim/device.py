@@ -199,6 +199,13 @@ class SimDevice(Timeline):
         self.machine.check()
         self.when_over(self.copy_out(value), self._told, _deliver_copy, value, deliver)
 
+    def copy_state_out(self, nbytes: int, name: str, deliver: Deliver) -> None:
+        """Take the time of a copy of so much state to the host, behind all that has written state by now."""
+        self.order(self.d2h, self.state_events.values())
+        lanes = (self._engine_out, self.machine.lane(f"{self.name} to host"))
+        event = self._copy(self.d2h, lanes, self._host_copy_s(nbytes), nbytes, name)
+        self.when_over(event, self._told, deliver, None, None)
+
     def tell_host(self, value: SimOpaque, deliver: Deliver) -> None:
         """Deliver an object that is no array once the work that made it is done.
 

@@ -38,7 +38,11 @@ class Timeline(LaunchingDevice[SimStream]):
             captures="never" if not runs_regions else "always" if machine.launches == "graphs" else "asked",
         )
         super().__init__(kind, index, capabilities, compute_streams)
-        self.region_ns = machine.driver.region_s * _NS_PER_S
+        driver = machine.driver
+        self.region_ns = driver.region_s * _NS_PER_S
+        if machine.launches != "graphs":
+            self.launch_ns = (driver.launch_s + (0.0 if runs_regions else driver.node_s)) * _NS_PER_S
+            self.view_ns = driver.view_s * _NS_PER_S
         if not self._is_card:
             self.handover_ns = LogicalDevice.handover_ns
         self.machine = machine

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
+_MOST_TOLD = 5
+"""So many firings that wait are told of."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """A structured-concurrency scope: when `wait` returns or raises, nothing of the run is left.
@@ -66,6 +70,8 @@ class Run:
     """Where the partitions meet."""
     states: frozenset[Hashable] = field(init=False)
     """The keys of the variables that it touches."""
+    writes_several: bool = field(init=False)
+    """Some of them may be written when others are still to be written."""
     stayed: dict[int, Value] = field(default_factory=dict, init=False)
     """The values of `staying`."""
     is_finished: bool = field(default=False, init=False)
@@ -76,7 +82,8 @@ class Run:
     _finished: asyncio.Future[None] | None = field(default=None, init=False)
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
     _status: str = field(default="ok", init=False)
-    _stopped: bool = field(default=False, init=False)
+    is_stopped: bool = field(default=False, init=False)
+    """Whether it ends early: nothing of it starts, or goes on, any more."""
     _is_busy: bool = field(default=False, init=False)
     _undrained: list[Executor] = field(default_factory=list, init=False)
     """Those whose devices must have ended their work before the run has."""
@@ -86,6 +93,7 @@ class Run:
         self.context.run(leave_graphs)
         self.context.run(own_context, self.part)
         self.states = plan.states
+        self.writes_several = plan.writes_several
         self._started_ns = self.turn.clock() if self.trace is not None else 0
         self._partitions = plan.partitions
         for partition in plan.partitions:
@@ -112,7 +120,7 @@ class Run:
             return
         self._is_busy = True
         for executor, partition in zip(self.executors, self._partitions, strict=True):
-            if not self._stopped:
+            if not self.is_stopped:
                 executor.start(list(map(feeds.__getitem__, partition.feed_indexes)))
         self._is_busy = False
         self.on_quiet()
@@ -139,9 +147,9 @@ class Run:
             try:
                 self._close_books(self.trace)
             except BaseException as error:
-                self._stopped = True
+                self.is_stopped = True
                 self.executors[0].failures.append((self.turn.count(), -1, error))
-        failure = self._first_failure() if self._stopped else None
+        failure = self._first_failure() if self.is_stopped else None
         if self._status == "cancelled" or failure is None:
             if cancelled is not None and failure is not None:
                 cancelled.add_note(f"a kernel in flight failed: {failure}")
@@ -155,13 +163,13 @@ class Run:
 
     def stop(self, status: str) -> None:
         """Stops the run early; `wait` then only waits for what is in flight."""
-        if not (self._stopped or self.is_finished):
+        if not (self.is_stopped or self.is_finished):
             self._status = status
             self._stop_all()
             self.on_quiet()
 
     def _stop_all(self) -> None:
-        self._stopped = True
+        self.is_stopped = True
         for executor in self.executors:
             executor.stop()
         self.rendezvous.clear()
@@ -180,7 +188,7 @@ class Run:
 
     def on_failed(self) -> None:
         """Called by an executor: the others stop too."""
-        if not self._stopped:
+        if not self.is_stopped:
             self._stop_all()
 
     def on_quiet(self) -> None:
@@ -195,7 +203,7 @@ class Run:
         if self._undrained:
             self._drain()
             return
-        if is_stalled and not self._stopped:
+        if is_stalled and not self.is_stopped:
             self._fail(self._stalled())
             return
         self.is_finished = True
@@ -224,13 +232,18 @@ class Run:
         self.on_quiet()
 
     def _fail(self, error: BaseException, status: str = "ok") -> None:
-        if not (self._stopped or self.is_finished):
+        if not (self.is_stopped or self.is_finished):
             self._status = status
             self.executors[0].fail(error)
             self.on_quiet()
 
     def _expire(self, timeout: float) -> None:
-        self._fail(DeadlineExceeded(f"the run did not end within timeout={timeout} s; it was stopped"), "deadline")
+        message = f"the run did not end within timeout={timeout} s; it was stopped"
+        waiting = [line for executor in self.executors if not executor.is_closed for line in executor.waiting()]
+        if waiting:
+            more = [f"and {len(waiting) - _MOST_TOLD} more"] if len(waiting) > _MOST_TOLD else []
+            message = "\n  ".join([f"{message}, while these waited:", *waiting[:_MOST_TOLD], *more])
+        self._fail(DeadlineExceeded(message), "deadline")
 
     def _first_failure(self) -> BaseException | None:
         """Takes the failure of the earliest turn and, within it, of the first node; the others become its notes."""

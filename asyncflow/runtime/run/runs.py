@@ -15,6 +15,7 @@ from asyncflow.runtime.run.admission import Admission, in_time
 from asyncflow.runtime.run.atomic import AtomicRuns
 from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.channel import Channel
+from asyncflow.runtime.run.cuts import Cuts
 from asyncflow.runtime.run.memory_turns import MemoryTurns
 from asyncflow.runtime.run.pools import Pools
 from asyncflow.runtime.run.run import Run
@@ -29,7 +30,7 @@ from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
@@ -61,6 +62,8 @@ class Runs:
         batches: firings that are computed together; None before `bind`.
         memory_turns: who is done again; None without a limit of memory.
         random_seed: of the random ops of graphs without one.
+        cuts: who waits for a moment between runs.
+        numbered_from: the number of a run, which random numbers depend on, is so much more than it is in `begun`.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class Runs:
         self._compile = compile
         self._options = options
         self.random_seed = secrets.randbits(63)
+        self.numbered_from = 0
         self._quiet = quiet_context()
         self._atomic = AtomicRuns()
+        self.cuts = Cuts(self.in_flight, self._atomic)
         self.batches: Batches | None = None
         self._turn: Turn | None = None
         self._idle: asyncio.Event | None = None
@@ -307,7 +312,7 @@ class Runs:
         plan.used = self.begun
         run = Run(
             plan,
-            number=self.begun,
+            number=self.begun + self.numbered_from,
             devices=self._devices,
             turn=self._turn,
             options=self._options,
@@ -330,8 +335,22 @@ class Runs:
         self.in_flight.discard(run)
         if self._atomic.claims:
             self._atomic.on_end(run)
+        if self.cuts.waiting:
+            self.cuts.on_end(run)
         if self._idle is not None and not self.in_flight:
             self._idle.set()
+
+    async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
+        """Calls `act` when no run that touches `states` is in flight; later ones wait until it has returned.
+
+        Raises:
+            RuntimeError: a run that touches them asks, and would wait for itself.
+        """
+        claim = await self._atomic.claim(states, enclosing_parts(), self.in_flight)
+        try:
+            act()
+        finally:
+            self._atomic.leave(claim)
 
     # -- batches -------------------------------------------------------------------------------------------------
 

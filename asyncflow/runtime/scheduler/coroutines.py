@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import UNKNOWN_LOCATION, SourceLocation, is_users
+from asyncflow.graph.resource import resources_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +32,13 @@ class CancellationIgnoredError(Exception):
 class Coroutines:
     """The tasks of one executor, in the order in which they started: in that order they are cancelled."""
 
-    __slots__ = ("_executor", "_grace", "_tasks")
+    __slots__ = ("_executor", "_grace", "_nodes", "_tasks")
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         # With who is told of their ends.
         self._tasks: dict[asyncio.Task[object], Callable[..., None]] = {}
+        self._nodes: dict[asyncio.Task[object], PlanNode] = {}
         self._grace: asyncio.TimerHandle | None = None
 
     def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
@@ -54,7 +56,7 @@ class Coroutines:
         task = run.turn.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
 
         def take(result: Value, error: BaseException | None) -> None:
-            del self._tasks[task]
+            del self._tasks[task], self._nodes[task]
             # A run that is being stopped cancels its coroutines itself; that is no failure.
             was_cancelled = task.cancelled() and executor.stopped
             if executor.recorder is not None:
@@ -67,6 +69,7 @@ class Coroutines:
             elif error is not None and not was_cancelled:
                 executor.kernel_failed(error, node, iteration, inputs)
 
+        self._nodes[task] = node
         self._tasks[task] = deliver = executor.expect(take)
         task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
@@ -76,6 +79,15 @@ class Coroutines:
             task.cancel()
         if self._tasks:
             self._grace = self._executor.run.turn.loop.call_later(GRACE_S, leave_behind, self._tasks)
+
+    def describe(self) -> list[str]:
+        """A line for each firing, for messages."""
+        nodes = [(node.name, node.source) for node in self._nodes.values()]
+        awaited = [", ".join(map(repr, resources_of(source))) or "a coroutine" for _, source in nodes]
+        return [
+            f"{name}: {what}\n    built at {source.location}"
+            for (name, source), what in zip(nodes, awaited, strict=True)
+        ]
 
     def close(self) -> None:
         """The run has ended, and all of them with it."""

@@ -32,6 +32,8 @@ from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
 from asyncflow.runtime.scheduler.sliced_region import size_of
 from asyncflow.runtime.scheduler.threads import goes_to_a_thread, launch_on_a_thread, must_wait
+from asyncflow.runtime.scheduler.waits import Waits
+from asyncflow.state.waiting.lines import PlaceInLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,8 +80,9 @@ class Executor:
     is_queued: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
     stopped: bool = field(default=False, init=False)
+    is_driven: bool = field(default=False, init=False)
+    """Whether somebody is inside `drive`."""
     failures: list[tuple[int, int, BaseException]] = field(default_factory=list, init=False)
-    _is_driven: bool = field(default=False, init=False)
     _swapping: Swapping | None = field(init=False)
     _throttled: bool = field(default=False, init=False)
     lacks_memory: bool = field(default=False, init=False)
@@ -88,6 +91,7 @@ class Executor:
     _ports: Ports | None = field(default=None, init=False)
     _regions: Regions | None = field(default=None, init=False)
     _coroutines: Coroutines | None = field(default=None, init=False)
+    _waits: Waits | None = field(default=None, init=False)
 
     def __post_init__(self, partition: Partition) -> None:
         run = self.run
@@ -139,7 +143,7 @@ class Executor:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
         if self.is_closed or self._throttled:
             return False
-        self._is_driven = True
+        self.is_driven = True
         try:
             if self.asynchronous is None:
                 has_more = self._drive(deadline_ns)
@@ -149,7 +153,7 @@ class Executor:
         except BaseException as error:
             self.fail(self._named(error))
             has_more = False
-        self._is_driven = False
+        self.is_driven = False
         if not (has_more or self.in_flight):
             self.run.on_quiet()
         return has_more
@@ -324,7 +328,7 @@ class Executor:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is left to do or in flight, unless another partition sends something."""
-        if self.in_flight or self._is_driven:
+        if self.in_flight or self.is_driven:
             return False
         scheduler, ports, regions = self.scheduler, self._ports, self._regions
         return self.stopped or not (
@@ -339,6 +343,11 @@ class Executor:
         if not self.is_closed:
             self.run.on_quiet()
 
+    def waiting(self) -> list[str]:
+        """A line for each firing that waits for others, for messages."""
+        found = [] if self._waits is None else self._waits.describe()
+        return found + ([] if self._coroutines is None else self._coroutines.describe())
+
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
         self.is_closed = True
@@ -346,7 +355,7 @@ class Executor:
             self._coroutines.close()
         if self._swapping is not None:
             self._swapping.leave(self.run.number)
-        del self.run, self._ports, self._regions, self._coroutines
+        del self.run, self._ports, self._regions, self._coroutines, self._waits
 
     # -- launching -----------------------------------------------------------------------------------------------
 
@@ -360,6 +369,18 @@ class Executor:
         if node.needs_context:
             run = self.run
             inputs = (KernelContext(seed=run.seed, run=run.number, tag=iteration.counters()), *inputs)
+        if node.waits_in_line:
+            began = 0 if self.recorder is None else self.recorder.now()
+            result = node.kernel(*inputs)  # type: ignore[misc]
+            if isinstance(result, PlaceInLine):
+                if self._waits is None:
+                    self._waits = Waits(self)
+                self._waits.add(result, node, iteration, inputs)
+                return
+            if self.recorder is not None:
+                self.recorder.firing(node, iteration, "inline", began, self.recorder.now(), result, "ok")
+            self.complete(node, iteration, inputs, result)
+            return
         if node.is_async:
             if self._coroutines is None:
                 self._coroutines = Coroutines(self)
@@ -443,7 +464,7 @@ class Executor:
         """After something in flight has ended."""
         if self.stopped:
             self.check_quiet()
-        elif not self._is_driven:  # else it goes on anyway
+        elif not self.is_driven:  # else it goes on anyway
             self.run.turn.drive_now(self)
 
     # -- ending --------------------------------------------------------------------------------------------------
@@ -475,8 +496,8 @@ class Executor:
     def fail(self, error: BaseException, order: int = -1) -> None:
         """Ends the run with `error`: nothing starts any more, what runs is waited for."""
         self.failures.append((self.run.turn.count(), order, error))
+        self.run.on_failed()  # all at once: what one of them gives up must not go to another
         self.stop()
-        self.run.on_failed()
 
     def stop(self) -> None:
         """Starts nothing more, cancels coroutines, and lets kernels that run finish."""
@@ -490,6 +511,8 @@ class Executor:
             self._ports.incoming.clear()
         if self._coroutines is not None:
             self._coroutines.cancel()
+        if self._waits is not None:
+            self._waits.leave()
         for error in () if self._regions is None else self._regions.stop():
             self.failures.append((self.run.turn.count(), -1, self._named(error)))
 

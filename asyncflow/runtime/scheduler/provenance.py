@@ -16,6 +16,7 @@ from asyncflow.errors import (
     GraphError,
     KernelError,
     OutOfMemoryError,
+    QueueClosedError,
     TooManyIterations,
     row_of,
     told,
@@ -50,11 +51,13 @@ def as_kernel_error(
     if isinstance(error, GraphError):
         reason = error.reason  # no line of the user's is on the stack
     kind: type[KernelError] = KernelError
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     if isinstance(error, MemoryLimitExceeded):
         kind, sizes = OutOfMemoryError, {"requested": error.requested, "used": error.used, "limit": error.limit}
     elif isinstance(error, EndOfInput) and not error.node:
         kind, reason = EndOfInput, error.reason
+    elif isinstance(error, QueueClosedError) and not error.node:
+        kind, sizes, reason = QueueClosedError, {"queue": error.queue, "left": error.left}, error.reason
     elif isinstance(error, MemoryError):
         kind, sizes = OutOfMemoryError, {"requested": 0, "used": 0, "limit": 0}
     found = None if node.region is None else node.region.place_of(error)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _FORMAT: Final = "asyncflow record 1"
 
-_OF_ITS_PLACE: Final = ("graph", "devices", "dump", "spill_directory", "plans", "max_runs", "max_queued")
+_OF_ITS_PLACE: Final = ("graph", "devices", "dump", "spill_directory", "plans", "max_runs", "max_queued", "restore")
 """Options that make no difference to one run, or mean something on one machine alone."""
 
 

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
+from asyncflow.checkpoint.checkpoints import Checkpoints
+from asyncflow.checkpoint.saver import Saver, as_path, as_step
 from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
@@ -30,9 +32,10 @@ from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.runtime.session.record import SessionFacts, recorded
 from asyncflow.runtime.session.session_options import SessionOptions, taking, with_arguments
 from asyncflow.runtime.session.session_statistics import SessionStatistics, device_memory
+from asyncflow.runtime.session.state_access import StateAccess
 from asyncflow.runtime.trace import Trace
 from asyncflow.runtime.values.feeds import as_feeds
-from asyncflow.state.containers import StateStore
+from asyncflow.state.containers import StateStore, entered_stores
 from asyncflow.state.held import holder_of
 from asyncflow.streams.holding import note_ask
 
@@ -40,10 +43,12 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import AsyncGenerator, Coroutine, Hashable, Mapping, Sequence
 
+    from asyncflow.checkpoint.checkpoints import Restored
     from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
+    from asyncflow.graph.resource import Resource
     from asyncflow.runtime.values.feeds import Feeds
     from asyncflow.values import Nest, Value
 
@@ -111,6 +116,11 @@ class Session(NotPickled):
         )
         self._calls = CallCache(options.graph, self._plans, regions=options.regions)
         self._runs = Runs({device.name: device for device in self.devices}, self._plans, self._compile, options)
+        access = StateAccess(self._runs, {device.name: device for device in self.devices}, homes)
+        self._checkpoints = Checkpoints(options.graph, self.state, access)
+        self._restores_from = options.restore
+        """What variables begin with; None once they have."""
+        self._saver = options.restore if isinstance(options.restore, Saver) else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._blas: BlasLease | None = None
@@ -120,6 +130,7 @@ class Session(NotPickled):
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        restores_from, self._restores_from = self._restores_from, None
         try:
             if self._runs.closed is None:
                 self._has_started = True
@@ -127,18 +138,25 @@ class Session(NotPickled):
                     if device.asynchronous is not None:
                         await device.asynchronous.open()
             self._bind()
+            if isinstance(restores_from, Saver):
+                await restores_from.start(self._checkpoints)
+            elif restores_from is not None:
+                await self._checkpoints.start(as_path(restores_from))
         except BaseException:
-            if self._loop is None:  # else it goes on where it was entered before
+            if self._loop is None or restores_from is not None:  # else it goes on where it was entered before
                 await self.aclose()
             raise
         for session in _current.all():
             if session._runs.closed is not None:
                 _current.leave(session)  # another task has left it
+                entered_stores.leave(session.state)
         _current.enter(self)
+        entered_stores.enter(self.state)
         return self
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
         _current.leave(self)
+        entered_stores.leave(self.state)
         # Nobody will look at the results of runs in flight once the block has failed.
         await (self.aclose() if kind is None else self.aclose(grace_s=0))
 
@@ -160,6 +178,8 @@ class Session(NotPickled):
                 "this session is bound to a different event loop; make one session per loop, or use "
                 "session.run_threadsafe(...) from another thread"
             )
+        if self._restores_from is not None:
+            raise RuntimeError("a session with restore= is entered with `async with` first: it reads its values there")
         for device in self.devices:
             device.check_event_loop(loop)
         self._start_devices()
@@ -204,6 +224,9 @@ class Session(NotPickled):
             closing.callback(self._release)  # before the devices, which may then give back all their memory
             closing.push_async_callback(self._leave_containers)
             closing.push_async_callback(self.state.aclose)
+            if self._saver is not None:
+                # It may have values of devices still to write.
+                closing.push_async_callback(self._saver.stop, self._checkpoints)
             closing.push_async_callback(self._runs.stop)
             await self._runs.drain(grace_s)
 
@@ -328,7 +351,9 @@ class Session(NotPickled):
 
     def _facts(self) -> SessionFacts:
         names = [device.name for device in self.devices]
-        return SessionFacts(names, self._options, self._runs.begun + 1, self._runs.random_seed, self.state.lookup)
+        runs = self._runs
+        number = runs.begun + runs.numbered_from + 1
+        return SessionFacts(names, self._options, number, runs.random_seed, self.state.lookup)
 
     async def run_again(self, fetches: Nest, feeds: Feeds, trace: Trace, number: int, random_seed: int) -> list[Value]:
         """Does what the run of that number did in a session with that seed, and gives a list of the fetched values."""
@@ -428,6 +453,62 @@ class Session(NotPickled):
     async def _run_for_thread(self, fetches: Nest, feeds: Feeds | None, timeout: float | None) -> Nest:
         with thread_waits(asyncio.get_running_loop()):
             return await self.run(fetches, feeds, timeout=timeout)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    async def save(
+        self,
+        path: str | os.PathLike[str],
+        variables: Sequence[Resource] | None = None,
+        *,
+        step: int | None = None,
+    ) -> Path:
+        """Saves the session's state under a directory, as one step, and returns its path: ``path/step-12``.
+
+        What is saved is the state of one moment at which no run that writes several variables is half way; runs go on
+        meanwhile, and neither they nor the event loop wait for it. It is on the disk as a whole when this returns.
+
+        Args:
+            path: the directory of the steps; made if need be.
+            variables: what to save; None for the state of all that the session's graph and its runs have to do with,
+                and the counters of its random numbers.
+            step: the number of the step; None for one more than the latest one there.
+
+        Raises:
+            CheckpointError: it cannot be written, or two variables have one name; the steps there are as they were.
+            RuntimeError: this is awaited inside a run that writes several variables; see `Saver.maybe_save`.
+
+        Cancellation: nothing is left of the step, unless it is there already.
+        """
+        self._bind()
+        root = as_path(path)
+        number = None if step is None else as_step(step)
+        return await self._checkpoints.write(root, await self._checkpoints.cut(variables), number, None)
+
+    async def restore(
+        self,
+        path: str | os.PathLike[str],
+        variables: Sequence[Resource] | None = None,
+        *,
+        strict: bool = True,
+    ) -> Restored:
+        """Gives the session's variables the values that were saved, all at once or none.
+
+        All is read and checked before the first variable changes, and they change when no run that uses them is in
+        flight: those in flight end with the values they began with, and later ones wait until the new ones are there.
+
+        Args:
+            path: a step, or a directory of steps, whose latest one is taken.
+            variables: what to restore; None for all that `save` saves, with the counters of random numbers.
+            strict: the checkpoint has to hold the same variables, of the same dtypes and shapes, of an equal graph.
+                False restores what fits and is not damaged, and tells of the rest, by a warning too.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is damaged, or it is another program's; names file and tensor.
+            RuntimeError: this is awaited inside a run that uses the variables.
+        """
+        self._bind()
+        return await self._checkpoints.restore(as_path(path), variables, strict)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar, get_args
 
 import numpy as np
 
+from asyncflow.checkpoint.saver import Saver, as_path
 from asyncflow.compiler.pipeline import check_dump, check_without
 from asyncflow.compiler.program.request import PlanOptions, SavedValuesChoice
 from asyncflow.graph.graph import Graph
@@ -72,12 +73,16 @@ class SessionOptions:
             in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
         transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
             and with 8 bits of precision. None sends what is there.
-        saved_values: what is done with the values that loops save for their gradients. ``"recompute"`` has loops save
-            their variables once a segment of iterations, and gradients run each segment forward again: of n iterations,
-            about ``2 * sqrt(n)`` are held, for the time of one more forward loop, and results are the same within
-            rounding. A loop that would have to run an effect or your own function twice is a `GraphError`. With
-            ``"keep"`` they stay where they are; else they may move away once memory is short (`while_loop`). This
-            version makes no difference between ``"auto"`` and ``"swap"``.
+        saved_values: what is done with the values that loops save for their gradients. ``"auto"`` keeps them while they
+            are predicted to fit into `memory_limit`; else a plan moves some away and back (`while_loop`), computes
+            others again, and runs some iterations again, whatever is predicted to take least time. What it does, and
+            what less memory would cost, says ``plan.explain(memory=True)``. Where it is not known beforehand how much a
+            loop saves, values move once memory is short. ``"keep"`` leaves them where they are. ``"swap"`` moves all
+            that are large from the first byte. ``"recompute"`` has loops save their variables once a segment of
+            iterations, and gradients run each segment forward again: of n iterations, about ``2 * sqrt(n)`` are held,
+            for the time of one more forward loop. A loop that would have to run an effect or your own function twice
+            is a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results are the same within
+            rounding.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
             error.
         placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
@@ -90,6 +95,8 @@ class SessionOptions:
             no scheduler, as they are over at once, and those that a run asks for.
         max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
             are refused (`OverloadedError`). None for no limit.
+        restore: a checkpoint that variables take their values from when the session is entered, as if by
+            `Session.restore`. Or a `Saver`: then there need not be one yet, and the saver publishes from then on.
 
     Raises:
         TypeError, ValueError: an option is of another type than it says, or out of its range.
@@ -123,6 +130,7 @@ class SessionOptions:
     plans: int = 256
     max_runs: int | None = None
     max_queued: int | None = None
+    restore: str | os.PathLike[str] | Saver | None = None
 
     def __post_init__(self) -> None:
         if self.graph is not None and not isinstance(self.graph, Graph):
@@ -135,6 +143,8 @@ class SessionOptions:
                 _check_integer(value, field.name, _LEAST[field.name])
         if self.max_queued is not None and self.max_runs is None:
             raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
+        if self.restore is not None and not isinstance(self.restore, Saver):
+            as_path(self.restore)
         check_without(self.without)
         check_dump(self.dump)
         if self.spill_directory is not None and not os.path.isdir(self.spill_directory):

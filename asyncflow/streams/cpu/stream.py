@@ -2,11 +2,11 @@
 
 Three objects, so that dropping a stream ends its thread::
 
-    ThreadStream ──▶ _Queue ◀── thread        the thread never refers to the stream
+    ThreadStream ──▶ _WorkQueue ◀── thread        the thread never refers to the stream
                        ▲
     ThreadEvent ───────┘
 
-| state of a `_Queue` | enters by                  | giving work          | the thread                             |
+| state of a `_WorkQueue` | enters by                  | giving work          | the thread                             |
 |---------------------|----------------------------|----------------------|----------------------------------------|
 | idle                | creation                   | starts the thread    | does not exist                         |
 | serving             | first work                 | appends              | does jobs in order                     |
@@ -54,7 +54,7 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue = _Queue(name)
+        self._queue = _WorkQueue(name)
         self._thread: threading.Thread | None = None
         self._mailbox: Mailbox[_ThreadSubmission] | None = None
 
@@ -177,7 +177,7 @@ class ThreadEvent(Latch):
 
     __slots__ = ("_failures", "queue")
 
-    def __init__(self, queue: _Queue) -> None:
+    def __init__(self, queue: _WorkQueue) -> None:
         super().__init__()
         self.queue = queue
         self._failures: tuple[BaseException, ...] = ()
@@ -205,11 +205,11 @@ class ThreadEvent(Latch):
 
 
 class _ThreadJob(Protocol):
-    def run(self, jobs: _Queue) -> None: ...
+    def run(self, jobs: _WorkQueue) -> None: ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class _Queue(Lifecycle):
+class _WorkQueue(Lifecycle):
     """State that a stream, its events and its thread share.
 
     ``given`` is written by the owner's thread alone, ``finished`` by the stream's thread alone, and ``finished``
@@ -254,7 +254,7 @@ class _Posted:
     work: Callable[..., object]
     args: tuple[object, ...]
 
-    def run(self, jobs: _Queue) -> None:
+    def run(self, jobs: _WorkQueue) -> None:
         if jobs.abandoned:
             jobs.fail(_abandonment(jobs))
         else:
@@ -282,7 +282,7 @@ class _ThreadSubmission:
     started_ns: int = 0
     ended_ns: int = 0
 
-    def run(self, jobs: _Queue) -> None:
+    def run(self, jobs: _WorkQueue) -> None:
         self.started_ns = perf_counter_ns()
         if jobs.abandoned:
             self.error = _abandonment(jobs)
@@ -317,7 +317,7 @@ class _Mark:
 
     event: ThreadEvent
 
-    def run(self, jobs: _Queue) -> None:
+    def run(self, jobs: _WorkQueue) -> None:
         jobs.finished += 1
         self.event.complete()
 
@@ -328,12 +328,12 @@ class _Wait:
 
     event: ThreadEvent
 
-    def run(self, jobs: _Queue) -> None:
+    def run(self, jobs: _WorkQueue) -> None:
         self.event.block()
         jobs.finished += 1
 
 
-def _serve(jobs: _Queue) -> None:
+def _serve(jobs: _WorkQueue) -> None:
     """The thread: do jobs in order until the queue is stopped."""
     np.seterr(all="ignore")  # of this thread's context only
     try:
@@ -345,7 +345,7 @@ def _serve(jobs: _Queue) -> None:
         jobs.ended.set()
 
 
-def _dropped(jobs: _Queue) -> None:
+def _dropped(jobs: _WorkQueue) -> None:
     if not jobs.stopped:
         jobs.stop()
         warnings.warn(
@@ -355,5 +355,5 @@ def _dropped(jobs: _Queue) -> None:
         )
 
 
-def _abandonment(jobs: _Queue) -> SessionClosedError:
+def _abandonment(jobs: _WorkQueue) -> SessionClosedError:
     return SessionClosedError(f"stream {jobs.name} was closed, and its grace passed, before this work could start")

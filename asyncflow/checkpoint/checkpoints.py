@@ -1,0 +1,311 @@
+"""`Checkpoints`: what a session saves and restores, and when; see `Session.save`.
+
+To save, references to all values of one moment are taken (`SessionRuns.at_rest`), which holds nobody up: values never
+change. What devices have is copied to the host behind that, and a thread writes it.
+
+To restore, everything is read and checked before the first value changes, and all change at once, between runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol, TypeAlias, TypeVar
+
+from asyncflow.checkpoint.directory import find_step
+from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
+from asyncflow.checkpoint.reader import read_arrays
+from asyncflow.checkpoint.writer import Content, SaveStopped, write_checkpoint
+from asyncflow.errors import CheckpointError, DeviceLostError, brief, warn_user
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.state.capture import Capture, CheckpointedState, check_capture
+from asyncflow.state.containers import StateStore, state_key
+from asyncflow.state.held import HeldValue
+from asyncflow.streams.beside import call_beside
+from asyncflow.values import Array
+
+T = TypeVar("T")
+
+States: TypeAlias = "Mapping[str, tuple[Hashable, CheckpointedState]]"
+"""States by name, each with what tells it from others."""
+
+_SHOWN = 5
+"""How many faults an error lists."""
+
+
+class SessionRuns(Protocol):
+    """A session, as far as saving and restoring have to do with its runs and devices."""
+
+    random: RandomState
+    """The counters that random numbers are made from."""
+
+    async def at_rest(self, act: Callable[[], T], *, in_order: bool = False) -> T:
+        """Gives what `act` does when no run has written some of its variables and may write others."""
+        ...
+
+    async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
+        """Calls `act` when no run that touches `states` is in flight; later ones wait."""
+        ...
+
+    async def to_host(self, name: str, key: Hashable, value: Array | HeldValue) -> Array:
+        """A value of a state, on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The outcome of `Session.restore`.
+
+    Attributes:
+        path: the directory of the step.
+        step: its number.
+        names: of the variables that have values of it now.
+        skipped: what was left as it is, and why, a sentence each; empty unless ``strict=False``.
+    """
+
+    path: Path
+    step: int
+    names: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """The states of one moment, by reference.
+
+    Attributes:
+        states: kinds and captures by name.
+        keys: what tells each state from others.
+        random: None if only some variables are to be saved.
+    """
+
+    states: Mapping[str, tuple[str, Capture]]
+    keys: Mapping[str, Hashable]
+    random: RandomState | None
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """The states of a checkpoint that the session has or will have, and faults of the others."""
+
+    manifest: Manifest
+    path: Path
+    awaits: bool
+    faults: list[str] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
+
+
+class Checkpoints:
+    """Saves and restores the state of one session."""
+
+    def __init__(self, graph: Graph | None, state: StateStore, runs: SessionRuns) -> None:
+        self._graph = graph
+        self._state = state
+        self._runs = runs
+        self._resources: tuple[int, list[Resource]] = -1, []
+        self._digest: tuple[int, str] = -1, ""
+        self._writing = asyncio.Lock()
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    async def cut(self, variables: Sequence[Resource] | None = None, *, in_order: bool = False) -> SessionSnapshot:
+        """All states of one moment, or those of `variables`.
+
+        Raises:
+            CheckpointError: two of them have one name.
+        """
+        found = self._states(variables)
+
+        def take() -> SessionSnapshot:
+            states: dict[str, tuple[str, Capture]] = {
+                name: (state.kind, state.capture()) for name, (_, state) in found.items()
+            }
+            if variables is None:
+                states |= self._state.awaited
+            return SessionSnapshot(states, keys, None if variables is not None else self._runs.random)
+
+        keys = {name: key for name, (key, _) in found.items()}
+        return await self._runs.at_rest(take, in_order=in_order)
+
+    async def write(self, root: Path, cut: SessionSnapshot, step: int | None, keep: int | None) -> Path:
+        """Writes a cut as a step under `root`, and deletes all but the latest `keep`; None for all.
+
+        Cancellation: the thread leaves nothing behind, unless it is done already.
+
+        Raises:
+            CheckpointError: it cannot be written, or a device that has some of it is lost.
+        """
+        states = await self._on_host(cut)
+        content = Content(states, cut.random, None if self._graph is None else self._graph_digest)
+        stopped = threading.Event()
+
+        def check() -> None:
+            if stopped.is_set():
+                raise SaveStopped
+
+        async with self._writing:  # else two would be the next step
+            try:
+                return await call_beside(write_checkpoint, root, step, content, keep, check)
+            finally:
+                stopped.set()
+
+    async def _on_host(self, cut: SessionSnapshot) -> dict[str, tuple[str, Mapping[str, Array]]]:
+        async def bring(name: str, kind: str, capture: Capture) -> tuple[str, Mapping[str, Array]]:
+            if not isinstance(capture, Mapping):
+                return kind, await call_beside(capture.arrays)
+            key = cut.keys.get(name)
+            return kind, {part: await self._runs.to_host(name, key, value) for part, value in capture.items()}
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {name: group.create_task(bring(name, *state)) for name, state in cut.states.items()}
+        except* DeviceLostError as errors:
+            raise CheckpointError(
+                f"nothing was saved: the value of a variable was on a device that is lost: {errors.exceptions[0]}"
+            ) from errors.exceptions[0]
+        return {name: task.result() for name, task in tasks.items()}
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    async def start(self, path: Path) -> Restored:
+        """Restores what a session begins with: without a graph, also states that nobody knows yet."""
+        return await self.restore(path, None, True, awaits=self._graph is None)
+
+    async def restore(
+        self, path: Path, variables: Sequence[Resource] | None, strict: bool, *, awaits: bool = False
+    ) -> Restored:
+        """Does what `Session.restore` promises; with `awaits`, states that nobody knows yet get their values later."""
+        found = self._states(variables)
+        step = await call_beside(find_step, path)
+        manifest = await call_beside(read_manifest, step)
+        compared = _Comparison(manifest, step, awaits)
+        await self._compare(compared, found)
+        arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known)
+        compared.faults += damaged
+        new = {name: found[name][1] for name, parts in arrays.items() if _fits(compared, name, parts, found)}
+        if strict:
+            _refuse(compared)
+
+        def put() -> None:
+            for name, state in new.items():
+                state.restore(arrays[name])
+            for name in arrays.keys() - found.keys():
+                self._state.awaited[name] = manifest.states[name].kind, arrays[name]
+            if variables is None and manifest.random is not None:
+                self._runs.random = manifest.random
+
+        await self._runs.alone(frozenset(key for key, _ in found.values()), put)
+        if compared.faults:
+            warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
+        return Restored(step, manifest.step, tuple(new), tuple(compared.faults))
+
+    async def _compare(self, compared: _Comparison, found: States) -> None:
+        """Finds out which states there are on both sides."""
+        manifest, file = compared.manifest, compared.path / NAME
+        if self._graph is not None and manifest.graph is not None:
+            digest = await call_beside(self._graph_digest)
+            if digest != manifest.graph:
+                compared.faults.append(
+                    f"{file}: was saved with another graph (its digest is {manifest.graph[:12]}, this one's "
+                    f"{digest[:12]})"
+                )
+        for name in sorted(found.keys() - manifest.states.keys()):
+            compared.faults.append(f"{file}: has no tensor {name!r}, which the session has")
+        for name, record in manifest.states.items():
+            if name in found or compared.awaits:
+                compared.known.append(name)
+            else:
+                compared.faults.append(f"{compared.path / record.file}: tensor {name!r} is none of the session's")
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def _states(self, variables: Sequence[Resource] | None) -> States:
+        """The states to save or restore, by name, with what tells each from others.
+
+        Raises:
+            TypeError: `variables` is no sequence of variables.
+            CheckpointError: two of them have one name.
+        """
+        if variables is None:
+            for resource in self._of_graph():
+                self._state.lookup(resource)  # makes it, if no run has
+            named = self._state.named()
+        else:
+            named = [(state_key(x), x.effect_key, self._state.lookup(x)) for x in _as_resources(variables)]
+        found: dict[str, tuple[Hashable, CheckpointedState]] = {}
+        for name, key, state in named:
+            if not isinstance(state, CheckpointedState):
+                continue
+            if name in found and found[name][1] is not state:
+                raise CheckpointError(
+                    f"two variables of the session are named {name!r}, and a checkpoint knows them by their names; "
+                    "give each its own: af.Variable(value, name=...)"
+                )
+            found[name] = key, state
+        return found
+
+    def _of_graph(self) -> list[Resource]:
+        graph = self._graph
+        if graph is not None and self._resources[0] != graph.version:
+            found = dict.fromkeys(resource for node in graph.walk() for resource in resources_of(node))
+            self._resources = graph.version, list(found)
+        return self._resources[1]
+
+    def _graph_digest(self) -> str:
+        """A digest of the names, operations, types and edges of the session's graph; of a large one, not in no time."""
+        graph = self._graph
+        assert graph is not None
+        version, digest = self._digest
+        if version != graph.version:
+            version = graph.version
+            hashed = blake2b(digest_size=20)
+            for node in graph.walk():
+                edges = ",".join(x.name for x in node.inputs), ",".join(x.name for x in node.control_inputs)
+                specs = ",".join(str(x.spec) for x in node.outputs)
+                hashed.update(f"{node.name} {node.op.name} {edges} {specs}\n".encode("utf-8", "surrogatepass"))
+            digest = hashed.hexdigest()
+            self._digest = version, digest
+        return digest
+
+
+def _as_resources(variables: Sequence[Resource]) -> Sequence[Resource]:
+    if isinstance(variables, Resource | str) or not isinstance(variables, Sequence):
+        raise TypeError(f"variables is a list of variables, or None for all; got {brief(variables)}")
+    for each in variables:
+        if not isinstance(each, Resource):
+            raise TypeError(f"variables is a list of variables; one of them is {brief(each)}")
+    return variables
+
+
+def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: States) -> bool:
+    """Whether arrays may be a state of the session's; if not, it is a fault."""
+    if name not in found:
+        return False  # nobody knows yet
+    record = compared.manifest.states[name]
+    try:
+        check_capture(found[name][1], record.kind, arrays)
+    except CheckpointError as error:
+        compared.faults.append(f"{compared.path / record.file}: tensor {name!r}: {error}")
+        return False
+    return True
+
+
+def _refuse(compared: _Comparison) -> None:
+    if compared.faults:
+        raise CheckpointError(
+            f"nothing was restored: {_listed(compared.faults)}\n  restore(..., strict=False) takes what fits, and says "
+            "what it skips"
+        )
+
+
+def _listed(faults: Sequence[str]) -> str:
+    more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    return "\n  ".join(faults[:_SHOWN]) + more
+
+
+__all__ = ["Checkpoints", "Restored", "SessionRuns", "SessionSnapshot"]

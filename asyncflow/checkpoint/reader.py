@@ -1,0 +1,113 @@
+"""Reads checkpoints, on a thread: with plain reads, as a map of a file that is cut off kills the process."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from asyncflow.checkpoint.manifest import Manifest
+from asyncflow.checkpoint.tensor_file import TensorRecord, from_strings, header, laid_out
+from asyncflow.checkpoint.writer import CHUNK
+from asyncflow.errors import CheckpointError
+from asyncflow.values import Array
+
+Arrays: TypeAlias = dict[str, dict[str, Array]]
+"""By state and part."""
+
+
+def read_arrays(path: Path, manifest: Manifest, names: Collection[str]) -> tuple[Arrays, list[str]]:
+    """The arrays of the states `names`, and what is wrong with those that are missing.
+
+    Arrays are read-only and own their memory.
+
+    Args:
+        path: of the step.
+        manifest: of the step.
+        names: of states.
+    """
+    owners = {
+        (state.file, record.name): (name, part)
+        for name, state in manifest.states.items()
+        if name in names
+        for part, record in state.tensors.items()
+    }
+    found: Arrays = {name: {} for name in names}
+    faults: list[str] = []
+    for file, records in manifest.files().items():
+        wanted = {record.name for record in records if (file, record.name) in owners}
+        arrays, wrong = _read_file(path / file, laid_out(records), wanted) if wanted else ({}, [])
+        faults += wrong
+        for label, array in arrays.items():
+            name, part = owners[file, label]
+            found[name][part] = array
+    whole = {name: parts for name, parts in found.items() if len(parts) == len(manifest.states[name].tensors)}
+    return whole, faults
+
+
+def _read_file(path: Path, records: list[TensorRecord], wanted: Collection[str]) -> tuple[dict[str, Array], list[str]]:
+    """The arrays of a file, and what is wrong with it."""
+    head = header(records)
+    arrays: dict[str, Array] = {}
+    faults: list[str] = []
+    try:
+        with FileIO(path) as file, ThreadPoolExecutor(1, "asyncflow:checksums") as beside:
+            expected = len(head) + sum(record.nbytes for record in records)
+            size = file.seek(0, 2)
+            if size != expected:
+                return {}, [f"{path}: has {size} bytes in place of {expected}: it is damaged, or not all there"]
+            file.seek(0)
+            if file.read(len(head)) != head:
+                return {}, [f"{path}: is damaged: its header is not that of the manifest"]
+            begin = len(head)
+            for record in records:
+                if record.name in wanted:
+                    try:
+                        arrays[record.name] = _read_array(file, begin, record, beside)
+                    except CheckpointError as error:
+                        faults.append(f"{path}: {error}")
+                begin += record.nbytes
+    except OSError as error:
+        return {}, [f"{path}: cannot be read: {error.strerror or error}"]
+    return arrays, faults
+
+
+def _read_array(file: FileIO, begin: int, record: TensorRecord, beside: ThreadPoolExecutor) -> Array:
+    is_text = record.dtype == "string"
+    array = np.empty(record.nbytes, np.uint8) if is_text else np.empty(record.shape, record.spec.dtype)
+    raw = array.reshape(-1).view(np.uint8)
+    view = raw.data
+    file.seek(begin)
+    crc32, at = 0, 0
+    pending = None
+    while at < len(view):
+        count = file.readinto(view[at : at + CHUNK])
+        if not count:
+            raise CheckpointError(f"tensor {record.name!r} ends after {at} of {record.nbytes} bytes")
+        if pending is not None:
+            crc32 = pending.result()
+        pending = beside.submit(zlib.crc32, view[at : at + count], crc32)
+        at += count
+    if pending is not None:
+        crc32 = pending.result()
+    if crc32 != record.crc32:
+        raise CheckpointError(
+            f"tensor {record.name!r} is damaged: its checksum is {crc32:08x}, and was {record.crc32:08x}"
+        )
+    if is_text:
+        array = from_strings(raw, record)
+    array.flags.writeable = False
+    return array
+
+
+def verify(path: Path, manifest: Manifest) -> list[str]:
+    """The faults of the files of a step; none, if all is as it was written."""
+    return read_arrays(path, manifest, manifest.states)[1]
+
+
+__all__ = ["read_arrays", "verify"]

@@ -1,0 +1,118 @@
+"""Files of arrays in the safetensors format: a header of JSON, then the bytes of all arrays, one behind another.
+
+The format is written and read here, and not by its library. That one holds the GIL while it reads or writes (a file of
+128 MB stops the event loop for up to 177 ms), maps files into memory, so that one that is cut off meanwhile kills the
+process, and in its version 0.8 writes arrays that are not contiguous wrong. It reads what is written here.
+
+A header is known before the file is read: what the manifest says of the arrays makes it, to the byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncflow.errors import CheckpointError
+from asyncflow.graph.dtypes import as_dtype, string
+from asyncflow.graph.spec import Spec
+from asyncflow.values import Array
+
+_CODES = {
+    **{f"{kind}{bits}": f"{code}{bits}" for kind, code in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+}
+"""The format's names of dtypes; complex128 and strings have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One array of a checkpoint, as its manifest tells of it.
+
+    Attributes:
+        name: in its file.
+        dtype: the name of its dtype.
+        shape: its extents.
+        nbytes: how many bytes of the file it takes.
+        crc32: the checksum of those.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    crc32: int
+
+    @property
+    def spec(self) -> Spec:
+        """Its dtype and shape.
+
+        Raises:
+            DTypeError: there is no such dtype, or not without another package.
+        """
+        return Spec(as_dtype(self.dtype), self.shape)
+
+    def stored(self) -> tuple[str, list[int]]:
+        """The dtype and shape that the file says it has."""
+        if self.dtype == "string":
+            return "U8", [self.nbytes]
+        if self.dtype == "complex128":
+            return "F64", [*self.shape, 2]
+        return _CODES[self.dtype], list(self.shape)
+
+    def has_sense(self) -> bool:
+        """Whether there may be such an array."""
+        if self.dtype == "string":
+            return self.nbytes >= 0
+        is_known = self.dtype == "complex128" or self.dtype in _CODES
+        return is_known and self.nbytes == math.prod(self.shape) * _itemsize(self)
+
+
+def laid_out(records: Iterable[TensorRecord]) -> list[TensorRecord]:
+    """In the order of the file: by alignment, which those who map such files need."""
+    return sorted(records, key=lambda record: (-_itemsize(record), record.name))
+
+
+def _itemsize(record: TensorRecord) -> int:
+    return {"string": 1, "bool": 1, "bfloat16": 2}.get(record.dtype) or np.dtype(record.dtype).itemsize
+
+
+def header(records: Iterable[TensorRecord]) -> bytes:
+    """The head of a file, before the arrays, which follow in the order of `records`."""
+    entries, begin = {}, 0
+    for record in records:
+        dtype, shape = record.stored()
+        entries[record.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + record.nbytes]}
+        begin += record.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def as_bytes(array: Array) -> Array:
+    """The bytes of an array or scalar as files have them: in C order, copied only if they are not; strings as JSON."""
+    if array.dtype == string:
+        text = json.dumps(np.asarray(array).ravel().tolist(), ensure_ascii=False)
+        return np.frombuffer(text.encode(), np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def from_strings(raw: Array, record: TensorRecord) -> Array:
+    """The array of strings with these bytes.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    items = json.loads(bytes(raw).decode())
+    if not isinstance(items, list) or len(items) != math.prod(record.shape):
+        raise CheckpointError(f"tensor {record.name!r} has other strings than its shape {list(record.shape)} says")
+    return np.array(items, string).reshape(record.shape)
+
+
+__all__ = ["TensorRecord", "as_bytes", "from_strings", "header", "laid_out"]

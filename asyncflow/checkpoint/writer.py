@@ -1,0 +1,160 @@
+"""Writes one checkpoint, on a thread: all of it is on the disk before it has its name."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from asyncflow.checkpoint.directory import begin_step, drop, keep_latest, publish, steps, sync_directory
+from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, StateRecord, file_of, library_versions
+from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, header, laid_out
+from asyncflow.errors import CheckpointError
+from asyncflow.graph.dtypes import dtype_name
+from asyncflow.values import Array
+
+CHUNK: Final = 8 << 20
+"""Bytes that are written, or read, at a time: the checksum of a chunk is made beside the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a checkpoint: kinds and arrays of states, by their names."""
+
+    states: Mapping[str, tuple[str, Mapping[str, Array]]]
+    random: RandomState | None
+    graph: Callable[[], str] | None
+
+
+class SaveStopped(Exception):
+    """Nobody waits for the checkpoint any more."""
+
+
+def write_checkpoint(
+    root: Path, step: int | None, content: Content, keep: int | None, check: Callable[[], None] = lambda: None
+) -> Path:
+    """Writes a step under `root` and publishes it; then deletes all but the latest `keep`.
+
+    Args:
+        root: the directory of the steps, which is made if need be.
+        step: its number; None for one more than the latest.
+        content: of the step.
+        keep: None for all.
+        check: called before each chunk; what it raises ends the writing.
+
+    Raises:
+        CheckpointError: it cannot be written; what was there is as it was.
+    """
+    try:
+        if step is None:
+            step = max(steps(root), default=-1) + 1
+        temporary = begin_step(root, step)
+        try:
+            _write_files(temporary, step, content, check)
+            path = publish(temporary, root, step)
+        except BaseException:
+            drop(temporary)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{root}: step {step} cannot be written: {error.strerror or error}; the steps that were there are as they "
+            "were"
+        ) from error
+    if keep is not None:
+        try:
+            keep_latest(root, keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: is written, but an older step cannot be deleted: {error.strerror or error}"
+            ) from error
+    return path
+
+
+def _write_files(folder: Path, step: int, content: Content, check: Callable[[], None]) -> None:
+    raw: dict[str, dict[str, Array]] = {}  # by file and name
+    states: dict[str, StateRecord] = {}
+    for name, (kind, arrays) in content.states.items():
+        tensors = {}
+        for part, value in arrays.items():
+            label = f"{name}::{part}" if part else name
+            data = as_bytes(value)
+            tensors[part] = TensorRecord(label, dtype_name(value.dtype), np.shape(value), data.nbytes, 0)
+            raw.setdefault(file_of(kind), {})[label] = data
+        states[name] = StateRecord(kind, tensors)
+    graph = None if content.graph is None else content.graph()
+    manifest = Manifest(step, graph, content.random, states, library_versions())
+    sums: dict[tuple[str, str], int] = {}
+    for file, records in manifest.files().items():
+        order = laid_out(records)
+        found = _write_arrays(folder / file, order, raw[file], check)
+        sums.update({(file, label): crc32 for label, crc32 in found.items()})
+    summed = {
+        name: replace(
+            state,
+            tensors={part: replace(x, crc32=sums[state.file, x.name]) for part, x in state.tensors.items()},
+        )
+        for name, state in states.items()
+    }
+    check()
+    with _Durable(folder / NAME) as file_:
+        file_.write(replace(manifest, states=summed).to_bytes())
+    sync_directory(folder)
+
+
+def _write_arrays(
+    path: Path, records: list[TensorRecord], raw: Mapping[str, Array], check: Callable[[], None]
+) -> dict[str, int]:
+    """Writes a file of arrays; their checksums by name."""
+    sums: dict[str, int] = {}
+
+    def add(name: str, chunk: memoryview) -> None:
+        sums[name] = zlib.crc32(chunk, sums.get(name, 0))
+
+    # One thread, which has all chunks in their order.
+    with _Durable(path) as file, ThreadPoolExecutor(1, "asyncflow:checksums") as beside:
+        file.write(header(records))
+        pending = []
+        for record in records:
+            data = raw[record.name].data
+            sums[record.name] = 0
+            for begin in range(0, len(data), CHUNK):
+                check()
+                chunk = data[begin : begin + CHUNK]
+                pending.append(beside.submit(add, record.name, chunk))
+                file.write(chunk)
+        for each in pending:
+            each.result()
+    return sums
+
+
+class _Durable:
+    """A new file, which is on the disk when it is closed without an error."""
+
+    __slots__ = ("_descriptor",)
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+    def __enter__(self) -> _Durable:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+__all__ = ["CHUNK", "Content", "SaveStopped", "write_checkpoint"]

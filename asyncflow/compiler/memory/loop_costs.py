@@ -1,0 +1,129 @@
+"""How long does an iteration of a loop take on one device, and how much is held besides what it saves?
+
+An estimate by `asyncflow.compiler.placement.node_costs`: measured where a node has run, else from shapes. On a device
+that fuses, elementwise nodes that feed one another are one kernel, which reads and writes what goes in and out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.memory.memory_choices import Work
+from asyncflow.compiler.memory.segments import trip_count
+from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
+from asyncflow.compiler.program.kernels import is_host_spec
+from asyncflow.compiler.program.purity import has_variants
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.structured import CondNode, WhileNode
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+class LoopCosts:
+    """Estimates for loops on one device.
+
+    Args:
+        device: it.
+        measured: mean ns of a firing by node name.
+        fuses: whether elementwise nodes that feed one another become one kernel there.
+    """
+
+    def __init__(self, device: Device, measured: Mapping[str, float], *, fuses: bool) -> None:
+        self._device = device
+        self._costs = NodeCosts([device], measured)
+        self._fuses = fuses
+        launching = device.asynchronous
+        self._launch_ns, self._view_ns = (0.0, 0.0) if launching is None else (launching.launch_ns, launching.view_ns)
+
+    def iteration(self, loop: WhileNode) -> Work:
+        """One iteration."""
+        return self._of_body(loop.predicate).plus(self._of_body(loop.body))
+
+    def of_nodes(self, nodes: Iterable[Node], wanted: Collection[Tensor] = ()) -> Work:
+        """Some nodes of a body, of whose values others want these."""
+        work = Work()
+        chains: list[Node] = []
+        for node in nodes:
+            if self._fuses and node.op.rows == "elementwise" and not _is_on_host(node):
+                chains.append(node)
+            else:
+                work = work.plus(self.of_node(node))
+        for chain in _chains(chains):
+            work = work.plus(Work(self._chain_ns(chain, wanted), self._launch_ns))
+        return work
+
+    def of_node(self, node: Node) -> Work:
+        """One node alone, with what is in it."""
+        if isinstance(node, CondNode):
+            return max(map(self._of_body, node.subgraphs), key=lambda work: work.ns)
+        if isinstance(node, WhileNode):
+            count = trip_count(node)
+            return self.iteration(node).times(ASSUMED_ITERATIONS if count is None else count)
+        if _is_on_host(node) or node.op in (PARAMETER, CONSTANT) or has_variants(node.inputs):
+            return Work()
+        if self._costs.work(node)[0] == 0.0:
+            return Work(0.0, self._view_ns)
+        (ns,) = self._costs.times(node)
+        return Work(ns, self._launch_ns)
+
+    def _of_body(self, body: Subgraph) -> Work:
+        used = {x for node in body.nodes if self._fuses and node.op.rows != "elementwise" for x in node.inputs}
+        return self.of_nodes(body.nodes, used.union(body.results))
+
+    def _chain_ns(self, chain: Sequence[Node], wanted: Collection[Tensor]) -> float:
+        made = {x for node in chain for x in node.outputs}
+        read = {x for node in chain for x in node.inputs if x not in made}
+        written = [x for x in made if x in wanted]
+        flops = sum(self._costs.work(node)[0] for node in chain)
+        return self._device.kernel_ns(flops, sum(map(tensor_nbytes, (*read, *written))))
+
+
+def _is_on_host(node: Node) -> bool:
+    return all(is_host_spec(x.spec) or x.dtype == VARIANT for x in node.outputs)
+
+
+def _chains(nodes: Sequence[Node]) -> Iterable[list[Node]]:
+    """Groups of elementwise nodes of one shape that feed one another."""
+    group_of: dict[Node, list[Node]] = {}
+    for node in nodes:
+        group = [node]
+        for x in node.inputs:
+            found = group_of.get(x.node)
+            if found is not None and found is not group and x.shape == node.outputs[0].shape:
+                found += group
+                group = found
+                group_of.update((each, group) for each in group)
+        group_of[node] = group
+    return {id(group): group for group in group_of.values()}.values()
+
+
+def standing_bytes(loops: Iterable[WhileNode]) -> int:
+    """Bytes that are held besides what is saved: what loops begin with and look at, and most in one of their bodies."""
+    outside = {x for loop in loops for x in loop.inputs if x.dtype != VARIANT}
+    return round(sum(map(tensor_nbytes, outside)) + max((_most_live(loop.body) for loop in loops), default=0.0))
+
+
+def _most_live(body: Subgraph) -> float:
+    """Most bytes of values of an iteration that are there at a time, one node after the other; views take none."""
+    last = {x: node for node in body.nodes for x in node.inputs}
+    results = set(body.results)
+    live = most = 0.0
+    for node in body.nodes:
+        if _makes_memory(node):
+            live += sum(map(tensor_nbytes, node.outputs))
+            most = max(most, live)
+        gone = {x for x in node.inputs if last[x] is node and x not in results and _makes_memory(x.node)}
+        live -= sum(map(tensor_nbytes, gone))
+    return most
+
+
+def _makes_memory(node: Node) -> bool:
+    if node.op is PARAMETER or node.op.traits.is_cheap:
+        return False
+    return all(x.dtype != VARIANT for x in node.outputs) and not has_variants(node.inputs)

@@ -1,0 +1,208 @@
+"""Which way to treat the values that a loop saves is the quickest that fits: a choice by figures alone.
+
+A loop runs forward and then its gradient runs back. What it saves in an iteration may stay, or move away and back; some
+of it may be computed again in the gradient's body (a `Saving`), and the iterations behind the first ones may be run
+again in segments (`asyncflow.compiler.memory.segments`). A `Way` is one choice of all of these for a loop:
+
+- *keep* takes the time of both loops alone;
+- *moving* takes the time of the copies that the loops are too short to hide: those out while the forward loop runs,
+  those back while the gradient runs. What is saved first is read last, so that its copies have longest;
+- *computing again* takes the time of the kernels, in each iteration;
+- *running again* takes the time of the forward loop, for the iterations that are not kept.
+
+A card computes, its host launches, and its link copies, each on its own: while a loop runs, the busiest decides. So the
+time of a way is convex in the number of iterations that are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, inf, sqrt
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_EQUAL = 1.001
+"""Ways whose times are so close are as quick as each other; then the one that moves and changes least is taken."""
+
+
+class Work(NamedTuple):
+    """The time of something that is launched: on the device, and on the host, which launches ahead; in nanoseconds."""
+
+    device_ns: float = 0.0
+    host_ns: float = 0.0
+
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        """This, and the other so often."""
+        return Work(self.device_ns + times * other.device_ns, self.host_ns + times * other.host_ns)
+
+    def times(self, count: float) -> Work:
+        """This so often."""
+        return Work().plus(self, count)
+
+    @property
+    def ns(self) -> float:
+        """How long it takes."""
+        return max(self)
+
+
+_NOTHING = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """One way to choose the values that are saved, and computed again.
+
+    Attributes:
+        sizes: bytes an iteration of the values that may move, the largest first.
+        fixed: bytes an iteration of all others that are saved.
+        again: what is computed again in an iteration of the gradient.
+    """
+
+    sizes: tuple[int, ...]
+    fixed: int = 0
+    again: Work = _NOTHING
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes an iteration."""
+        return sum(self.sizes) + self.fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopFigures:
+    """Figures that a choice for a loop depends on.
+
+    Attributes:
+        iterations: how many it has.
+        forward, backward: one iteration, of the loop and of its gradient.
+        savings: the ways to choose what is saved; the first is as the program stands.
+        room: bytes that the saved values may take.
+        copy_ns_per_byte: of a copy, out or back; None where nothing moves.
+        start_ns: the host's time for a copy.
+        away: bytes that may be away at a time.
+        checkpoint_bytes: of the loop's variables, which begin a segment; None if it may not run again.
+    """
+
+    iterations: int
+    forward: Work
+    backward: Work
+    savings: Sequence[Saving]
+    room: float
+    copy_ns_per_byte: float | None = None
+    start_ns: float = 0.0
+    away: float = inf
+    checkpoint_bytes: int | None = None
+
+    @property
+    def usual_ns(self) -> float:
+        """The time if everything is kept."""
+        return self.iterations * (self.forward.ns + self.backward.ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One choice for a loop.
+
+    Attributes:
+        saving: which of the `LoopFigures.savings`.
+        moved: how many of its values move, the first ones.
+        kept: so many iterations, the first ones, keep what they save; the others run again.
+        length: of the segments in which they do.
+        held: most bytes held at a time.
+        away: bytes that move.
+        ns: the time of the run.
+        exposed_ns: the part of it that waits for copies.
+    """
+
+    saving: int = 0
+    moved: int = 0
+    kept: int
+    length: int = 0
+    held: float
+    away: int = 0
+    ns: float
+    exposed_ns: float = 0.0
+
+
+def segment_length(count: int, checkpoint_bytes: int, nbytes: int) -> int:
+    """The length of segments with which least is held at a time, of `count` iterations that run again."""
+    ratio = checkpoint_bytes / nbytes if checkpoint_bytes and nbytes else 1.0
+    return max(1, min(count, round(sqrt(count * ratio))))
+
+
+def choose_way(figures: LoopFigures) -> Way:
+    """The quickest that fits into the room, or else the one that holds least."""
+    ways = list(_ways(figures))
+    if _fits(ways[0], figures):
+        return ways[0]  # nothing is to be done
+    fitting = [way for way in ways if _fits(way, figures)]
+    if not fitting:
+        return min(ways, key=lambda way: (way.held, way.ns))
+    most_ns = _EQUAL * min(way.ns for way in fitting)
+    quick = [way for way in fitting if way.ns <= most_ns]
+    return min(quick, key=lambda way: (way.away, way.saving, figures.iterations - way.kept, way.ns))
+
+
+def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
+    """The way that moves the first `moved` values of a saving, in all of the first `kept` iterations."""
+    chosen, count = figures.savings[saving], figures.iterations
+    going = sum(chosen.sizes[:moved])
+    again, length, held = count - kept, 0, float(kept * (chosen.nbytes - going))
+    if again:
+        assert figures.checkpoint_bytes is not None
+        length = segment_length(again, figures.checkpoint_bytes, chosen.nbytes)
+        held += (ceil(again / length) + 1) * figures.checkpoint_bytes + length * chosen.nbytes
+    forward = figures.forward.times(count)
+    backward = figures.backward.plus(chosen.again).times(count).plus(figures.forward, again)
+    usual_ns = forward.ns + backward.ns
+    if going:
+        copies, link_ns = Work(0.0, kept * moved * figures.start_ns), kept * going * (figures.copy_ns_per_byte or 0.0)
+        saving_ns = figures.forward.plus(Work(0.0, moved * figures.start_ns)).ns * kept
+        # What is on its way, and what the link has not taken yet when the last iteration saves.
+        held += min(2, kept) * going + (kept * going * max(0.0, 1 - saving_ns / link_ns) if link_ns else 0.0)
+        ns = max(forward.plus(copies).ns, link_ns) + max(backward.plus(copies).ns, link_ns)
+    else:
+        ns = usual_ns
+    return Way(
+        saving=saving,
+        moved=moved,
+        kept=kept,
+        length=length,
+        held=held,
+        away=kept * going,
+        ns=ns,
+        exposed_ns=ns - usual_ns,
+    )
+
+
+def _fits(way: Way, figures: LoopFigures) -> bool:
+    return way.held <= figures.room and way.away <= figures.away
+
+
+def _ways(figures: LoopFigures) -> Iterator[Way]:
+    """Those that may be the best, the one that keeps everything first."""
+    for number, saving in enumerate(figures.savings):
+        most = 0 if figures.copy_ns_per_byte is None else len(saving.sizes)
+        for moved in range(most + 1):
+            yield way_of(figures, number, moved, figures.iterations)
+            if figures.checkpoint_bytes is not None:
+                yield from _in_part(figures, partial(way_of, figures, number, moved))
+
+
+def _in_part(figures: LoopFigures, way: Callable[[int], Way]) -> Iterator[Way]:
+    """The quickest number of iterations to keep, if that fits, and among those that do."""
+    most = _last(figures.iterations, lambda kept: _fits(way(kept), figures))
+    for end in (figures.iterations, most):
+        yield way(_last(end, lambda kept: way(kept).ns <= way(kept - 1).ns))
+
+
+def _last(end: int, holds: Callable[[int], bool]) -> int:
+    """The last number up to `end` for which something holds, that holds for all before it; 0 if for none."""
+    low, high = 0, end + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

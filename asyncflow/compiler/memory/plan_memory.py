@@ -1,0 +1,328 @@
+"""Pass: decides for loops on devices with a limit which saved values stay, move, or are computed again, if not all fit.
+
+A plan is made for what runs are predicted to hold and to take (`loop_costs`). As long as that fits, nothing is changed.
+Else each loop gets the quickest way that fits (`memory_choices`): the values that move do so from the first iteration
+on; others are computed again in the gradient's body, as the minimum cut chooses them for a price of memory
+(`choose_saved`); and iterations behind the first ones run again in segments (`segments`). All else that can move still
+does so when memory is short.
+
+Left alone are loops that were asked to move all they save (`while_loop(swap_memory=True)`), loops whose number of
+iterations or whose saved values' sizes only a run knows, loops on several devices, and loops whose values another loop
+saves in turn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
+from asyncflow.compiler.memory.loop_costs import LoopCosts, standing_bytes
+from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Work, choose_way
+from asyncflow.compiler.memory.segments import loop_to_segment, trip_count
+from asyncflow.compiler.memory.store_paths import StorePaths, stores_of
+from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.swap import FULL
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.shapes import is_static
+from asyncflow.graph.structured import WhileNode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from asyncflow.compiler.memory.memory_choices import Way
+    from asyncflow.compiler.memory.segments import SegmentedLoop
+    from asyncflow.devices.protocol import Device
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Tensor
+
+_PRICES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
+"""Nanoseconds of computing again that a byte held in all iterations is worth: one cut is tried for each."""
+
+_LESS = 100 << 20
+"""Bytes less, of which `PlannedLoop.explain` says what they would cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedValue:
+    """A value that a loop saves, or has saved before, and what is done with it.
+
+    Attributes:
+        name: the value's.
+        nbytes: an iteration.
+        choice: ``"keep"``, ``"swap"`` or ``"recompute"``.
+        ns: an iteration's time of its copies, one way, or of computing it again.
+    """
+
+    name: str
+    nbytes: int
+    choice: str
+    ns: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLoop:
+    """The choice for the values that a loop saves, and what it was predicted to cost.
+
+    Attributes:
+        name: the loop's.
+        location: where it was written.
+        limit: of its device.
+        standing: bytes that are held besides.
+        figures: what the choice was made from.
+        way: the choice.
+        values: one by one.
+    """
+
+    name: str
+    location: SourceLocation
+    limit: int
+    standing: int
+    figures: LoopFigures
+    way: Way
+    values: tuple[PlannedValue, ...] = ()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are predicted to be held at most."""
+        return self.standing + round(self.way.held)
+
+    @property
+    def kept_all(self) -> int:
+        """The same if everything were kept."""
+        return self.standing + self.figures.iterations * self.figures.savings[0].nbytes
+
+    def explain(self) -> Iterator[str]:
+        """Lines for people."""
+        figures, way = self.figures, self.way
+        count = figures.iterations
+        head = f"loop {self.name} ({self.location}): {count:,} iterations, limit {format_bytes(self.limit)}"
+        if not self.values:
+            yield f"{head}, holds {format_bytes(self.kept_all)}: all is kept"
+            return
+        yield f"{head}, would hold {format_bytes(self.kept_all)}"
+        width = max(len(value.name) for value in self.values)
+        yield f"  {'value':<{width}}  bytes/iteration  {'choice':<9}  costs/iteration"
+        for value in self.values:
+            size = format_bytes(value.nbytes)
+            yield f"  {value.name:<{width}}  {size:<15}  {value.choice:<9}  {self._cost(value)}".rstrip()
+        if way.kept < count:
+            again = f"iterations {way.kept:,} to {count - 1:,}" if way.kept else "all iterations"
+            yield f"  {again} run again for the gradient, in segments of {way.length:,}: {_ms(figures.forward.ns)} each"
+        room = figures.room - _LESS
+        less = choose_way(replace(figures, room=room))
+        more = f"cost {_ms((less.ns - way.ns) / count)} an iteration" if less.held <= room else "do not fit"
+        yield (
+            f"predicted: {format_bytes(self.held)}, {_ms(way.ns / count)} an iteration "
+            f"({_ms(figures.usual_ns / count)} without a limit); the next 100 MiB less {more}"
+        )
+
+    def _cost(self, value: PlannedValue) -> str:
+        if value.choice == "recompute":
+            return f"{_ms(value.ns)}, in the gradient's body"
+        if value.choice == "keep":
+            return ""
+        moved = sum(self.figures.savings[self.way.saving].sizes[: self.way.moved])
+        late_ns = self.way.exposed_ns / self.figures.iterations * value.nbytes / max(moved, 1)
+        behind = "the rest" if late_ns else "all"
+        return f"{_ms(late_ns)} ({_ms(value.ns)} of copies each way, {behind} behind compute)"
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.2f} ms" if ns >= 1e5 or not ns else f"{ns / 1e3:.1f} µs"
+
+
+def plan_memory(
+    graph: Graph, devices: Sequence[Device], measured: Mapping[str, float], *, fuses: bool
+) -> tuple[PlannedLoop, ...]:
+    """Chooses for all loops of `graph`, and changes those that do not fit, in place.
+
+    Args:
+        graph: a program before placement.
+        devices: of the session.
+        measured: mean ns of nodes in earlier runs, by name.
+        fuses: whether devices that can fuse elementwise nodes do.
+    """
+    found: dict[str, list[_Candidate]] = defaultdict(list)
+    loops = [node for node in graph.walk() if isinstance(node, WhileNode) and stores_of(node)]
+    for loop in loops:
+        device = _device_of(loop, devices)
+        if device is not None and device.memory.limit is not None:
+            costs = LoopCosts(device, measured, fuses=fuses and device.capabilities.runs_regions)
+            candidate = _candidate(loop, device, costs)
+            if candidate is not None:
+                found[device.name].append(candidate)
+    return tuple(planned for candidates in found.values() for planned in _planned(graph, candidates))
+
+
+def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
+    """The device that the loop runs on, if that is certain."""
+    asked = {node.device for node in loop.body.walk() if node.device is not None}
+    if len(devices) == 1:
+        return devices[0]
+    return next((device for device in devices if asked == {device.name}), None)
+
+
+def _planned(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[PlannedLoop]:
+    """The choices for the loops of one device: what is held besides is shared out by what they would hold."""
+    limit = candidates[0].device.memory.limit
+    assert limit is not None
+    loops = [each.loop for each in candidates]
+    standing = standing_bytes([*loops, *(reader for each in candidates for reader in each.gradients)])
+    room = FULL * limit - standing
+    total = sum(each.would_hold for each in candidates)
+    for each in candidates:
+        figures = each.figures(room * each.would_hold / total)
+        if total > room:
+            each.look_for_savings(graph)
+            figures = replace(figures, savings=tuple(each.savings))
+        way = choose_way(figures)
+        planned = PlannedLoop(
+            name=each.loop.name,
+            location=each.loop.location,
+            limit=limit,
+            standing=standing,
+            figures=figures,
+            way=way,
+            values=tuple(each.values(way)) if total > room else (),
+        )
+        if total > room:
+            each.apply(way)
+        yield planned
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A loop that may be changed.
+
+    Attributes:
+        loop: the forward loop.
+        device: where it runs.
+        costs: of its nodes there.
+        iterations: how many.
+        segmented: what it takes to run it again.
+        inner: bytes an iteration that loops in it save.
+        changes: of what it saves; the first is none.
+        savings: the figures of each.
+        movable: the values of each that may move, the largest first.
+    """
+
+    loop: WhileNode
+    device: Device
+    costs: LoopCosts
+    iterations: int
+    segmented: SegmentedLoop
+    inner: int
+    changes: list[SavedChange] = field(default_factory=list)
+    savings: list[Saving] = field(default_factory=list)
+    movable: list[list[Tensor]] = field(default_factory=list)
+
+    @property
+    def gradients(self) -> list[WhileNode]:
+        return [reader.loop for reader in self.segmented.readers]
+
+    @property
+    def would_hold(self) -> int:
+        return self.iterations * self.savings[0].nbytes
+
+    def add(self, change: SavedChange) -> None:
+        """One more way to choose what is saved."""
+        swapping, sizes = self.device.swapping, change.saved()
+        least = swapping.manager.least_bytes if swapping is not None else 0
+        movable = [value for value, size in sizes.items() if swapping is not None and size >= least > 0]
+        movable.sort(key=lambda value: -sizes[value])
+        large = tuple(sizes[value] for value in movable)
+        self.changes.append(change)
+        self.movable.append(movable)
+        fixed = sum(sizes.values()) - sum(large) + self.inner
+        self.savings.append(Saving(large, fixed, self.costs.of_nodes(change.again)))
+
+    def look_for_savings(self, graph: Graph) -> None:
+        """Finds the cuts for several prices of memory."""
+        del self.changes[:], self.savings[:], self.movable[:]
+        paths = StorePaths(graph)
+        self.add(SavedChange(self.loop, paths, lambda _: None))
+        seen = {frozenset(self.changes[0].kept)}
+        for price in _PRICES:
+            change = SavedChange(self.loop, paths, partial(self._price, price=price))
+            if frozenset(change.kept) not in seen:
+                seen.add(frozenset(change.kept))
+                self.add(change)
+
+    def _price(self, value: Tensor, price: float) -> int | None:
+        return round(self.costs.of_node(value.node).ns / price) if may_run_again(value.node) else None
+
+    def figures(self, room: float) -> LoopFigures:
+        """The figures that the choice depends on."""
+        segmented, swapping = self.segmented, self.device.swapping
+        may = segmented.refusal is None and segmented.why_not is None and len(segmented.readers) == 1
+        return LoopFigures(
+            iterations=self.iterations,
+            forward=self.costs.iteration(self.loop),
+            backward=reduce(Work.plus, map(self.costs.iteration, self.gradients)),
+            savings=tuple(self.savings),
+            room=room,
+            copy_ns_per_byte=None if swapping is None else swapping.ns_per_byte,
+            start_ns=0.0 if swapping is None else swapping.start_ns,
+            away=0.0 if swapping is None else swapping.room,
+            checkpoint_bytes=segmented.variable_bytes if may else None,
+        )
+
+    def values(self, way: Way) -> Iterator[PlannedValue]:
+        """The saved values, and the choice for each."""
+        change, swapping = self.changes[way.saving], self.device.swapping
+        moved = set(self.movable[way.saving][: way.moved])
+        for value, size in change.saved().items():
+            if size and value in moved:
+                assert swapping is not None
+                yield PlannedValue(value.node.name, size, "swap", size * swapping.ns_per_byte)
+            elif size:
+                yield PlannedValue(value.node.name, size, "keep")
+        for store in change.dropped if way.saving else ():
+            nbytes = self.changes[0].saved()[store.value]
+            yield PlannedValue(store.value.node.name, nbytes, "recompute", self.costs.of_node(store.value.node).ns)
+
+    def apply(self, way: Way) -> None:
+        """Changes the loop."""
+        if way.saving:
+            self.changes[way.saving].apply()
+        buffer = self.changes[way.saving].buffer
+        moved = {buffer(value) for value in self.movable[way.saving][: way.moved]}
+        stores = {self.loop.inputs[store.output.index].node: store.value for store in stores_of(self.loop)}
+        for store in stores:
+            store.attrs = {**store.attrs, "moves": "late"}
+        if way.kept < self.iterations:
+            loop_to_segment(self.loop).rewrite(way.length, way.kept)
+        for store, value in stores.items():
+            if buffer(value) in moved:
+                store.attrs = {**store.attrs, "moves": "always"}
+
+
+def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate | None:
+    """The loop, if enough is known of it."""
+    count, stores = trip_count(loop), stores_of(loop)
+    inner = [_stored_inside(store.value) for store in stores if store.value.dtype == VARIANT]
+    is_known = all(is_static(store.value.shape) for store in stores) and None not in inner
+    if not count or not is_known or ((inner or loop.swap_memory) and device.swapping is not None):
+        return None
+    segmented = loop_to_segment(loop)
+    if not segmented.readers:
+        return None
+    found = _Candidate(loop, device, costs, count, segmented, sum(size for size in inner if size is not None))
+    found.add(SavedChange(loop, StorePaths(loop.graph.root), lambda _: None))
+    return found if found.would_hold else None
+
+
+def _stored_inside(store: Tensor) -> int | None:
+    """Bytes of the values in the store of an inner loop; None if only a run knows."""
+    loop = store.node
+    count = trip_count(loop) if isinstance(loop, WhileNode) else None
+    if not isinstance(loop, WhileNode) or count is None:
+        return None
+    saved = next((each.value for each in stores_of(loop) if each.output is store), None)
+    if saved is None or saved.dtype == VARIANT or not is_static(saved.shape):
+        return None
+    return count * nbytes_of(saved.spec, 1)

@@ -1,0 +1,323 @@
+"""`QueueState`: the elements of a queue and who waits for them, in one session or in a container.
+
+What may go on, at any moment; only the first of each line is asked for:
+
+=====================  ===============================================================================================
+it wants to            it may if
+=====================  ===============================================================================================
+put k elements         they fit into the capacity; or whoever takes next needs more than there is, or both might wait
+                       for ever
+take n elements        there are n, and the reserve, and enough of them belong together or no more fit in
+either, once closed    puts that waited go on as above. A take needs n, without a reserve, or all that will ever be
+                       there if it takes up to n; if there will never be enough, it ends with `QueueClosedError`
+=====================  ===============================================================================================
+
+A put or take is one step: all of its elements at once, or none. Those who wait are served in the order they came, those
+who put and those who take each among themselves, and nobody overtakes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import NamedTuple
+
+from asyncflow.errors import GraphError, QueueClosedError
+from asyncflow.graph.resource import Resource
+from asyncflow.graph.spec import Spec
+from asyncflow.state.held import Holder
+from asyncflow.state.waiting.element_orders import Element, ElementOrder
+from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
+from asyncflow.values import Value
+
+
+class QueueSnapshot(NamedTuple):
+    """One moment of a queue.
+
+    Attributes:
+        elements: the elements themselves, which nobody ever writes to, in an order in which they can be put in again.
+        order: what else decides which is next, such as the state of a random generator.
+        is_closed: whether it was closed.
+    """
+
+    elements: tuple[Element, ...]
+    order: object
+    is_closed: bool
+
+
+class QueuePlace(PlaceInLine):
+    """A place of one who puts in, or takes out.
+
+    Attributes:
+        count: of elements.
+        add: puts them in; None for one who takes.
+        or_fewer: take what is left, if there will never be as many.
+        is_refused: the queue was closed meanwhile, and nothing is waited for any more.
+    """
+
+    __slots__ = ("add", "count", "is_refused", "or_fewer")
+
+    def __init__(
+        self,
+        state: QueueState,
+        what: str,
+        finish: Callable[..., Value],
+        count: int,
+        add: Callable[[], None] | None = None,
+        *,
+        or_fewer: bool = False,
+    ) -> None:
+        super().__init__(state, what, finish)
+        self.count = count
+        self.add = add
+        self.or_fewer = or_fewer
+        self.is_refused = False
+
+
+class QueueState(LinedState):
+    """The elements of a queue, safe to use from all threads.
+
+    Invariant, outside the lock: the first of a line has been called if and only if it may go on.
+
+    Args:
+        name: for messages.
+        order: the elements, none yet.
+        capacity: how many it holds. A put of several passes it by those, where a take waits for more than there is.
+        reserve: how many have to be left by a take while the queue is open.
+        specs: of the values of an element.
+        signature: what queues of one name in one container have in common.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        order: ElementOrder,
+        capacity: int,
+        reserve: int = 0,
+        specs: Sequence[Spec] = (),
+        signature: Hashable = None,
+    ) -> None:
+        super().__init__()
+        self.specs = specs
+        self.name = name
+        self.elements = order
+        self.capacity = capacity
+        self.reserve = reserve
+        self.signature = signature
+        self.is_closed = False
+        self._putters: deque[QueuePlace] = deque()
+        self._takers: deque[QueuePlace] = deque()
+        self._coming = 0  # elements of those who wait to put them in
+
+    def __repr__(self) -> str:
+        return f"<QueueState {self.name}: {self.describe()}>"
+
+    # -- what is asked for ---------------------------------------------------------------------------------------
+
+    def put(self, elements: Sequence[Element], what: str, finish: Callable[[None], Value]) -> Value | PlaceInLine:
+        """Puts elements in, all at once: what `finish` makes of None, or a place in line.
+
+        Raises:
+            QueueClosedError: it is closed.
+        """
+        order, count, place = self.elements, len(elements), None
+        add = order.adding(elements)
+        with self.lock:
+            if self.is_closed or self.ended is not None:
+                self.check()
+                raise self._closed(f"{what}: nothing more can be put in")
+            if self._putters or (len(order) + count > self.capacity and not self._may_put(count)):
+                place = QueuePlace(self, what, finish, count, add)
+                self._putters.append(place)
+                self._coming += count
+            else:
+                add()
+            if self._takers:
+                self._settle()
+        if self.to_wake:
+            self.wake_called()
+        return place if place is not None else finish(None)
+
+    def take(
+        self, count: int, or_fewer: bool, what: str, finish: Callable[[list[Element]], Value]
+    ) -> Value | PlaceInLine:
+        """Takes so many elements, all at once: what `finish` makes of them, or a place in line.
+
+        Raises:
+            QueueClosedError: it is closed, and there will never be enough.
+        """
+        place: QueuePlace | None = None
+        taken: list[Element] = []
+        with self.lock:
+            self.check()
+            if self._takers or not self._may_take(count, or_fewer):
+                place = QueuePlace(self, what, finish, count, or_fewer=or_fewer)
+                self._takers.append(place)
+            else:
+                taken = self._taken(count, or_fewer, what)
+            if self._putters:
+                self._settle()
+        if self.to_wake:
+            self.wake_called()
+        return place if place is not None else finish(taken)
+
+    def size(self) -> int:
+        """How many elements are in it."""
+        with self.lock:
+            self.check()
+            return len(self.elements)
+
+    def close(self, cancel_pending: bool = False) -> None:
+        """Lets nothing more in. Idempotent.
+
+        Args:
+            cancel_pending: also not those who wait to put something in, who get a `QueueClosedError`.
+        """
+        with self.lock:
+            self.check()
+            self.is_closed = True
+            if cancel_pending:
+                waiting, self._putters, self._coming = self._putters, deque(), 0
+                for place in waiting:
+                    place.is_refused = True
+                    place.is_called = False
+                    self.call(place)
+            self._settle()
+        self.wake_called()
+
+    def capture(self) -> QueueSnapshot:
+        """One moment of it, by reference; what waits to be put in is no part of it."""
+        with self.lock:
+            elements, order = self.elements.capture()
+            return QueueSnapshot(elements, order, self.is_closed)
+
+    def restore(self, snapshot: QueueSnapshot) -> None:
+        """Makes it what it was; those who wait go on waiting, for what there is now."""
+        with self.lock:
+            self.elements.restore(snapshot.elements, snapshot.order)
+            self.is_closed = snapshot.is_closed
+            self._settle()
+        self.wake_called()
+
+    # -- who may go on, under the lock ---------------------------------------------------------------------------
+
+    def _may_put(self, count: int) -> bool:
+        held = len(self.elements)
+        return held + count <= self.capacity or (bool(self._takers) and held < self._first_needs())
+
+    def _may_take(self, count: int, or_fewer: bool) -> bool:
+        held = len(self.elements)
+        if self.is_closed:
+            # Nothing at all is needed by what will never be served.
+            return held >= self._needed(count, or_fewer)
+        if held < count + self.reserve:
+            return False
+        has = self.elements.has
+        if has is None or has(count):
+            return True
+        return bool(self._putters) and held + self._putters[0].count > self.capacity
+
+    def _first_needs(self) -> int:
+        first = self._takers[0]
+        return self._needed(first.count, first.or_fewer)
+
+    def _needed(self, count: int, or_fewer: bool) -> int:
+        """How many elements have to be there, for a take to go on."""
+        if not self.is_closed:
+            return count + self.reserve
+        final = len(self.elements) + self._coming
+        return count if final >= count else final if or_fewer else 0
+
+    def _settle(self) -> None:
+        """Calls the first of each line if it may go on, and takes back a call of one who may not any more."""
+        for line, may in ((self._putters, self._first_may_put), (self._takers, self._first_may_take)):
+            if line:
+                if may():
+                    self.call(line[0])
+                else:
+                    line[0].is_called = False
+
+    def _first_may_put(self) -> bool:
+        return self._may_put(self._putters[0].count)
+
+    def _first_may_take(self) -> bool:
+        first = self._takers[0]
+        return self._may_take(first.count, first.or_fewer)
+
+    def _taken(self, count: int, or_fewer: bool, what: str) -> list[Element]:
+        if self.is_closed:
+            count = self._needed(count, or_fewer)
+            if not count:
+                raise self._closed(f"{what} can never be served")
+        return self.elements.remove(count)
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """See `LinedState.claimed`."""
+        assert isinstance(place, QueuePlace)
+        if place.is_refused:
+            raise self._closed(f"{place.what}: it was closed with cancel_pending=True while this waited")
+        line = self._takers if place.add is None else self._putters
+        may = self._first_may_take if place.add is None else self._first_may_put
+        if not line or line[0] is not place or not may():
+            place.is_called = False
+            return NOT_YET
+        line.popleft()
+        try:
+            if place.add is None:
+                return self._taken(place.count, place.or_fewer, place.what)
+            self._coming -= place.count
+            place.add()
+            return None
+        finally:
+            self._settle()
+
+    def left(self, place: PlaceInLine) -> None:
+        """See `LinedState.left`."""
+        assert isinstance(place, QueuePlace)
+        line = self._takers if place.add is None else self._putters
+        if place in line:
+            line.remove(place)
+            self._coming -= 0 if place.add is None else place.count
+            self._settle()
+
+    def places(self) -> list[PlaceInLine]:
+        """See `LinedState.places`."""
+        return [*self._putters, *self._takers]
+
+    # -- messages and containers ---------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """See `LinedState.describe`."""
+        waiting = [(len(self._putters), "to put"), (len(self._takers), "to take")]
+        lines = ", ".join(f"{count} wait{'s' * (count == 1)} {verb}" for count, verb in waiting if count)
+        reserve = f", {self.reserve} of which a take leaves" if self.reserve else ""
+        state = ", closed" if self.is_closed else ""
+        return f"{len(self.elements)} of {self.capacity} elements{reserve}{state}{f'; {lines}' if lines else ''}"
+
+    def _closed(self, why: str) -> QueueClosedError:
+        left = len(self.elements) + self._coming
+        some = f"{left} element{'s are' if left != 1 else ' is'} left"
+        return QueueClosedError(f"{why}, as queue {self.name!r} is closed; {some}", queue=self.name, left=left)
+
+    def check_resource(self, resource: Resource) -> None:
+        """Checks that `resource` may use this state, which was made for another of its name.
+
+        Raises:
+            GraphError: it is no queue, or another kind of queue.
+        """
+        signature = getattr(resource, "signature", None)
+        if signature != self.signature:
+            raise GraphError(
+                f"container {resource.container!r} already holds {self.name!r} as {self.signature}, and it is asked "
+                f"for as {signature or f'a {type(resource).__name__}'}; use another name, or "
+                f"reset_container({resource.container!r}) first"
+            )
+
+    def read_on_host(self) -> None:
+        """Its elements are on the host."""
+
+    async def leave(self, holders: Collection[Holder]) -> None:
+        """Nothing of it is in the memory of a device."""
+
+
+__all__ = ["QueueSnapshot", "QueueState"]

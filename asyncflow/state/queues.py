@@ -1,0 +1,621 @@
+"""Queues: elements that flow from run to run, and within one; the ops that put them in and take them out.
+
+Every op is atomic: it puts in or takes out all of its elements, at once, or none. One that has to wait suspends its own
+firing, and neither the event loop nor a thread; `asyncflow.state.queue` says who goes next. Elements are in the memory
+of the host: what a card gives is copied there, and what a card takes is copied back.
+
+In a run, what puts elements in, and `Queue.close`, happens in the order in which it was written, and so does what takes
+elements out, through branches and loops. Nothing orders the two otherwise, as an enqueue may have to wait for a dequeue
+that was written behind it; `Queue.size` stands in both orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph import nest
+from asyncflow.graph.build import TensorLike, as_array, as_tensor, constant, graph_for, is_symbolic
+from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.graph import Graph, is_name
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Access, Effects, Op, define, not_differentiable
+from asyncflow.graph.resource import Resource
+from asyncflow.graph.shapes import format_shape, is_compatible, is_static, is_subshape
+from asyncflow.graph.spec import Spec
+from asyncflow.state.containers import HasState, find_state
+from asyncflow.state.immutable import immutable
+from asyncflow.state.queue import QueueState
+from asyncflow.state.waiting.awaiting import granted
+from asyncflow.state.waiting.element_orders import (
+    ArrivalOrder,
+    BucketOrder,
+    Element,
+    ElementOrder,
+    PriorityOrder,
+    RandomOrder,
+)
+from asyncflow.state.waiting.lines import PlaceInLine
+from asyncflow.values import Array, Kernel, Namespace, Nest, Value
+
+Pads: TypeAlias = "tuple[int | float | complex | str, ...]"
+"""Numbers that open extents are filled up with, one for each leaf."""
+
+
+class Queue(Resource):
+    """Base of all queues; make a `FIFOQueue` or another of its kinds.
+
+    It belongs to no graph. Its elements live in the session, or, with `container`, in the container of that name, where
+    all sessions of the process share the queue under its name.
+
+    Attributes:
+        element: the spec of an element, a nest.
+        capacity: how many elements it holds.
+    """
+
+    waits: ClassVar[bool] = True
+
+    def __init__(self, capacity: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
+        kind = type(self).__name__
+        if name is not None and not is_name(name):
+            raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
+        if container is not None and name is None:
+            raise GraphError(f"a {kind} in container {container!r} needs a name, by which sessions find it there")
+        super().__init__(name or "", container)
+        self.name = name or f"queue_{self.serial}"
+        self.capacity = _positive(capacity, f"{kind}: capacity")
+        self.element = spec
+        leaves, self._structure = nest.flatten(spec)
+        self._specs = tuple(_leaf(kind, leaf) for leaf in leaves)
+        if not leaves:
+            raise GraphError(
+                f"{kind}: an element has at least one value; give af.spec(dtype, shape), or a nest of them"
+            )
+
+    @property
+    def effect_key(self) -> Hashable:
+        """Equal for queues that share their elements."""
+        return ("queue", self.serial) if self.container is None else ("container", self.container, self.name)
+
+    @property
+    def signature(self) -> str:
+        """Kind, capacity and spec: equal for queues that share their elements."""
+        return f"{type(self).__name__}({self.capacity}, {self.element})"
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def enqueue(self, element: Nest) -> Node:
+        """Puts an element in, once there is room.
+
+        Args:
+            element: a nest as the spec is, of tensors and of what converts to them: of the same dtypes, and of shapes
+                that fit.
+
+        Raises:
+            DTypeError, ShapeError, GraphError: it is no element of this queue.
+            QueueClosedError: (from the run) the queue is closed.
+        """
+        return self._putting(ENQUEUE, element, "enqueue", many=False)
+
+    def enqueue_many(self, elements: Nest) -> Node:
+        """Puts the rows of `elements` in, in order, all at once, once there is room for all; see `enqueue`.
+
+        Args:
+            elements: a nest as the spec is, whose values have one more axis in front, all of the same length. More than
+                the capacity go in when a dequeue waits for more than there is.
+        """
+        return self._putting(ENQUEUE_MANY, elements, "enqueue_many", many=True)
+
+    def dequeue(self) -> Nest:
+        """Takes an element, once there is one: a nest of tensors.
+
+        Raises:
+            QueueClosedError: (from the run) the queue is closed and empty.
+        """
+        outputs = self._add(DEQUEUE, (), "dequeue").outputs
+        return self._structure.unflatten(outputs)
+
+    def dequeue_many(self, n: int, pad: Nest = None) -> Nest:
+        """Takes n elements at once, once there are so many, and none before: a nest with one more axis in front.
+
+        Args:
+            n: at least 1.
+            pad: a number (or a nest of them, as the spec is) that fills open extents up to the longest element; then
+                the result is ``(elements, lengths)``. Lengths are ``int64[n]`` for a value with one open extent,
+                ``int64[n, k]`` for one with k, and None where nothing is open.
+
+        Raises:
+            GraphError: the spec leaves extents open, and there is no `pad`.
+            QueueClosedError: (from the run) the queue is closed, and there will never be n. What is left can be taken
+                with `dequeue_up_to`.
+        """
+        return self._batch(n, pad, "dequeue_many", or_fewer=False)
+
+    def dequeue_up_to(self, n: int, pad: Nest = None) -> Nest:
+        """Takes n elements as `dequeue_many` does; of a closed queue those that are left, at least one, if fewer."""
+        return self._batch(n, pad, "dequeue_up_to", or_fewer=True)
+
+    def size(self) -> Tensor:
+        """How many elements are in the queue: ``int64[]``."""
+        return self._add(QUEUE_SIZE, (), "size").outputs[0]
+
+    def close(self, cancel_pending: bool = False) -> Node:
+        """Lets nothing more in; what is in the queue can still be taken. Closing it again changes nothing.
+
+        Args:
+            cancel_pending: an enqueue that waits for room fails. Otherwise it goes on waiting, and goes in.
+        """
+        return self._add(QUEUE_CLOSE, (), "close", cancel_pending=bool(cancel_pending))
+
+    # -- for coroutines ------------------------------------------------------------------------------------------
+
+    async def put(self, element: Nest, *, session: HasState | None = None) -> None:
+        """Puts an element in, once there is room, from a coroutine of the application's.
+
+        Args:
+            element: a nest as the spec is, of arrays and numbers; copied where somebody could write to it.
+            session: whose queue; None for that of the ``async with`` block around. In a container it does not matter.
+
+        Raises:
+            DTypeError, ShapeError, GraphError: it is no element of this queue, or there is no session.
+            QueueClosedError: the queue is closed.
+            SessionClosedError: the session is, or is closed meanwhile.
+
+        Cancellation: nothing was put in.
+        """
+        state = self._state(session)
+        await granted(state.put([self._value(element)], f"put of queue {self.name!r}", _nothing))
+
+    async def put_many(self, elements: Sequence[Nest], *, session: HasState | None = None) -> None:
+        """Puts all `elements` in, at once, once there is room for all; see `put`."""
+        state, values = self._state(session), [self._value(each) for each in elements]
+        if values:
+            await granted(state.put(values, f"put_many({len(values)}) of queue {self.name!r}", _nothing))
+
+    async def get(self, *, session: HasState | None = None) -> Nest:
+        """Takes an element, once there is one: a nest of read-only arrays and NumPy scalars.
+
+        Raises:
+            QueueClosedError: the queue is closed and empty.
+            SessionClosedError: the session is, or is closed meanwhile.
+
+        Cancellation: nothing was taken.
+        """
+        state = self._state(session)
+        return await granted(state.take(1, False, f"get of queue {self.name!r}", self._first))
+
+    async def get_many(self, n: int, pad: Nest = None, *, session: HasState | None = None) -> Nest:
+        """Takes n elements at once: what `dequeue_many` gives, as arrays; see `get`."""
+        return await self._got(n, pad, "get_many", False, session)
+
+    async def get_up_to(self, n: int, pad: Nest = None, *, session: HasState | None = None) -> Nest:
+        """Takes n elements as `get_many` does; of a closed queue those that are left, at least one, if fewer."""
+        return await self._got(n, pad, "get_up_to", True, session)
+
+    def size_nowait(self, *, session: HasState | None = None) -> int:
+        """How many elements are in the queue."""
+        return self._state(session).size()
+
+    def close_nowait(self, cancel_pending: bool = False, *, session: HasState | None = None) -> None:
+        """Lets nothing more in; see `close`."""
+        self._state(session).close(cancel_pending)
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def _add(self, op: Op, inputs: Sequence[Tensor], verb: str, **attrs: object) -> Node:
+        graph = graph_for(*inputs)
+        attrs["queue"] = self
+        specs = op.infer(*(x.spec for x in inputs), **attrs)
+        return graph.add_node(op, list(inputs), attrs, specs, name=f"{self.name}/{verb}")
+
+    def _putting(self, op: Op, element: Nest, verb: str, *, many: bool) -> Node:
+        leaves = self._leaves(element, verb)
+        with graph_for(*leaves) as graph:
+            tensors = [self._tensor(graph, leaf, spec) for leaf, spec in zip(leaves, self._specs, strict=True)]
+            for path, x, spec in zip(self._structure.paths(), tensors, self._specs, strict=True):
+                whole = Spec(spec.dtype, None if spec.shape is None else (None, *spec.shape)) if many else spec
+                self._check(x.spec, whole, f"{verb} {path}".rstrip())
+            return self._add(op, tensors, verb)
+
+    def _leaves(self, element: Nest, verb: str) -> list[Nest]:
+        try:
+            return nest.flatten_like(self._structure, element, nested_leaves=True)
+        except nest.StructureMismatch as error:
+            raise GraphError(f"{verb} of queue {self.name!r}, whose elements are {self.element}: {error}") from None
+
+    def _tensor(self, graph: Graph, x: TensorLike, spec: Spec) -> Tensor:
+        if is_symbolic(x) or isinstance(x, np.ndarray | np.generic):
+            return graph.import_tensor(as_tensor(x))
+        return constant(x, spec.dtype)
+
+    def _check(self, found: Spec, wanted: Spec, what: str) -> None:
+        if found.dtype != wanted.dtype:
+            raise DTypeError(
+                f"{what}: queue {self.name!r} holds {wanted}, not {found}; convert the value with af.astype"
+            )
+        if not is_compatible(found.shape, wanted.shape):
+            raise ShapeError(f"{what}: queue {self.name!r} holds {wanted}, not {found}")
+
+    def _batch(self, n: int, pad: Nest, verb: str, *, or_fewer: bool) -> Nest:
+        pads = self._pads(n, pad, verb)
+        node = self._add(DEQUEUE_MANY, (), verb, count=int(n), or_fewer=or_fewer, pads=pads)
+        return self._as_batch(node.outputs, pads)
+
+    def _as_batch(self, values: Sequence[Nest], pads: Pads | None) -> Nest:
+        elements = self._structure.unflatten(values[: len(self._specs)])
+        if pads is None:
+            return elements
+        lengths = iter(values[len(self._specs) :])
+        return elements, self._structure.unflatten(
+            [next(lengths) if _open_axes(spec) else None for spec in self._specs]
+        )
+
+    def _pads(self, n: int, pad: Nest, verb: str) -> Pads | None:
+        """A number for each leaf; None if nothing is padded."""
+        _positive(n, f"{verb} of queue {self.name!r}: n")
+        if pad is None:
+            vague = [spec for spec in self._specs if not is_static(spec.shape)]
+            if vague:
+                raise GraphError(
+                    f"{verb}: elements of queue {self.name!r} are {', '.join(map(str, vague))}, and may differ in "
+                    f"shape; fill them up with pad=, such as pad=0, or take them one by one"
+                )
+            return None
+        if nest.flatten(pad)[1].kind is None:
+            pads = [pad] * len(self._specs)
+        else:
+            pads = self._leaves(pad, f"{verb}(pad=)")
+        for each, spec in zip(pads, self._specs, strict=True):
+            if spec.shape is None:
+                raise GraphError(f"{verb}: padding needs a known rank; queue {self.name!r} has elements {spec}")
+            if _open_axes(spec):
+                as_array(each, spec.dtype)
+        return tuple(pads)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _state(self, session: HasState | None) -> QueueState:
+        state = find_state(self, session)
+        assert isinstance(state, QueueState)
+        return state
+
+    def _value(self, element: Nest) -> Element:
+        values: list[Array] = []
+        for path, leaf, spec in zip(self._structure.paths(), self._leaves(element, "put"), self._specs, strict=True):
+            array = leaf if isinstance(leaf, np.ndarray | np.generic) else as_array(leaf, spec.dtype)
+            self._check(Spec(array.dtype, array.shape), spec, f"put {path}".rstrip())
+            values.append(np.asarray(array))
+        return _element(values)
+
+    def _first(self, elements: Sequence[Element]) -> Nest:
+        return self._structure.unflatten(elements[0])
+
+    async def _got(self, n: int, pad: Nest, verb: str, or_fewer: bool, session: HasState | None) -> Nest:
+        pads = self._pads(n, pad, verb)
+        stack = partial(_stacked, self._specs, pads)
+        taken = self._state(session).take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack)
+        values: Nest = await granted(taken)
+        return self._as_batch(values, pads)
+
+    def create_state(self) -> QueueState:
+        """An empty queue."""
+        return QueueState(self.name, self._order(), self.capacity, self._reserve, self._specs, self.signature)
+
+    _reserve = 0
+
+    def _order(self) -> ElementOrder:
+        raise NotImplementedError
+
+
+class FIFOQueue(Queue):
+    """A queue whose elements leave it in the order in which they came in.
+
+    In a graph, `enqueue`, `enqueue_many`, `dequeue`, `dequeue_many`, `dequeue_up_to`, `size` and `close` are nodes, for
+    any number of runs at once; `put`, `put_many`, `get`, `get_many` and `get_up_to` are the same for coroutines of the
+    application's. What has to wait suspends its own firing and nothing else. Those who wait are served in the order
+    they came, nobody overtakes, and an element is handed over exactly once. A run that fails, is cancelled or runs out
+    of time while it waits has taken nothing, and the queue goes on.
+
+    Args:
+        capacity: how many elements it holds, at least 1.
+        spec: of an element: an `af.spec`, or a nest of them. Shapes may be open.
+        name: for messages, and the key inside a container; None generates one.
+        container: a name shared by sessions; None for a queue of the session's own.
+
+    Raises:
+        GraphError: an argument is none of these.
+
+    >>> import asyncflow as af
+    >>> queue = FIFOQueue(10, af.spec("int64", ()), name="numbers")
+    >>> with af.Graph() as graph:
+    ...     fill = queue.enqueue_many([1, 2, 3])
+    ...     total = af.sum(queue.dequeue_many(3))
+    >>> async def main():
+    ...     async with af.Session(graph) as session:
+    ...         return await session.run((fill, total))
+    >>> af.run(main())
+    (None, np.int64(6))
+    """
+
+    def _order(self) -> ElementOrder:
+        return ArrivalOrder()
+
+
+class ShuffleQueue(Queue):
+    """A queue that gives any of its elements, each as likely as the others; else it is like `FIFOQueue`.
+
+    Args:
+        capacity: how many elements it holds, at least 1.
+        spec: of an element.
+        min_after_dequeue: how many elements have to be left after each dequeue, so that they are well mixed; once the
+            queue is closed, none.
+        seed: of the choices, which depend on it and on the order of enqueues and dequeues alone; None draws one.
+        name: see `FIFOQueue`.
+        container: see `FIFOQueue`.
+
+    Raises:
+        GraphError: an argument is none of these, or no dequeue would ever leave so many.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        spec: Nest,
+        min_after_dequeue: int = 0,
+        seed: int | None = None,
+        *,
+        name: str | None = None,
+        container: str | None = None,
+    ) -> None:
+        super().__init__(capacity, spec, name=name, container=container)
+        if min_after_dequeue != 0:
+            _positive(min_after_dequeue, "ShuffleQueue: min_after_dequeue")
+        if min_after_dequeue >= self.capacity:
+            raise GraphError(
+                f"ShuffleQueue: min_after_dequeue={min_after_dequeue} of a capacity of {capacity}: a full queue would "
+                f"never give anything; make the capacity larger"
+            )
+        if seed is not None and not isinstance(seed, int | np.integer):
+            raise GraphError(f"ShuffleQueue: seed={seed!r} is an integer or None")
+        self.min_after_dequeue = self._reserve = min_after_dequeue
+        self.seed = None if seed is None else int(seed)
+
+    def _order(self) -> ElementOrder:
+        return RandomOrder(self.seed)
+
+
+class PriorityQueue(Queue):
+    """A queue that gives the element with the smallest number first; else it is like `FIFOQueue`.
+
+    Its elements are pairs ``(priority, element)``: an ``int64`` scalar, and what `spec` says. Those of one priority
+    leave in the order in which they came in.
+
+    Args:
+        capacity: how many elements it holds, at least 1.
+        spec: of what comes with the priority.
+        name: see `FIFOQueue`.
+        container: see `FIFOQueue`.
+    """
+
+    def __init__(self, capacity: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
+        super().__init__(capacity, (Spec(int64, ()), spec), name=name, container=container)
+
+    def _order(self) -> ElementOrder:
+        return PriorityOrder()
+
+
+class PaddingQueue(Queue):
+    """A queue of elements of different extents, which it fills up to make batches; else it is like `FIFOQueue`.
+
+    `dequeue_many` and `dequeue_up_to` give ``(elements, lengths)``, as they do elsewhere with `pad`.
+
+    Args:
+        capacity: how many elements it holds, at least 1.
+        spec: of an element; ranks are known.
+        bucket_by: called with each element that comes in, as NumPy values in the nest of `spec`; gives its bucket, such
+            as ``len(x) // 16``. A batch is of one bucket, the one with the oldest element of those that have enough;
+            only if the queue is full and none has enough, or it is closed, of the oldest elements. None: in the order
+            in which they came in.
+        pad: a number, or a nest of them as `spec` is, that fills open extents up.
+        name: see `FIFOQueue`.
+        container: see `FIFOQueue`.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        spec: Nest,
+        *,
+        bucket_by: Callable[..., Hashable] | None = None,
+        pad: Nest = 0,
+        name: str | None = None,
+        container: str | None = None,
+    ) -> None:
+        super().__init__(capacity, spec, name=name, container=container)
+        if bucket_by is not None and not callable(bucket_by):
+            raise GraphError(f"PaddingQueue: bucket_by={bucket_by!r} is a function of an element, or None")
+        self.bucket_by, self.pad = bucket_by, pad
+        self._pads(1, None, "PaddingQueue")
+
+    def _pads(self, n: int, pad: Nest, verb: str) -> Pads | None:
+        return super()._pads(n, self.pad if pad is None else pad, verb)
+
+    def _order(self) -> ElementOrder:
+        if self.bucket_by is None:
+            return ArrivalOrder()
+        bucket_by, structure = self.bucket_by, self._structure
+        return BucketOrder(lambda element: bucket_by(structure.unflatten(element)))
+
+
+def _positive(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise GraphError(f"{what} is a whole number of at least 1; got {value!r}")
+    return int(value)
+
+
+def _leaf(kind: str, leaf: Nest) -> Spec:
+    if not isinstance(leaf, Spec):
+        raise GraphError(f"{kind}: an element is described by af.spec(dtype, shape), or a nest of specs; got {leaf!r}")
+    if leaf.dtype == VARIANT:
+        raise DTypeError(f"{kind}: a queue cannot hold variants; only the ops that made them read them")
+    return leaf
+
+
+def _open_axes(spec: Spec) -> list[int]:
+    return [axis for axis, extent in enumerate(spec.shape or ()) if extent is None]
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _effects(*touched: tuple[str, Access]) -> Callable[[Node], Effects]:
+    # What puts in and what takes out are two resources, each with an order of its own.
+    return lambda node: tuple(((node.attrs["queue"].effect_key, side), access) for side, access in touched)
+
+
+def _put_specs(*inputs: Spec, queue: Queue) -> tuple[Spec, ...]:
+    return ()
+
+
+def _outputs(specs: Sequence[Spec]) -> Spec | tuple[Spec, ...]:
+    return specs[0] if len(specs) == 1 else tuple(specs)
+
+
+def _dequeue_specs(*, queue: Queue) -> Spec | tuple[Spec, ...]:
+    return _outputs(queue._specs)
+
+
+def _batch_specs(*, queue: Queue, count: int, or_fewer: bool, pads: Pads | None) -> Spec | tuple[Spec, ...]:
+    first = None if or_fewer else count
+    found = [Spec(spec.dtype, (first, *(spec.shape or ()))) for spec in queue._specs]
+    for spec in queue._specs if pads is not None else ():
+        k = len(_open_axes(spec))
+        if k:
+            found.append(Spec(int64, (first,) if k == 1 else (first, k)))
+    return _outputs(found)
+
+
+def _nothing(_: object) -> tuple[()]:
+    return ()
+
+
+def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
+    what, specs = f"enqueue of queue {queue.name!r}", queue.specs
+
+    def run(*values: Array) -> Value | PlaceInLine:
+        for value, spec in zip(values, specs, strict=True):
+            if getattr(value, "shape", ()) != spec.shape:  # a string has none
+                _check_shape(np.shape(value), spec, queue)
+        return queue.put((_element(values),), what, _nothing)
+
+    return run
+
+
+def _element(values: Sequence[Nest]) -> Element:
+    return tuple([immutable(value) if isinstance(value, np.ndarray) else value for value in values])
+
+
+def _enqueue_many_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
+    def run(*values: Array) -> Value | PlaceInLine:
+        count = len(values[0])
+        for value, spec in zip(values, queue.specs, strict=True):
+            _check_shape(value.shape[1:], spec, queue)
+            if len(value) != count:
+                raise ValueError(f"enqueue_many of queue {queue.name!r} is given {count} and {len(value)} rows")
+        if not count:
+            return ()
+        elements = [tuple([_row(value, row) for value in values]) for row in range(count)]
+        return queue.put(elements, f"enqueue_many of {count} elements, queue {queue.name!r}", _nothing)
+
+    return run
+
+
+def _row(values: Array, row: int) -> Array:
+    value: Array = values[row]
+    if isinstance(value, np.ndarray):
+        # A view would keep all rows in memory for as long as any of them is in the queue.
+        value = value.copy()
+        value.flags.writeable = False
+    return value
+
+
+def _check_shape(shape: tuple[int, ...], spec: Spec, queue: QueueState) -> None:
+    if shape != spec.shape and not is_subshape(shape, spec.shape):
+        raise ShapeError(f"queue {queue.name!r} holds {spec}; a value of shape {format_shape(shape)} does not fit")
+
+
+def _dequeue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
+    single = len(queue.specs) == 1
+    return partial(queue.take, 1, False, f"dequeue of queue {queue.name!r}", _only_value if single else _only_element)
+
+
+def _only_value(elements: Sequence[Element]) -> Array:
+    return elements[0][0]
+
+
+def _only_element(elements: Sequence[Element]) -> Element:
+    return elements[0]
+
+
+def _dequeue_many_kernel(xp: Namespace, *, queue: QueueState, count: int, or_fewer: bool, pads: Pads | None) -> Kernel:
+    what = f"dequeue_{'up_to' if or_fewer else 'many'}({count}) of queue {queue.name!r}"
+    specs = queue.specs
+    n_outputs = len(specs) + (0 if pads is None else sum(bool(_open_axes(spec)) for spec in specs))
+    stack = partial(_stacked, specs, pads)
+    return partial(queue.take, count, or_fewer, what, stack if n_outputs > 1 else lambda found: stack(found)[0])
+
+
+def _stacked(specs: Sequence[Spec], pads: Pads | None, elements: Sequence[Element]) -> tuple[Array, ...]:
+    """A batch of each leaf, and then the lengths of those that have any."""
+    batches, lengths = [], []
+    for place, spec in enumerate(specs):
+        values = [element[place] for element in elements]
+        axes = _open_axes(spec)
+        if pads is None or not axes:
+            batches.append(np.array(values, spec.dtype) if spec.shape == () else np.stack(values))
+            continue
+        shapes = np.array([value.shape for value in values], np.int64)
+        batch = np.full((len(values), *shapes.max(axis=0)), pads[place], spec.dtype)
+        for row, value in enumerate(values):
+            batch[row][tuple([slice(extent) for extent in value.shape])] = value
+        batches.append(batch)
+        lengths.append(shapes[:, axes[0] if len(axes) == 1 else axes])
+    return (*batches, *lengths)
+
+
+_PUT, _TAKE = ("put", Access.WRITE), ("take", Access.WRITE)
+_LOOK = (("put", Access.READ), ("take", Access.READ))
+
+ENQUEUE = define("enqueue", _put_specs, _enqueue_kernel, effects=_effects(_PUT), is_async=True)
+ENQUEUE_MANY = define("enqueue_many", _put_specs, _enqueue_many_kernel, effects=_effects(_PUT), is_async=True)
+DEQUEUE = define("dequeue", _dequeue_specs, _dequeue_kernel, effects=_effects(_TAKE), is_async=True)
+DEQUEUE_MANY = define("dequeue_many", _batch_specs, _dequeue_many_kernel, effects=_effects(_TAKE), is_async=True)
+QUEUE_SIZE = define(
+    "queue_size",
+    lambda *, queue: Spec(int64, ()),
+    lambda xp, *, queue: lambda: np.int64(queue.size()),
+    effects=_effects(*_LOOK),
+    is_async=True,
+)
+
+
+def _close_kernel(xp: Namespace, *, queue: QueueState, cancel_pending: bool) -> Kernel:
+    def run() -> Value:
+        queue.close(cancel_pending)
+        return ()
+
+    return run
+
+
+QUEUE_CLOSE = define(
+    "queue_close", lambda *, queue, cancel_pending: (), _close_kernel, effects=_effects(_PUT), is_async=True
+)
+PUTS, TAKES = (ENQUEUE, ENQUEUE_MANY), (DEQUEUE, DEQUEUE_MANY)
+QUEUE_OPS = (ENQUEUE, ENQUEUE_MANY, DEQUEUE, DEQUEUE_MANY, QUEUE_SIZE, QUEUE_CLOSE)
+not_differentiable(*QUEUE_OPS, because="what goes through a queue may come from another run, whose values are gone")
+
+__all__ = ["FIFOQueue", "PaddingQueue", "PriorityQueue", "Queue", "ShuffleQueue"]

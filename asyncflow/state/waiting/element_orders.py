@@ -1,0 +1,209 @@
+"""In which order the elements of a queue leave it: as they came, at random, by priority, or with those like them.
+
+An element is a tuple of values, one for each leaf of the queue's spec.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
+
+from asyncflow.values import Array
+
+Element: TypeAlias = tuple[Array, ...]
+
+
+class ElementOrder(Protocol):
+    """The elements of a queue."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def has(self) -> Callable[[int], bool] | None:
+        """Whether so many belong together, where that is a question. That there are so many is known."""
+        ...
+
+    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
+        """A function that adds elements, and never fails; this may."""
+        ...
+
+    def remove(self, count: int) -> list[Element]:
+        """Takes out those that are next, which are at least so many."""
+        ...
+
+    def capture(self) -> tuple[tuple[Element, ...], object]:
+        """Its elements, in an order in which they can be added again, and what else it has to know."""
+        ...
+
+    def restore(self, elements: Sequence[Element], extra: object) -> None:
+        """Becomes what `capture` told."""
+
+
+class ArrivalOrder(deque[Element]):
+    """First in, first out."""
+
+    has = None
+
+    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
+        """At the end."""
+        return partial(self.extend, elements)
+
+    def remove(self, count: int) -> list[Element]:  # type: ignore[override]
+        """From the front."""
+        return [self.popleft()] if count == 1 else [self.popleft() for _ in range(count)]
+
+    def capture(self) -> tuple[tuple[Element, ...], object]:
+        """First first."""
+        return tuple(self), None
+
+    def restore(self, elements: Sequence[Element], extra: object) -> None:
+        """As captured."""
+        self.clear()
+        self.extend(elements)
+
+
+class RandomOrder:
+    """Whichever of those that are there, equally likely.
+
+    Args:
+        seed: of the choices; None draws one.
+    """
+
+    has = None
+
+    def __init__(self, seed: int | None) -> None:
+        self._elements: list[Element] = []
+        self._random = random.Random(seed)
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
+        """At the end, though that says nothing."""
+        return partial(self._elements.extend, elements)
+
+    def remove(self, count: int) -> list[Element]:
+        """Each chosen among those that are left."""
+        elements, taken = self._elements, []
+        for _ in range(count):
+            place = self._random.randrange(len(elements))
+            taken.append(elements[place])
+            elements[place] = elements[-1]
+            elements.pop()
+        return taken
+
+    def capture(self) -> tuple[tuple[Element, ...], object]:
+        """With what decides the choices to come."""
+        return tuple(self._elements), self._random.getstate()
+
+    def restore(self, elements: Sequence[Element], extra: object) -> None:
+        """As captured."""
+        self._elements = list(elements)
+        if extra is not None:
+            self._random.setstate(extra)  # type: ignore[arg-type]
+
+
+class PriorityOrder:
+    """The smallest first value first; those with equal ones as they came."""
+
+    has = None
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Element]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
+        """In their places."""
+        return partial(self._add, [(int(element[0]), element) for element in elements])
+
+    def _add(self, elements: Iterable[tuple[int, Element]]) -> None:
+        for priority, element in elements:
+            self._count += 1
+            heapq.heappush(self._heap, (priority, self._count, element))
+
+    def remove(self, count: int) -> list[Element]:
+        """Smallest first."""
+        return [heapq.heappop(self._heap)[2] for _ in range(count)]
+
+    def capture(self) -> tuple[tuple[Element, ...], object]:
+        """Smallest first."""
+        return tuple(element for _, _, element in sorted(self._heap, key=lambda entry: entry[:2])), None
+
+    def restore(self, elements: Sequence[Element], extra: object) -> None:
+        """As captured."""
+        self._heap.clear()
+        self.adding(elements)()
+
+
+class BucketOrder:
+    """Those of one bucket together: of the buckets that have enough, the one with the oldest element.
+
+    Where none has, which is asked only if no more can come in, the oldest of all.
+
+    Args:
+        bucket_by: gives the bucket of an element.
+    """
+
+    def __init__(self, bucket_by: Callable[[Element], Hashable]) -> None:
+        self._bucket_by = bucket_by
+        self._buckets: dict[Hashable, deque[tuple[int, Element]]] = {}
+        self._count = 0
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
+        """Each in its bucket."""
+        buckets = [self._bucket_by(element) for element in elements]
+        for bucket in buckets:
+            hash(bucket)  # raises here what it raises
+        return partial(self._add, zip(buckets, elements, strict=True))
+
+    def _add(self, entries: Iterable[tuple[Hashable, Element]]) -> None:
+        for bucket, element in entries:
+            self._count += 1
+            self._len += 1
+            self._buckets.setdefault(bucket, deque()).append((self._count, element))
+
+    def has(self, count: int) -> bool:
+        """Whether a bucket has so many."""
+        return any(len(members) >= count for members in self._buckets.values())
+
+    def remove(self, count: int) -> list[Element]:
+        """Of one bucket if one has so many."""
+        full = [bucket for bucket, members in self._buckets.items() if len(members) >= count]
+        if full:
+            bucket = min(full, key=lambda each: self._buckets[each][0][0])
+            return [self._pop(bucket) for _ in range(count)]
+        return [self._pop(min(self._buckets, key=lambda each: self._buckets[each][0][0])) for _ in range(count)]
+
+    def _pop(self, bucket: Hashable) -> Element:
+        members = self._buckets[bucket]
+        self._len -= 1
+        element = members.popleft()[1]
+        if not members:
+            del self._buckets[bucket]
+        return element
+
+    def capture(self) -> tuple[tuple[Element, ...], object]:
+        """Oldest first."""
+        entries = sorted(entry for members in self._buckets.values() for entry in members)
+        return tuple(element for _, element in entries), None
+
+    def restore(self, elements: Sequence[Element], extra: object) -> None:
+        """As captured."""
+        add = self.adding(elements)
+        self._buckets.clear()
+        self._len = 0
+        add()
+
+
+__all__ = ["ArrivalOrder", "BucketOrder", "Element", "ElementOrder", "PriorityOrder", "RandomOrder"]

@@ -1,0 +1,163 @@
+"""Who waits for a state to let it go on, and in which order; event loops are none of its concern.
+
+A kernel that cannot give its result yet gives a `PlaceInLine`. Whoever waits there is *called* when it may go on, and
+then goes on by itself (`PlaceInLine.claim`): what is not claimed, as the wait has been given up, is still there for the
+next in line. A state calls the first of a line alone, so nobody overtakes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+from typing import Final
+from weakref import WeakSet
+
+from asyncflow.values import Value
+
+NOT_YET: Final = object()
+"""The result of a claim that came too early: somebody else has withdrawn what it was called for."""
+
+lined_states: WeakSet[LinedState] = WeakSet()
+"""Every state of the process that has lines."""
+
+
+class PlaceInLine:
+    """A place in a line of a state.
+
+    Attributes:
+        what: is waited for, for people, such as ``dequeue_many(64) of queue 'q'``.
+        finish: makes the result of what the state gives.
+    """
+
+    __slots__ = ("finish", "is_called", "state", "wake", "what")
+
+    def __init__(self, state: LinedState, what: str, finish: Callable[..., Value]) -> None:
+        self.state = state
+        self.what = what
+        self.finish = finish
+        self.is_called = False
+        self.wake: Callable[[], None] | None = None
+
+    def when_called(self, wake: Callable[[], None]) -> None:
+        """Has ``wake()`` called whenever the first of the line may go on, on any thread; now, if it may already."""
+        state = self.state
+        with state.lock:
+            self.wake = wake
+            if self.is_called:
+                state.to_wake.append(wake)
+        state.wake_called()
+
+    def claim(self) -> Value:
+        """The result, once called; `NOT_YET` if it has to be waited for after all.
+
+        Raises:
+            AsyncflowError: it will never come.
+        """
+        state = self.state
+        try:
+            with state.lock:
+                state.check()
+                found = state.claimed(self)
+        finally:
+            state.wake_called()
+        return NOT_YET if found is NOT_YET else self.finish(found)
+
+    def leave(self) -> None:
+        """Gives up; nothing happens if the claim has been made. Whoever comes next may be called."""
+        state = self.state
+        with state.lock:
+            state.left(self)
+        state.wake_called()
+
+    def describe(self) -> str:
+        """Says what is waited for, and how the state is now."""
+        return f"{self.what} ({self.state.describe()})"
+
+
+class LinedState:
+    """A state that some wait for. Every change is one step under the lock, on whichever thread.
+
+    A subclass changes itself under the lock, has `call` called for those who may go on then, and lets `wake_called`
+    follow outside of it.
+
+    Attributes:
+        lock: held for every change, never while somebody is woken.
+        to_wake: what is to be called once the lock is free.
+        ended: why nobody will be served any more, if that is so.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.to_wake: deque[Callable[[], None]] = deque()
+        self.ended: Callable[[], Exception] | None = None
+        self._is_waking = False
+        lined_states.add(self)
+
+    def places(self) -> list[PlaceInLine]:
+        """Everybody in line."""
+        raise NotImplementedError
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """Gives what the place waits for, under the lock; it leaves the line. `NOT_YET` if it is not its turn."""
+        raise NotImplementedError
+
+    def left(self, place: PlaceInLine) -> None:
+        """Takes a place out of its line, under the lock."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """How the state is now, for messages."""
+        raise NotImplementedError
+
+    def call(self, place: PlaceInLine) -> None:
+        """Has a place go on, under the lock."""
+        if not place.is_called:
+            place.is_called = True
+            if place.wake is not None:
+                self.to_wake.append(place.wake)
+
+    def check(self) -> None:
+        """Raises what `end` was given, if it has ended."""
+        if self.ended is not None:
+            raise self.ended()
+
+    def end(self, error: Callable[[], Exception]) -> None:
+        """Serves nobody any more: whoever waits, or comes later, gets an error of its own."""
+        with self.lock:
+            self.ended = error
+            for place in self.places():
+                place.is_called = False  # it may have been for something else
+                self.call(place)
+        self.wake_called()
+
+    def wake_called(self) -> None:
+        """Wakes those who were called, one after the other: each may well call the next."""
+        if not self.to_wake or self._is_waking:
+            return
+        with self.lock:
+            is_first, self._is_waking = not self._is_waking, True
+        while is_first:
+            with self.lock:
+                if not self.to_wake:
+                    self._is_waking = False
+                    return
+                wake = self.to_wake.popleft()
+            try:
+                wake()
+            except BaseException:  # such as KeyboardInterrupt: the others are woken all the same
+                self._is_waking = False
+                self.wake_called()
+                raise
+
+    def forget_lines(self) -> None:
+        """After a fork: those who wait do so in the parent, which may have held the lock."""
+        self.lock = Lock()
+        self.to_wake.clear()
+        self._is_waking = False
+        for place in self.places():
+            self.left(place)
+        self.to_wake.clear()
+
+
+__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "lined_states"]

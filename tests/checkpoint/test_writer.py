@@ -1,0 +1,116 @@
+"""A publish that is killed, or that the disk does not take, leaves what was there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.checkpoint import writer
+from asyncflow.checkpoint.writer import SaveStopped, write_checkpoint
+from asyncflow.errors import CheckpointError
+from tests.checkpoint.killed import CALLS
+from tests.checkpoint.steps import content, read, write
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills children that it has forked")
+def test_f53_killed_at_any_system_call(tmp_path: Path) -> None:
+    """F53: the next start finds the old step or the new one, complete, and the next publish tidies up."""
+    command = [sys.executable, "-m", "tests.checkpoint.killed", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = re.fullmatch(r"(\d+) kills, (\d+) of them before the step was there\n", ended.stdout)
+    assert found, ended.stdout
+    kills, before = map(int, found.groups())
+    assert 10 < before < kills
+
+
+@pytest.mark.parametrize("name", CALLS[:6])
+@pytest.mark.parametrize("last", [False, True])
+def test_f54_a_disk_that_is_full(name: str, last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F54: whichever call fails, the first or last of its kind, it is an error, and the old step is as it was."""
+    old = write(tmp_path, 1, x=1)
+    call, calls, fails_at = getattr(os, name), 0, -1
+
+    def failing(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return call(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, failing)
+        write(tmp_path / "counted", 2, x=2)
+        calls, fails_at = 0, calls if last or name == "mkdir" else 1  # a directory that is there is not made
+        with pytest.raises(CheckpointError, match=r"step 2 cannot be written: No space left on device; the steps that"):
+            write(tmp_path, 2, x=2)
+    assert read(old) == {"x": 1}
+    left = set(os.listdir(tmp_path)) - {"counted"}
+    published = name in ("open", "fsync", "close") and last  # the directory's own entry may not be on the disk
+    assert left == ({"step-1", "step-2"} if published else {"step-1"})
+    assert read(write(tmp_path, 3, x=3)) == {"x": 3}
+
+
+def test_f54_a_directory_that_is_read_only_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F54."""
+    (tmp_path / "file").write_text("mine")
+    for step in (None, 1):
+        with pytest.raises(CheckpointError, match="file"):
+            write(tmp_path / "file", step, x=1)
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "step-3").write_text("mine, too")
+    with pytest.raises(CheckpointError, match=r"step-3: is there already"):
+        write(tmp_path, 3, x=1)
+
+    def refuses(*args: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")  # a test may be root, who may write anywhere
+
+    monkeypatch.setattr(os, "mkdir", refuses)
+    with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
+        write(tmp_path, 4, x=1)
+
+
+def test_a_write_that_takes_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: written(file, bytes(data)[:3]))
+    found = read(write(tmp_path, 0, x=np.arange(50)))
+    np.testing.assert_array_equal(found["x"], np.arange(50))
+
+
+def test_writing_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "CHUNK", 10)
+    chunks = 0
+
+    def check() -> None:
+        nonlocal chunks
+        chunks += 1
+        if chunks == 5:
+            raise SaveStopped
+
+    with pytest.raises(SaveStopped):
+        write_checkpoint(tmp_path, 0, content(x=np.arange(50)), None, check)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_older_step_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1, x=1)
+
+    def refuses(*args: Any) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("asyncflow.checkpoint.directory.shutil.rmtree", refuses)
+    with pytest.raises(CheckpointError, match=r"step-2: is written, but an older step cannot be deleted: Permission"):
+        write(tmp_path, 2, 1, x=2)
+    assert read(tmp_path / "step-2") == {"x": 2}

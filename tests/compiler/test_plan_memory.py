@@ -1,0 +1,194 @@
+"""What becomes of saved values where memory is short: chosen by figures, the same bits, and predicted about right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.testing import virtual_clock
+
+SIDE, STEPS = 256, 40
+VALUE = SIDE * SIDE * 4
+"""A value that may move: 256 KiB; the loops save two of them in an iteration."""
+
+
+def loop(x: af.Tensor, w: af.Tensor, n: Any = STEPS, **options: Any) -> af.Tensor:
+    """Saves the state and what it is made of, both of which a product gives."""
+
+    def body(i: af.Tensor, y: af.Tensor) -> Any:
+        z = y @ w
+        return i + 1, af.sin(z) * y
+
+    found: af.Tensor = af.while_loop(lambda i, _: i < n, body, (0, x), **options)[1]
+    return found
+
+
+def nested(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+    """What inner loops save is a value of the outer one."""
+    body: Any = lambda i, y: (i + 1, loop(y, w, 4))  # noqa: E731
+    found: af.Tensor = af.while_loop(lambda i, _: i < STEPS // 4, body, (0, x))[1]
+    return found
+
+
+def with_an_op_of_a_user(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+    """It may not run again, but what does not need it may be computed again."""
+    spec = af.spec("float32", (SIDE, SIDE))
+    noted = af.op(outputs=spec, gradient=lambda inputs, outputs, grad: grad)(lambda y: y + 0)
+
+    def body(i: af.Tensor, y: af.Tensor) -> Any:
+        return i + 1, noted(af.sin(y @ w) * y)
+
+    found: af.Tensor = af.while_loop(lambda i, _: i < STEPS, body, (0, x))[1]
+    return found
+
+
+@dataclass
+class Outcome:
+    """What a gradient came to, and its plan."""
+
+    values: list[Any]
+    peak: int
+    moved: int
+    text: str
+    planned: tuple[Any, ...]
+
+
+async def train(build: Any = loop, *, devices: Any = "cpu:0", **options: Any) -> Outcome:
+    with af.Graph(seed=3):
+        x, w = (af.placeholder("float32", (SIDE, SIDE), name=name) for name in "xw")
+        grads = af.gradients(af.sum(build(x, w)), [x, w])
+        fed = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32) / 20
+        async with af.Session(devices=[devices], **options) as session:
+            plan = session.plan(grads, [x, w])
+            values = await session.run(grads, {x: fed, w: fed})
+            memory = session.statistics().memory[devices]
+            return Outcome(values, memory.peak, memory.moved_out, plan.explain(memory=True), plan.memory)
+
+
+def on_card(build: Any = loop, card: str = "k40", host: str = "c++", **options: Any) -> Outcome:
+    with virtual_clock(card, host=host) as clock:
+        return clock.run(train(build, devices="sim:0", **options))
+
+
+# -- on a CPU, where nothing moves ------------------------------------------------------------------------------------
+
+
+async def test_nothing_is_done_where_all_fits() -> None:
+    usual = await train(memory_limit=1 << 30)
+    (planned,) = usual.planned
+    assert not planned.values
+    assert planned.way.kept == STEPS
+    assert planned.held == pytest.approx(usual.peak, rel=0.1)
+    assert "limit 1.0 GiB, holds 2" in usual.text
+    assert usual.text.endswith("all is kept")
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+async def test_what_does_not_fit_is_computed_again(share: float, regions: bool) -> None:
+    """The same bits, within the limit, which is predicted."""
+    usual = await train(regions=regions, memory_limit=1 << 30, loop_batching=False)
+    limit = int(share * usual.peak)
+    less = await train(regions=regions, memory_limit=limit, loop_batching=False)
+    (planned,) = less.planned
+    assert planned.way.kept < STEPS or planned.way.saving
+    assert less.peak <= limit
+    assert planned.held == pytest.approx(less.peak, rel=0.2)
+    for one, other in zip(less.values, usual.values, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+async def test_more_memory_never_takes_longer() -> None:
+    usual = await train(memory_limit=1 << 30)
+    taken = [(await train(memory_limit=int(share * usual.peak))).planned[0].way for share in (0.3, 0.5, 0.8)]
+    assert [way.ns for way in taken] == sorted((way.ns for way in taken), reverse=True)
+    assert [way.held for way in taken] == sorted(way.held for way in taken)
+
+
+async def test_loops_in_one_another_run_again_together() -> None:
+    usual = await train(nested, memory_limit=1 << 30, loop_batching=False)
+    limit = usual.peak * 6 // 10
+    less = await train(nested, memory_limit=limit, loop_batching=False)
+    assert less.peak <= limit
+    for one, other in zip(less.values, usual.values, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+async def test_a_user_s_op_is_never_run_again() -> None:
+    """Its neighbours may be, one by one."""
+    usual = await train(with_an_op_of_a_user, memory_limit=1 << 30, loop_batching=False)
+    limit = usual.peak * 7 // 10
+    less = await train(with_an_op_of_a_user, memory_limit=limit, loop_batching=False)
+    (planned,) = less.planned
+    assert planned.way.kept == STEPS
+    assert "recompute" in [value.choice for value in planned.values]
+    assert less.peak <= limit
+    for one, other in zip(less.values, usual.values, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{"saved_values": "keep"}, {"saved_values": "swap"}, {"memory_limit": None}])
+async def test_only_auto_with_a_limit_plans(options: dict[str, Any]) -> None:
+    assert (await train(**{"memory_limit": 1 << 30, **options})).planned == ()
+
+
+async def test_a_number_of_iterations_that_only_a_run_knows_is_left_alone() -> None:
+    def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+        return loop(x, w, af.astype(af.sum(x) * 0, "int32") + STEPS)
+
+    assert (await train(build, memory_limit=1 << 30)).planned == ()
+
+
+# -- on a simulated card ----------------------------------------------------------------------------------------------
+
+
+def test_values_move_where_a_link_is_quick() -> None:
+    usual = on_card(memory_limit=1 << 30)
+    less = on_card(memory_limit=usual.peak // 2)
+    (planned,) = less.planned
+    assert [value.choice for value in planned.values].count("swap") > 0
+    assert less.moved > 0
+    assert less.peak <= usual.peak // 2
+    assert "of copies each way" in less.text
+    for one, other in zip(less.values, usual.values, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_moves_where_starting_a_copy_takes_longer_than_computing_again() -> None:
+    """A card that is quick, and a host that is not."""
+    usual = on_card(card="h100", host="asyncflow", memory_limit=1 << 30)
+    less = on_card(card="h100", host="asyncflow", memory_limit=usual.peak // 2)
+    assert less.planned[0].way.moved == 0
+    assert less.peak <= usual.peak // 2
+    assert "run again for the gradient" in less.text
+
+
+def test_a_loop_that_was_asked_to_move_everything_does() -> None:
+    def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+        return loop(x, w, swap_memory=True)
+
+    moved = on_card(build, memory_limit=1 << 30)
+    assert moved.planned == ()
+    assert moved.moved > 0
+
+
+def test_a_session_may_have_all_loops_move_from_the_first_byte() -> None:
+    assert on_card(memory_limit=1 << 30, saved_values="swap").moved > 0
+    assert on_card(memory_limit=1 << 30).moved == 0
+
+
+def test_the_text_of_a_plan() -> None:
+    usual = on_card(memory_limit=1 << 30)
+    lines = on_card(memory_limit=usual.peak // 2).text.splitlines()
+    (line, head, first, *_, last) = lines[next(place for place, line in enumerate(lines) if "limit" in line) :]
+    assert "40 iterations, limit" in line
+    assert "would hold" in line
+    assert head.split() == ["value", "bytes/iteration", "choice", "costs/iteration"]
+    assert "256.0 KiB" in first
+    assert last.startswith("predicted: ")
+    assert "an iteration (" in last
+    assert "the next 100 MiB less do not fit" in last
