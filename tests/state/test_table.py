@@ -242,6 +242,22 @@ async def test_gradients_do_not_sample_again(graph: af.Graph, open_session: Any)
             await session.run(grad)
 
 
+@pytest.mark.parametrize(
+    ("effects", "expected"),
+    [("ordered", {(0, 1, 2)}), ("unordered", {(*at, size) for at in ((0, 1), (1, 0)) for size in range(3)})],
+)
+def test_every_outcome_is_found_by_exploring(effects: Any, expected: set[tuple[int, ...]]) -> None:
+    with af.Graph(effects=effects) as graph:
+        table = af.Table(2, af.spec("int64", ()), name="t")
+        fetches = table.append(7), table.append(8), table.size()
+    found = af.explore(graph, fetches)
+    assert not found.stopped
+    assert {tuple(map(int, each.fetches)) for each in found.outcomes} == expected
+    for each in found.outcomes:
+        rows = each.variables[table]["row"].tolist()
+        assert [rows[int(at)] for at in each.fetches[:2]] == [7, 8]
+
+
 async def test_a_fetched_row_is_the_users(graph: af.Graph, run: Runner) -> None:
     table = af.Table(2, af.spec("int64", (2,)))
     written, read = table.write(0, [1, 2]), table.gather(0)

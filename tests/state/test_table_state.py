@@ -159,6 +159,30 @@ def test_fault_50_readers_on_other_threads_see_whole_rows(hasty_threads: None) -
     assert not torn
 
 
+def test_a_write_is_in_place_and_touches_its_rows_alone() -> None:
+    """Which is why it costs the same whatever the table has: no memory is new, and nothing else is looked at."""
+    table = state(100_000)
+    (column,) = table._columns
+    table._columns = [Noting(column)]  # type: ignore[list-item]
+    table.write(scalar(77_777), scalar(5))
+    table.append(scalar(6))
+    table.append(np.array([7, 8]))
+    assert [np.asarray(at).tolist() for at in table._columns[0].written] == [77_777, 0, [1, 2]]  # type: ignore[attr-defined]
+    assert table.gather(np.array([0, 1, 2, 77_777]))[0].tolist() == [6, 7, 8, 5]
+
+
+class Noting:
+    """A column that notes where it is written, and can do nothing that goes over all of it."""
+
+    def __init__(self, column: Any) -> None:
+        self.column, self.written = column, []  # type: tuple[Any, list[Any]]
+        self.shape, self.ndim, self.take = column.shape, column.ndim, column.take
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.written.append(at)
+        self.column[at] = value
+
+
 # -- captures --------------------------------------------------------------------------------------------------------
 
 
