@@ -24,6 +24,7 @@ from asyncflow.graph.resource import Resource
 from asyncflow.semantics.program import NeededGraph, Touches, conflict
 from asyncflow.semantics.rules import OutOfTime, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
+from asyncflow.state.queue import QueueSnapshot
 from asyncflow.values import Array, Nest, Value
 
 _Order: TypeAlias = "tuple[_Order, Firing] | None"
@@ -35,7 +36,7 @@ class Outcome:
 
     Attributes:
         fetches: values of the fetched tensors and variables, of one run after the other; none if the run failed.
-        variables: the value of each variable afterwards.
+        variables: the value of each variable afterwards; of a queue, a tuple of its elements.
         error: why the run failed; empty if it did not.
         order: reads and writes in an order that leads here: names of nodes, with the iterations of the loops around
             them in brackets, and, of several runs, the number of the run in front.
@@ -155,6 +156,9 @@ class _Exploring:
                 self._note(state, order, firing, error)
             if not state.waiting:
                 self._note(state, order)
+            elif not enabled and not state.failing:
+                stuck = next(firing for firing in state.waiting if not self.rules.missing(state, firing))
+                self._note(state, order, stuck, TimeoutError("waits for ever"))
             for firing in reversed(self._persistent(state, enabled) if reduced else enabled):
                 following = state.copy()
                 try:
@@ -175,7 +179,9 @@ class _Exploring:
         reason = f"{failed[0].name}: {type(error).__name__}: {error}" if failed else ""
         key = reason, *map(digest, fetched), *map(digest, state.memory.values())
         if key not in self.outcomes:
-            variables = {self.rules.resources[key]: cast("Array", value) for key, value in state.memory.items()}
+            contents = [each.elements if isinstance(each, QueueSnapshot) else each for each in state.memory.values()]
+            found = zip(state.memory, contents, strict=True)
+            variables = {self.rules.resources[key]: cast("Array", content) for key, content in found}
             self.outcomes[key] = Outcome(fetched, variables, reason, tuple(self._told(order)))
 
     def _told(self, order: _Order) -> list[str]:
@@ -210,11 +216,11 @@ class _Exploring:
         """`first` and the enabled ones that it may depend on; None if others may come before them."""
         chosen = [first]
         for mine in chosen:
-            touched = self.rules.program.touches(mine[0])
+            touched = self.rules.program.shares(mine[0])
             rivals = [f for f, touches in to_come if f not in chosen and conflict(touches, touched)]
             chosen += [rival for rival in rivals if rival in enabled]
         for mine in chosen:
-            touched = self.rules.program.touches(mine[0])
+            touched = self.rules.program.shares(mine[0])
             for firing, touches in to_come:
                 if firing in enabled or not conflict(touches, touched):
                     continue
@@ -225,7 +231,7 @@ class _Exploring:
     def _to_come(self, state: ProgramState) -> Iterable[tuple[Firing, Touches]]:
         """Firings that touch anything, those that may still come in branches and loops among them."""
         for firing in state.waiting:
-            touches = self.rules.program.touches(firing[0])
+            touches = self.rules.program.shares(firing[0])
             if touches and not (firing[0].subgraphs and firing in state.decided):
                 yield firing, touches
 

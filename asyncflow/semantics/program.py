@@ -17,7 +17,7 @@ from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
-from asyncflow.graph.resource import Resource
+from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
 from asyncflow.values import Nest
 
@@ -63,6 +63,7 @@ class NeededGraph:
         self.values = tuple(root for root in roots if isinstance(root, Tensor))
         self._find_needed(roots)
         self.touches = cache(self._touches)
+        self.shares = cache(self._shares)
         self.nodes = cache(self._nodes)
         self.before = cache(self._before)
 
@@ -151,6 +152,17 @@ class NeededGraph:
             pairs = [pair for each in inside for pair in each.items()]
         else:
             pairs = list(node.op.effects(node)) if node.op.effects is not None else []
+        return dict(sorted(pairs, key=lambda pair: pair[1] is Access.WRITE))
+
+    def _shares(self, node: Node) -> Touches:
+        """`touches` of whole resources: in a queue, what puts in and what takes out may wait for one another."""
+        if node.subgraphs:
+            pairs = [pair for body in node.subgraphs for each in self.nodes(body) for pair in self.shares(each).items()]
+        else:
+            wholes: dict[Hashable, Hashable] = {
+                (each.effect_key, side): each.effect_key for each in resources_of(node) for side in ("put", "take")
+            }
+            pairs = [(wholes.get(key, key), access) for key, access in self.touches(node).items()]
         return dict(sorted(pairs, key=lambda pair: pair[1] is Access.WRITE))
 
     def _before(self, node: Node) -> list[Node]:

@@ -61,7 +61,8 @@ def find_races(
     Quick, for programs of any size: it tries no orders (that does `explore`), but asks of each pair whether a path or a
     soft order leads from one to the other, through branches, and from iteration to iteration. So it may name pairs that
     make no difference to the values at hand, and leaves out none that does. Two writes that commute are no race as
-    long as nobody looks at what they give: `assign_add` and `assign_sub` of integers.
+    long as nobody looks at what they give: `assign_add` and `assign_sub` of integers. Those that put into a queue have
+    to be in order, and those that take out; one may always wait for the other.
 
     Args:
         graph: with ordered effects it has no races but those between runs.
@@ -177,7 +178,12 @@ def _places(bits: int) -> Iterator[int]:
 
 
 def _resource(node: Node, key: Hashable) -> Resource | None:
-    return next((each for each in resources_of(node) if each.effect_key == key), None)
+    return next((each for each in resources_of(node) if key in (each.effect_key, *_sides(each))), None)
+
+
+def _sides(resource: Resource) -> tuple[Hashable, ...]:
+    """The keys of what puts into a queue, and of what takes out of it."""
+    return (resource.effect_key, "put"), (resource.effect_key, "take")
 
 
 def _is_watched(node: Node, key: Hashable) -> bool:
@@ -188,14 +194,18 @@ def _is_watched(node: Node, key: Hashable) -> bool:
 
 def _race(key: Hashable, first: Node, second: Node, between: _Between) -> Race:
     variable = _resource(second, key)
-    name = str(key) if variable is None else f"{type(variable).__name__.lower()} {variable.name}"
+    name = str(key) if variable is None else f"{_kind(second)} {variable.name}"
     return Race(name, variable, first, second, between)
 
 
 def action(node: Node) -> str:
     """The verb for what a node does to a resource, such as ``assign_add``."""
-    kinds = (f"{type(each).__name__.lower()}_" for each in resources_of(node))
-    return node.op.name.removeprefix(next(kinds, "")).removeprefix("user_")
+    return node.op.name.removeprefix(f"{_kind(node)}_").removeprefix("user_")
+
+
+def _kind(node: Node) -> str:
+    """The kind of resource that a node touches: ``variable``, ``queue``, ``table``; empty if there is none."""
+    return next((name for name, value in node.attrs.items() if isinstance(value, Resource)), "")
 
 
 def _told(node: Node) -> str:

@@ -5,6 +5,7 @@ node               rule
 =================  ==================================================================================================
 operation          fires once its inputs are there and what it waits for is done; its outputs are its kernel's
 read, write        likewise; the resource and the outputs change in one step (Read-x, Assign-x, Assign-f-x)
+enqueue, dequeue   likewise, once the queue lets it, in one step for all of its elements; until then it has not begun
 cond               once the predicate is there, the nodes of the branch taken wait, each for its own inputs, and the
                    results leave one by one (Switch, Merge); those of the other branch are dead and never fire
 while              the predicate's nodes wait in each iteration that has begun, and once it holds those of the body; a
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from math import inf
 from time import monotonic
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import numpy as np
 
@@ -35,16 +36,29 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
 from asyncflow.semantics.program import NeededGraph
 from asyncflow.semantics.state import Firing, ProgramState, Tag, digest
-from asyncflow.values import Kernel, Value
+from asyncflow.state.queue import QueueSnapshot, QueueState
+from asyncflow.state.waiting.lines import PlaceInLine
+from asyncflow.values import Kernel, Nest, Value
 
 MISSING: Final = object()
 """In place of a value that is not there yet."""
 
 
 class _Cell(Protocol):
-    """The state of a resource, as kernels use it."""
+    """The state of a variable, as kernels use it."""
 
     value: Value
+
+
+def _content(cell: _Cell | QueueState) -> Value:
+    return cell.capture() if isinstance(cell, QueueState) else cell.value
+
+
+def _fill(cell: _Cell | QueueState, content: Value) -> None:
+    if isinstance(cell, QueueState):
+        cell.restore(cast("QueueSnapshot", content))
+    else:
+        cell.value = content
 
 
 class OutOfTime(Exception):
@@ -63,7 +77,7 @@ class Rules:
         self.program = program
         self.ends_at = inf
         self.seed = program.graph.seed if program.graph.seed is not None else seed
-        self.cells: dict[Hashable, _Cell] = {}
+        self.cells: dict[Hashable, _Cell | QueueState] = {}
         self.resources: dict[Hashable, Resource] = {}
         self._kernels: dict[Node, Kernel] = {}
         for body in levels(program.graph):
@@ -76,15 +90,16 @@ class Rules:
             raise FeedError(
                 f"{node.outputs[0].name} {node.outputs[0].spec} is needed; give it a value in feeds={{...}}"
             )
-        if op.is_async or (op.is_user and op.effects is not None and not any(resources_of(node))):
-            raise GraphError(
-                f"{node.name} ({op.name}) acts on the world outside, and exploring would do so in every order; feed a "
-                f"value in its place\n  built at {node.location}"
-            )
         for resource in resources_of(node):
             if resource.effect_key not in self.cells:
                 self.cells[resource.effect_key] = resource.create_state()
                 self.resources[resource.effect_key] = resource
+        is_queues = any(isinstance(self.cells[each.effect_key], QueueState) for each in resources_of(node))
+        if (op.is_async and not is_queues) or (op.is_user and op.effects is not None and not any(resources_of(node))):
+            raise GraphError(
+                f"{node.name} ({op.name}) acts on the world outside, and exploring would do so in every order; feed a "
+                f"value in its place\n  built at {node.location}"
+            )
         if op.kernel is not None:
             attrs = node.attrs.items()
             bound = {k: self.cells[v.effect_key] if isinstance(v, Resource) else v for k, v in attrs}
@@ -95,7 +110,7 @@ class Rules:
         values: dict[tuple[Tensor, Tag], Value] = {
             (tensor, (run,)): value for tensor, value in feeds.items() for run in range(runs)
         }
-        cells = {key: memory.get(key, cell.value) for key, cell in self.cells.items()}
+        cells = {key: memory.get(key, _content(cell)) for key, cell in self.cells.items()}
         state = ProgramState(cells, values, {}, set(), {}, {})
         for run in range(runs):
             self._begin(state, self.program.graph, (run,))
@@ -146,26 +161,61 @@ class Rules:
     def enabled(self, state: ProgramState) -> list[Firing]:
         """The reads and writes that may be next."""
         ready = (f for f in state.waiting if not f[0].subgraphs and f not in state.failing)
-        return [firing for firing in ready if not self.missing(state, firing)]
+        return [firing for firing in ready if not self.missing(state, firing) and self._is_served(state, firing)]
+
+    def _is_served(self, state: ProgramState, firing: Firing) -> bool:
+        """Whether a queue lets a firing go on, or refuses it for good."""
+        try:
+            return not firing[0].op.is_async or not isinstance(self._result(state, firing), PlaceInLine)
+        except Exception:  # which `fire` raises again
+            return True
 
     # -- what happens --------------------------------------------------------------------------------------------
 
     def fire(self, state: ProgramState, firing: Firing) -> None:
         """An operation, read or write: all of it, in one step. What its kernel raises leaves the state as it was."""
         node, tag = firing
-        inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
-        if node.op.needs_context:
-            inputs.insert(0, KernelContext(seed=self.seed, run=tag[0], tag=tag[1:]))
-        keys = [resource.effect_key for resource in resources_of(node)]
-        for key in keys:
-            self.cells[key].value = state.memory[key]
-        found = self._kernels[node](*inputs)
-        for key in keys:
-            state.memory[key] = self.cells[key].value
+        found = self._result(state, firing)
+        for resource in resources_of(node):
+            state.memory[resource.effect_key] = _content(self.cells[resource.effect_key])
         for tensor, value in zip(node.outputs, (found,) if node.single else found, strict=True):
             state.values.setdefault((tensor, tag), value)  # one that is fed keeps its value
         del state.waiting[firing]
         state.done.add(firing)
+
+    def _result(self, state: ProgramState, firing: Firing) -> Nest:
+        """Calls a kernel, which leaves the state of its resources in the cells; where it has to wait, a place in line.
+
+        Nobody stands in line but dequeues that an enqueue of more elements than there is room for may wait for.
+        """
+        touched = list(resources_of(firing[0]))
+        self._fill_all(state, touched)
+        found = self._call(state, firing)
+        for other in state.waiting if isinstance(found, PlaceInLine) else ():
+            if list(resources_of(other[0])) == touched and other != firing and not self.missing(state, other):
+                self._fill_all(state, touched)
+                first = self._call(state, other)
+                if isinstance(first, PlaceInLine):
+                    found = self._call(state, firing)
+                    first.leave()
+                    if not isinstance(found, PlaceInLine):
+                        return found
+        return found
+
+    def _fill_all(self, state: ProgramState, resources: Iterable[Resource]) -> None:
+        for resource in resources:
+            key, cell = resource.effect_key, self.cells[resource.effect_key]
+            if isinstance(cell, QueueState):
+                for place in cell.places():
+                    cell.left(place)
+            _fill(cell, state.memory[key])
+
+    def _call(self, state: ProgramState, firing: Firing) -> Nest:
+        node, tag = firing
+        inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
+        if node.op.needs_context:
+            inputs.insert(0, KernelContext(seed=self.seed, run=tag[0], tag=tag[1:]))
+        return self._kernels[node](*inputs)
 
     def settle(self, state: ProgramState) -> None:
         """All that is the same whenever it happens."""

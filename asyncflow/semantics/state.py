@@ -56,6 +56,8 @@ class ProgramState:
 
 def digest(value: Value) -> Hashable:
     """Equal for values of the same bits."""
+    if isinstance(value, tuple):  # of a queue
+        return tuple(map(digest, value))
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return value

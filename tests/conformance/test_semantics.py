@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from random import Random
+from typing import TypeAlias
 
 import pytest
 
 import asyncflow as af
 from tests.cells import SEEDS
 from tests.conftest import OpenSession
-from tests.semantics.programs import Effects, outcome_key, outcome_keys, stateful_program
+from tests.semantics.programs import Effects, Program, outcome_key, outcome_keys, queued_program, stateful_program
+
+Build: TypeAlias = Callable[[Random, Effects], Program]
 
 
-async def seen(open_session: OpenSession, program: int, effects: Effects, seeds: range) -> tuple[int, int]:
+async def seen(
+    open_session: OpenSession, program: int, effects: Effects, seeds: range, build: Build = stateful_program
+) -> tuple[int, int]:
     """How many outcomes a random program may have, and how many of them its runs had; none has another."""
-    graph, fetches, variables = stateful_program(Random(program), effects)
-    af.allow_races(*variables)
+    graph, fetches, variables = build(Random(program), effects)
+    af.allow_races(*graph.resources)
     found = af.explore(graph, fetches, max_states=3000)
     if found.stopped:
         return 0, 0
-    allowed, met = outcome_keys(found), set[Hashable]()
+    allowed, met = outcome_keys(found, variables), set[Hashable]()
     touched = [each for each in variables if each in found.outcomes[0].variables]
     for seed in seeds:
         async with open_session(graph, seed=seed) as session:
@@ -45,4 +50,12 @@ async def test_70_random_programs_stay_within_the_rules(
 ) -> None:
     """CONFORMANCE 70, 71 and 73: with ordered effects there is one outcome."""
     allowed, met = await seen(open_session, program, effects, range(2))
+    assert allowed == met == 1 if effects == "ordered" else met <= allowed
+
+
+@pytest.mark.parametrize("program", [0, 2, 5, 6, *PROGRAMS[7:]])
+@pytest.mark.parametrize("effects", ["ordered", "unordered"])
+async def test_37_queues_stay_within_the_rules(open_session: OpenSession, effects: Effects, program: int) -> None:
+    """CONFORMANCE 37 and 78: what random producers put in, in which order consumers take it out."""
+    allowed, met = await seen(open_session, program, effects, range(2), queued_program)
     assert allowed == met == 1 if effects == "ordered" else met <= allowed

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from random import Random
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 import asyncflow as af
 from asyncflow.graph.resource import Resource
 from asyncflow.semantics.state import digest
@@ -72,9 +74,37 @@ class _Block:
         return made[0] + made[-1] if self.random.random() < 0.5 else made[-1]
 
 
-def outcome_keys(found: af.Exploration) -> set[Hashable]:
-    """The outcomes of a program, without their orders."""
-    return {outcome_key(outcome.fetches, outcome.variables) for outcome in found.outcomes}
+def queued_program(random: Random, effects: Effects = "unordered") -> Program:
+    """Producers and consumers of one queue, as many elements in as out, and what comes out changes a variable."""
+    with af.Graph(effects=effects) as graph:
+        queue = af.FIFOQueue(random.randint(1, 3), af.spec("int64", ()), name="q")
+        total = af.Variable(0, name="total")
+        count, made = random.randint(2, 4), list[af.Tensor]()
+        looped = random.randint(0, 2)
+
+        def produce(i: af.Tensor) -> af.Tensor:
+            with af.control_dependencies([queue.enqueue(i + 10)]):
+                return i + 1
+
+        made += af.while_loop(lambda i: i < looped, produce, (0,))
+        puts = [queue.enqueue(k) for k in range(count - looped)]
+        while count:
+            many = random.choice((1, 1, 2)) if count > 1 else 1
+            taken = queue.dequeue() if many == 1 else af.sum(queue.dequeue_many(2) * np.array([1, 2]))
+            made.append(total.update(lambda old, x: old * 3 + x, taken))
+            count -= many
+        with af.control_dependencies(puts):
+            made.append(af.constant(0) + 0)
+    return Program(graph, made, [total])
+
+
+def outcome_keys(found: af.Exploration, variables: Sequence[Resource] | None = None) -> set[Hashable]:
+    """The outcomes of a program, without their orders, and of some variables alone."""
+
+    def of_interest(outcome: af.Outcome) -> dict[Resource, Value]:
+        return {each: value for each, value in outcome.variables.items() if variables is None or each in variables}
+
+    return {outcome_key(outcome.fetches, of_interest(outcome)) for outcome in found.outcomes}
 
 
 def outcome_key(fetched: Sequence[Value], variables: Mapping[Resource, Value]) -> Hashable:

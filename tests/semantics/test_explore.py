@@ -198,3 +198,65 @@ def test_what_is_left_out_shows_nowhere(monkeypatch: pytest.MonkeyPatch, seed: i
     whole = explore(graph, fetches)
     assert not reduced.stopped and not whole.stopped
     assert outcome_keys(reduced) == outcome_keys(whole) and reduced.states <= whole.states
+
+
+# -- queues -----------------------------------------------------------------------------------------------------------
+
+
+def fetched(found: Exploration) -> set[str]:
+    assert not found.stopped
+    return {o.error or " ".join(str(np.asarray(value)) for value in o.fetches) for o in found.outcomes}
+
+
+def test_37_enqueues_that_nothing_orders_come_in_any_order() -> None:
+    """CONFORMANCE 37: any order where none is said, one with ordered effects, and never more than there is room for."""
+    for effects, orders in (("unordered", set(permutations(range(3)))), ("ordered", {(0, 1, 2)})):
+        with af.Graph(effects=effects) as graph:  # type: ignore[arg-type]
+            queue = af.FIFOQueue(2, af.spec("int64", ()), name="q")
+            puts = [queue.enqueue(k) for k in range(3)]
+            taken = queue.dequeue_many(2), queue.dequeue()
+        found = explore(graph, [puts, taken])
+        assert {(*map(int, o.fetches[0]), int(o.fetches[1])) for o in found.outcomes} == orders
+        assert all(outcome.variables[queue] == () for outcome in found.outcomes)
+
+
+def test_78_what_waits_for_a_queue() -> None:
+    """CONFORMANCE 78: for ever, until it is closed, or for those who wait for more than there is room for."""
+    with af.Graph() as graph:
+        queue = af.FIFOQueue(2, af.spec("int64", ()), name="q")
+        put, many = queue.enqueue(7), queue.enqueue_many([1, 2, 3])
+        close = queue.close()
+        take, up_to = queue.dequeue(), queue.dequeue_up_to(4)
+    assert fetched(explore(graph, [put, take])) == {"7"}
+    assert fetched(explore(graph, [many, up_to])) == {"q/dequeue_up_to: TimeoutError: waits for ever"}
+    assert fetched(explore(graph, many)) == {"q/enqueue_many: TimeoutError: waits for ever"}
+    assert fetched(explore(graph, [close, take])) == {
+        "q/dequeue: QueueClosedError: dequeue of queue 'q' can never be served, as queue 'q' is closed; "
+        "0 elements are left"
+    }
+    left = explore(graph, [put, close])
+    assert [value.tolist() for o in left.outcomes for element in o.variables[queue] for value in element] == [7]
+    with af.Graph() as graph:
+        queue = af.FIFOQueue(2, af.spec("int64", ()), name="q")
+        three, batch = queue.enqueue_many([1, 2, 3]), queue.dequeue_many(3)
+    assert fetched(explore(graph, [three, batch])) == {"[1 2 3]"}
+
+
+def test_72_an_enqueue_with_a_failed_input_puts_nothing_in() -> None:
+    """CONFORMANCE 72: a node with an error input has no effect."""
+    with unordered() as graph:
+        queue = af.FIFOQueue(2, af.spec("bool", ()), name="q")
+        put = queue.enqueue(af.assert_that(af.constant(1) == 2, "no"))
+    (outcome,) = explore(graph, put).outcomes
+    assert outcome.error == "assert: AssertionError: no" and outcome.variables[queue] == ()
+
+
+def test_the_smallest_of_those_that_are_there_leaves_first() -> None:
+    with unordered() as graph:
+        first = af.PriorityQueue(9, af.spec("int64", ()), name="first")
+        puts = [first.enqueue((k, 10 * k)) for k in (3, 1, 2)]
+        with af.control_dependencies(puts):
+            smallest = first.dequeue()
+        beside = first.dequeue()
+    assert fetched(explore(graph, smallest)) == {"1 10"}
+    assert fetched(explore(graph, [puts, beside])) == {"1 10", "2 20", "3 30"}
