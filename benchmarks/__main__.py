@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_limits
 import asyncflow as af
 from asyncflow.devices.cuda.backend import cuda_backend
 from benchmarks import (
+    checkpoints,
     concurrent_runs,
     dependency_patterns,
     distributed_loop,
@@ -72,6 +73,7 @@ WORKLOADS: dict[str, Workload] = {
     "concurrent_runs": concurrent_runs.measure,
     "small_beside_large": small_beside_large.measure,
     "loop_gap": loop_gap.measure,
+    "checkpoints": checkpoints.measure,
     "import_time": import_time.measure,
     "memory": memory.measure,
     "graph_size": graph_size.measure,

@@ -51,9 +51,9 @@ async def measure(
             return await new.run(y, {x: FED})
 
     async with af.Session(graph) as session:
-        large: dict[str, Trial] = {ASYNCFLOW: _trial(lambda: session.run(y, {x: FED})), IDLE: _idle}
-        long: dict[str, Trial] = {ASYNCFLOW: _trial(lambda: session.run(count, {limit: iterations})), IDLE: _idle}
-        first: dict[str, Trial] = {ASYNCFLOW: _trial(run_first), IDLE: _idle}
+        large: dict[str, Trial] = {ASYNCFLOW: _trial(lambda: session.run(y, {x: FED})), IDLE: idle}
+        long: dict[str, Trial] = {ASYNCFLOW: _trial(lambda: session.run(count, {limit: iterations})), IDLE: idle}
+        first: dict[str, Trial] = {ASYNCFLOW: _trial(run_first), IDLE: idle}
         return [
             *await _compare(f"graph of {nodes:,} nodes", large | peer_graph, repeats),
             *await _compare(f"loop of {iterations:,} iterations", long | peer_loop, repeats),
@@ -67,16 +67,17 @@ async def _compare(case: str, trials: dict[str, Trial], repeats: int) -> list[Re
 
 def _trial(work: Callable[[], Awaitable[Any]]) -> Trial:
     async def trial() -> Sample:
-        return await _watched(work)
+        return await watched(work)
 
     return trial
 
 
-async def _idle() -> Sample:
-    return await _watched(lambda: asyncio.sleep(IDLE_S))
+async def idle() -> Sample:
+    """The gaps between turns while nothing goes on."""
+    return await watched(lambda: asyncio.sleep(IDLE_S))
 
 
-async def _watched(work: Callable[[], Awaitable[Any]]) -> Sample:
+async def watched(work: Callable[[], Awaitable[Any]]) -> Sample:
     """The gaps between turns of another coroutine while `work` goes on."""
     gaps: list[float] = []
     cpu_gaps: list[float] = []

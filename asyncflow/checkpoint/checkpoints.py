@@ -191,7 +191,10 @@ class Checkpoints:
         if strict:
             _refuse(compared)
 
+        old: list[Capture] = []
+
         def put() -> None:
+            old.extend(state.capture() for state in new.values())
             for name, state in new.items():
                 state.restore(arrays[name])
             for name in arrays.keys() - found.keys():
@@ -200,6 +203,7 @@ class Checkpoints:
                 self._runs.random = manifest.random
 
         await self._runs.alone(frozenset(key for key, _ in found.values()), put)
+        await call_beside(old.clear)  # to give back so much memory takes a while
         if compared.faults:
             warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
         return Restored(step, manifest.step, tuple(new), tuple(compared.faults))

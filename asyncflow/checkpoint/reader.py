@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from asyncflow.checkpoint.manifest import Manifest
 from asyncflow.checkpoint.tensor_file import TensorRecord, from_strings, header, laid_out
-from asyncflow.checkpoint.writer import CHUNK
 from asyncflow.errors import CheckpointError
 from asyncflow.values import Array
+
+CHUNK: Final = 1 << 20
+"""Bytes that are read at a time, and checked while the processor has them at hand."""
+
+_READERS: Final = 2
+"""Threads that read arrays; as many as a small machine has cores."""
 
 Arrays: TypeAlias = dict[str, dict[str, Array]]
 """By state and part."""
@@ -53,48 +58,51 @@ def read_arrays(path: Path, manifest: Manifest, names: Collection[str]) -> tuple
 def _read_file(path: Path, records: list[TensorRecord], wanted: Collection[str]) -> tuple[dict[str, Array], list[str]]:
     """The arrays of a file, and what is wrong with it."""
     head = header(records)
-    arrays: dict[str, Array] = {}
-    faults: list[str] = []
+    expected = len(head) + sum(record.nbytes for record in records)
     try:
-        with FileIO(path) as file, ThreadPoolExecutor(1, "asyncflow:checksums") as beside:
-            expected = len(head) + sum(record.nbytes for record in records)
+        with FileIO(path) as file:
             size = file.seek(0, 2)
             if size != expected:
                 return {}, [f"{path}: has {size} bytes in place of {expected}: it is damaged, or not all there"]
             file.seek(0)
             if file.read(len(head)) != head:
                 return {}, [f"{path}: is damaged: its header is not that of the manifest"]
-            begin = len(head)
-            for record in records:
-                if record.name in wanted:
-                    try:
-                        arrays[record.name] = _read_array(file, begin, record, beside)
-                    except CheckpointError as error:
-                        faults.append(f"{path}: {error}")
-                begin += record.nbytes
     except OSError as error:
         return {}, [f"{path}: cannot be read: {error.strerror or error}"]
+    reads: dict[str, Future[Array]] = {}
+    # To check a chunk takes as long as to read it, which is all from memory if the disk was asked before.
+    with ThreadPoolExecutor(_READERS, "asyncflow:reader") as readers:
+        begin = len(head)
+        for record in records:
+            if record.name in wanted:
+                reads[record.name] = readers.submit(_read_array, path, begin, record)
+            begin += record.nbytes
+    arrays: dict[str, Array] = {}
+    faults: list[str] = []
+    for name, read in reads.items():
+        try:
+            arrays[name] = read.result()
+        except CheckpointError as error:
+            faults.append(f"{path}: {error}")
+        except OSError as error:
+            faults.append(f"{path}: tensor {name!r} cannot be read: {error.strerror or error}")
     return arrays, faults
 
 
-def _read_array(file: FileIO, begin: int, record: TensorRecord, beside: ThreadPoolExecutor) -> Array:
+def _read_array(path: Path, begin: int, record: TensorRecord) -> Array:
     is_text = record.dtype == "string"
     array = np.empty(record.nbytes, np.uint8) if is_text else np.empty(record.shape, record.spec.dtype)
     raw = array.reshape(-1).view(np.uint8)
     view = raw.data
-    file.seek(begin)
     crc32, at = 0, 0
-    pending = None
-    while at < len(view):
-        count = file.readinto(view[at : at + CHUNK])
-        if not count:
-            raise CheckpointError(f"tensor {record.name!r} ends after {at} of {record.nbytes} bytes")
-        if pending is not None:
-            crc32 = pending.result()
-        pending = beside.submit(zlib.crc32, view[at : at + count], crc32)
-        at += count
-    if pending is not None:
-        crc32 = pending.result()
+    with FileIO(path) as file:
+        file.seek(begin)
+        while at < len(view):
+            count = file.readinto(view[at : at + CHUNK])
+            if not count:
+                raise CheckpointError(f"tensor {record.name!r} ends after {at} of {record.nbytes} bytes")
+            crc32 = zlib.crc32(view[at : at + count], crc32)
+            at += count
     if crc32 != record.crc32:
         raise CheckpointError(
             f"tensor {record.name!r} is damaged: its checksum is {crc32:08x}, and was {record.crc32:08x}"

@@ -42,6 +42,7 @@ class Saver(Resource):
 
     Attributes:
         error: why the last step was not published; None if it was.
+        step: the number of the last step that was taken, or that the session began with; 0 before any.
 
     Raises:
         TypeError, ValueError: an argument is of another type, or out of its range.
@@ -66,7 +67,7 @@ class Saver(Resource):
         self._session: Checkpoints | None = None
         self._beside: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._step = 0
+        self.step = 0
         self._saved_s = 0.0
         self._asks = False
         """The program says when a step ends."""
@@ -90,7 +91,7 @@ class Saver(Resource):
         session = self._attached()
         number = None if step is None else _whole(step, "step", 0)
         path = await session.write(self.path, await session.cut(), number, self.keep)
-        self._note(max(number or 0, self._step))
+        self._note(max(number or 0, self.step))
         return path
 
     @overload
@@ -164,14 +165,14 @@ class Saver(Resource):
         return self._session
 
     def _is_due(self, step: int) -> bool:
-        if step <= self._step:
+        if step <= self.step:
             return False
-        if self.every_steps is not None and step // self.every_steps > self._step // self.every_steps:
+        if self.every_steps is not None and step // self.every_steps > self.step // self.every_steps:
             return True
         return self.every_s is not None and _now_s() - self._saved_s >= self.every_s
 
     def _note(self, step: int) -> None:
-        self._step, self._saved_s = step, _now_s()
+        self.step, self._saved_s = step, _now_s()
 
     async def _maybe_save(self, step: int, *, in_order: bool) -> bool:
         session = self._attached()
@@ -221,7 +222,7 @@ class Saver(Resource):
             except TimeoutError:
                 self._say(CheckpointError(_no_moment(None)))
                 continue
-            self._note(self._step)
+            self._note(self.step)
             await self._write(session, cut, None, None)
 
     def _say(self, error: AsyncflowError) -> None:

@@ -20,7 +20,7 @@ from asyncflow.graph.dtypes import dtype_name
 from asyncflow.values import Array
 
 CHUNK: Final = 8 << 20
-"""Bytes that are written, or read, at a time: the checksum of a chunk is made beside the next one."""
+"""Bytes that are written at a time: the checksum of a chunk is made beside it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ class InputState:
         """The position, at once: what was read ahead is read again."""
         return {"position": np.array(self.position)}
 
-    def check(self, arrays: Mapping[str, Array]) -> None:
+    def check_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Checks that a capture is one of an input.
 
         Raises:
@@ -200,7 +200,7 @@ class InputState:
         Raises:
             CheckpointError: it is no capture of an input; nothing has changed.
         """
-        self.check(arrays)
+        self.check_arrays(arrays)
         self.reading.stop()
         self.position = int(arrays["position"])
         self.reading = self._from(self.position)

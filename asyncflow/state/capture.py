@@ -33,7 +33,7 @@ class CheckpointedState(Protocol):
         """The state as it is now: this takes no longer for more bytes."""
         ...
 
-    def check(self, arrays: Mapping[str, Array]) -> None:
+    def check_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Checks that a capture's arrays, all on the host, may be this state.
 
         Raises:
@@ -54,7 +54,7 @@ def check_capture(state: CheckpointedState, kind: str, arrays: Mapping[str, Arra
     """
     if kind != state.kind:
         raise CheckpointError(f"it is a {kind} there and a {state.kind} here")
-    state.check(arrays)
+    state.check_arrays(arrays)
 
 
 __all__ = ["Capture", "CheckpointedState", "LateCapture", "check_capture"]

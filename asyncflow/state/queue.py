@@ -18,17 +18,21 @@ who put and those who take each among themselves, and nobody overtakes.
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
-from asyncflow.errors import GraphError, QueueClosedError
+import numpy as np
+
+from asyncflow.errors import CheckpointError, GraphError, QueueClosedError
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.state.held import Holder
+from asyncflow.state.queue_arrays import as_arrays, as_elements
 from asyncflow.state.waiting.element_orders import Element, ElementOrder
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
-from asyncflow.values import Value
+from asyncflow.values import Array, Value
 
 
 class QueueSnapshot(NamedTuple):
@@ -38,11 +42,20 @@ class QueueSnapshot(NamedTuple):
         elements: the elements themselves, which nobody ever writes to, in an order in which they can be put in again.
         order: what else decides which is next, such as the state of a random generator.
         is_closed: whether it was closed.
+        specs: of the values of an element.
     """
 
     elements: tuple[Element, ...]
     order: object
     is_closed: bool
+    specs: Sequence[Spec] = ()
+
+    def arrays(self) -> dict[str, Array]:
+        """The same as arrays, for a checkpoint."""
+        arrays = {"is_closed": np.asarray(self.is_closed), **as_arrays(self.elements, self.specs)}
+        if isinstance(self.order, tuple):  # of Python's generator: a version, numbers, and what it has not drawn
+            arrays["order"] = np.array(self.order[1], np.int64)
+        return arrays
 
 
 class QueuePlace(PlaceInLine):
@@ -87,6 +100,8 @@ class QueueState(LinedState):
         specs: of the values of an element.
         signature: what queues of one name in one container have in common.
     """
+
+    kind: ClassVar[str] = "queue"
 
     def __init__(
         self,
@@ -189,9 +204,32 @@ class QueueState(LinedState):
         """One moment of it, by reference; what waits to be put in is no part of it."""
         with self.lock:
             elements, order = self.elements.capture()
-            return QueueSnapshot(elements, order, self.is_closed)
+            return QueueSnapshot(elements, order, self.is_closed, self.specs)
 
-    def restore(self, snapshot: QueueSnapshot) -> None:
+    def check_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """Checks that a capture's arrays fit this queue.
+
+        Raises:
+            CheckpointError: they are of other elements.
+        """
+        self._captured(arrays)
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Makes a capture's arrays the elements.
+
+        Raises:
+            CheckpointError: they do not fit; nothing has changed.
+        """
+        self.become(self._captured(arrays))
+
+    def _captured(self, arrays: Mapping[str, Array]) -> QueueSnapshot:
+        closed, numbers = arrays.get("is_closed"), arrays.get("order")
+        if closed is None:
+            raise CheckpointError(f"queue {self.name!r} is closed or not, which nothing says there")
+        order = None if numbers is None else (random.Random.VERSION, tuple(numbers.tolist()), None)
+        return QueueSnapshot(tuple(as_elements(arrays, self.specs)), order, bool(closed), self.specs)
+
+    def become(self, snapshot: QueueSnapshot) -> None:
         """Makes it what it was; those who wait go on waiting, for what there is now."""
         with self.lock:
             self.elements.restore(snapshot.elements, snapshot.order)

@@ -154,7 +154,7 @@ class TableState:
         for made in captures:
             made.keep(pages)
 
-    def check(self, arrays: Mapping[str, Array]) -> None:
+    def check_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Checks that a capture's arrays fit this table.
 
         Raises:
@@ -184,7 +184,7 @@ class TableState:
         Raises:
             CheckpointError: they do not fit; nothing has changed.
         """
-        self.check(arrays)
+        self.check_arrays(arrays)
         _, size, end = arrays["position"].tolist()
         columns = [np.zeros_like(column) for column in self._columns]
         for name, column in zip(self.names, columns, strict=True):

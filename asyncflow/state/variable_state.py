@@ -179,7 +179,7 @@ class VariableState:
         value = self.value
         return {} if value is None else {"": value}
 
-    def check(self, arrays: Mapping[str, Array]) -> None:
+    def check_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Checks that what was captured may be the value.
 
         Raises:

@@ -13,6 +13,7 @@ import pytest
 
 from asyncflow.devices.hardware import blas_library
 from benchmarks import (
+    checkpoints,
     concurrent_runs,
     dependency_patterns,
     distributed_loop,
@@ -73,6 +74,7 @@ TINY = {
     "concurrent_runs": lambda: concurrent_runs.measure(repeats=2, clients=3, runs=9),
     "small_beside_large": lambda: small_beside_large.measure(repeats=2, large=200, small=16, runs=9),
     "loop_gap": lambda: loop_gap.measure(repeats=2, nodes=10, iterations=20),
+    "checkpoints": lambda: checkpoints.measure(repeats=2, megabytes=1, variables=2),
     "import_time": lambda: import_time.measure(repeats=1),
     "memory": lambda: memory.measure(repeats=1, iterations=(3,)),
     "graph_size": lambda: graph_size.measure(repeats=2, nodes=(5, 10)),

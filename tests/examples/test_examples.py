@@ -17,6 +17,7 @@ from asyncflow.cli.main import main as command
 from examples import (
     coroutine_nodes,
     data_flow,
+    goes_on,
     ngram_beam_search,
     pagerank,
     pipeline,
@@ -38,6 +39,7 @@ def test_every_example_is_tested() -> None:
         "coroutine_nodes",
         "data_flow",
         "dqn",  # in a file of its own
+        "goes_on",
         "ngram_beam_search",
         "pagerank",
         "pipeline",
@@ -211,3 +213,14 @@ def test_each_sentence_goes_to_one_trainer() -> None:
     found = af.run(producer_and_consumers.main(100))
     assert sum(words for _, words in found) == sum(map(len, producer_and_consumers.sentences(100)))
     assert all(steps for steps, _ in found)
+
+
+def test_training_that_is_killed_ends_as_if_nobody_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["goes_on", "--steps", "90"])
+    goes_on.main()
+    told = capsys.readouterr().out
+    assert told.count("killed\n") == 3
+    assert re.findall(r"begins after step (\d+)", told)[0] == "0"
+    assert told.endswith("the same loss, to the bit\n")

@@ -289,11 +289,11 @@ def test_a_snapshot_is_taken_by_reference() -> None:
         assert (len(snapshot.elements), snapshot.is_closed) == (4, False)
         first = place.claim(), [take(state, 1) for _ in range(4)]
         waiting = take(other, 1)
-        other.restore(snapshot)
+        other.become(snapshot)
         assert waiting.is_called
         assert [waiting.claim(), *(take(other, 1) for _ in range(3))] == first[1] or order is ORDERS["random"]
         state.close()
-        state.restore(snapshot)
+        state.become(snapshot)
         assert not state.is_closed
         assert sorted([taken_before[0], *(take(state, 1)[0] for _ in range(4))]) == [1, 1, 3, 4, 5]
 
@@ -305,7 +305,7 @@ def test_a_shuffled_snapshot_goes_on_as_it_would_have() -> None:
     take(state, 10)
     snapshot = state.capture()
     first = take(state, 50)
-    state.restore(snapshot)
+    state.become(snapshot)
     assert take(state, 50) == first
     assert first != sorted(first)
 

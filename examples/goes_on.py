@@ -1,0 +1,90 @@
+"""Training that is killed, again and again, and goes on: a two-layer network learns the sine, in steps that survive.
+
+``python -m examples.goes_on`` starts the training in a process of its own and kills it after a while, three times;
+then it comes to its end. Each start begins with the latest checkpoint. What was learned after that is learned again,
+with the same random numbers, so the last loss is to the bit that of a training which nobody has killed. Those numbers
+depend on how many runs there were: that is why the saver is asked for the step, and not a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import asyncflow as af
+
+STEPS = 300
+EVERY = 20
+PATIENCE_S = 100.0
+
+
+def build() -> tuple[af.Graph, list[af.Tensor | af.Node]]:
+    """The graph, and a step: its loss, and what is learned from it."""
+    rng = np.random.default_rng(0)
+    with af.Graph(seed=7) as graph:
+        first = af.Variable(rng.normal(size=(1, 32)).astype(np.float32), name="first")
+        bias = af.Variable(np.zeros(32, np.float32), name="bias")
+        second = af.Variable((rng.normal(size=(32, 1)) / 6).astype(np.float32), name="second")
+        x = af.random.uniform((64, 1), dtype="float32") * np.float32(6) - np.float32(3)
+        loss = af.mean(af.square(af.matmul(af.tanh(af.matmul(x, first) + bias), second) - af.sin(x)))
+        weights = [first, bias, second]
+        learned = af.optim.adam(zip(af.gradients(loss, weights), weights, strict=True), 0.01)
+    return graph, [loss, learned]
+
+
+async def train(root: Path, steps: int = STEPS) -> str:
+    """Trains until so many steps have been made, whatever was made before, and gives the last loss to the bit."""
+    graph, step = build()
+    saver = af.Saver(root, every_steps=EVERY, keep=2)
+    async with af.Session(graph, restore=saver) as session:
+        print(f"begins after step {saver.step}", flush=True)
+        loss = np.float32(np.nan)
+        for number in range(saver.step + 1, steps + 1):
+            loss, _ = await session.run(step)
+            if await saver.maybe_save(number):
+                print(f"step {number}: loss {loss:.5f}", flush=True)
+    print(f"ends with a loss of {loss:.5f}", flush=True)
+    return float(loss).hex()
+
+
+def killed(root: Path, after: int, steps: int = STEPS) -> None:
+    """Starts the training as a process, and kills it once it has told of so many checkpoints."""
+    command = [sys.executable, "-m", "examples.goes_on", "--train", str(root), "--steps", str(steps)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            after -= line.startswith("step")
+            if after == 0:
+                process.kill()
+                print("killed", flush=True)
+                break
+        process.wait(PATIENCE_S)
+
+
+def main() -> None:
+    """Kills a training three times, and compares its end with that of one that nobody has killed."""
+    parser = argparse.ArgumentParser(description="Training that is killed and goes on.")
+    parser.add_argument("--train", type=Path, help="only train, from the checkpoints in this directory")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    if options.train is not None:
+        af.run(train(options.train, options.steps))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for after in (2, 1, 3):
+            killed(Path(folder, "killed"), after, options.steps)
+        found = asyncio.run(train(Path(folder, "killed"), options.steps))
+        print("and the same, from the beginning:")
+        expected = asyncio.run(train(Path(folder, "whole"), options.steps))
+    print("the same loss, to the bit" if found == expected else f"{found} is not {expected}")
+
+
+if __name__ == "__main__":
+    main()
