@@ -55,12 +55,15 @@ class _SideWork(Generic[_Result]):
         except BaseException as error:
             self._error = without_this_frame(error)  # which would be a cycle
         finally:
+            del self._work  # whoever waits may go on before this thread has ended, and count what is still referred to
             self.ended.set()
 
     def outcome(self) -> _Result:
         error, self._error = self._error, None
         if error is None:
-            return self._result
+            result = self._result
+            del self._result
+            return result
         try:
             raise error
         finally:

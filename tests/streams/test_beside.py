@@ -4,10 +4,13 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from typing import ClassVar
+from weakref import ref
 
 import pytest
 
 from asyncflow.streams import VirtualClockLoop, call_beside
+from asyncflow.streams.latch import Latch
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
 
@@ -73,3 +76,35 @@ def test_virtual_time_stands_still_meanwhile() -> None:
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         total, time_s = runner.run(main())
     assert total == 19_999_900_000 and time_s == 0.0
+
+
+async def test_a_thread_that_ends_slowly_refers_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited may go on, and count what is alive, while the thread is still on its way out."""
+    may_end = threading.Event()
+    whole = Latch.set
+
+    def set_slowly(latch: Latch) -> None:
+        whole(latch)
+        assert may_end.wait(PATIENCE_S)
+
+    monkeypatch.setattr(Latch, "set", set_slowly)
+    try:
+        result = await call_beside(Work())
+        alive = [ref() for ref in Work.made]
+        assert alive == [None, result]
+        del result, alive
+        assert [ref() for ref in Work.made] == [None, None]
+    finally:
+        may_end.set()
+
+
+class Work:
+    """Something to call, which gives another one; all that were made are known."""
+
+    made: ClassVar[list[ref[Work]]] = []
+
+    def __init__(self) -> None:
+        self.made.append(ref(self))
+
+    def __call__(self) -> Work:
+        return Work()
