@@ -56,7 +56,7 @@ def _content(cell: _Cell | QueueState) -> Value:
 
 def _fill(cell: _Cell | QueueState, content: Value) -> None:
     if isinstance(cell, QueueState):
-        cell.restore(cast("QueueSnapshot", content))
+        cell.become(cast("QueueSnapshot", content))
     else:
         cell.value = content
 
