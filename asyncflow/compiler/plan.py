@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.compiler.regions.loop_drivers import LoopDriver
     from asyncflow.compiler.regions.regions import Region
-    from asyncflow.devices.swap import WorkingSet
+    from asyncflow.devices.working_set import WorkingSet
     from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph

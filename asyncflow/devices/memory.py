@@ -180,13 +180,13 @@ class MemoryAccount:
         """The most bytes ever held at a time."""
         return max(self._peak, self._lap)
 
-    def lap(self) -> int:
-        """The most bytes held at a time since this was asked for last."""
+    def lap(self) -> tuple[int, int]:
+        """The most bytes held at a time since this was asked for last, and those held now."""
         with self._lock:
             self._settle()
             most, self._lap = self._lap, self._used
             self._peak = max(self._peak, most)
-            return most
+            return most, self._lap
 
     def track(self, value: object, label: str = "") -> None:
         """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.

@@ -43,12 +43,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import Lock
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncflow.devices.protocol import Placed
+    from asyncflow.devices.working_set import Account, WorkingSet
 
 LEAST_BYTES = 64 << 10
 """Smaller values never move: a copy would cost more than the memory is worth."""
@@ -72,37 +73,12 @@ counted that, nothing comes above `FULL`."""
 _AHEAD = 2.0
 """How many times what its copy is expected to take a value is asked for before it is read."""
 
-_GUESS = 2
-"""How many times what one of another loop of the run takes an iteration is expected to, until that is known."""
-
-_MEASURED = 3
-"""So many iterations of a loop say how much one takes."""
-
 _MEMORY = 0.9
 """The weight of what was measured before."""
 
 
 Moves: TypeAlias = Literal["short", "late", "always"]
 """When a value moves: once memory is short, once more is held than was planned, or from the first byte."""
-
-
-class Account(Protocol):
-    """The memory of the device."""
-
-    @property
-    def limit(self) -> int | None:
-        """Bytes it may hold."""
-
-    @property
-    def used(self) -> int:
-        """Bytes it holds, those of copies that come in among them."""
-
-    @property
-    def total(self) -> int:
-        """Bytes it has taken so far, whatever it gave back."""
-
-    def lap(self) -> int:
-        """The most bytes it has held at a time since this was asked for last."""
 
 
 class Space:
@@ -134,43 +110,6 @@ class Space:
         """Give bytes back."""
         with self._lock:
             self.used -= nbytes
-
-
-class WorkingSet:
-    """The memory that one iteration of a loop takes, as measured where one ran by itself.
-
-    Attributes:
-        most: bytes held at a time, at most, above those when it began.
-        total: bytes taken, whatever it gave back.
-    """
-
-    __slots__ = ("_account", "_count", "_is_shared", "most", "total")
-
-    def __init__(self, account: Account) -> None:
-        self.most = self.total = 0
-        self._account = account
-        self._count = 0
-        self._is_shared = False
-
-    def expected(self, largest: int) -> int:
-        """The most, guessed before a few were measured, where `largest` is what is known of other loops."""
-        return self.most if self._count >= _MEASURED else _GUESS * max(self.most, largest)
-
-    def fits(self, count: int) -> bool:
-        """Whether there is room for so many iterations at a time, in whatever order they run, beside what is there."""
-        limit = self._account.limit
-        if limit is None:
-            return True
-        fits = self._count >= _MEASURED and count * self.total <= limit - self._account.used
-        self._is_shared |= fits
-        return fits
-
-    def measured(self, most: int, total: int) -> None:
-        """So many bytes were taken since the last iteration began that was by itself."""
-        if not self._is_shared:
-            self.most, self.total = max(self.most, most), max(self.total, total)
-            self._count += 1
-        self._is_shared = False
 
 
 class SavedState(enum.Enum):
@@ -240,11 +179,16 @@ class SavedGroup:
     @property
     def takes(self) -> int:
         """The bytes that its iteration takes; a guess where none was measured."""
-        return sum(working_set.expected(self.largest) for working_set in self.sets)
+        takes = 0
+        for working_set in self.sets:
+            takes += working_set.expected(self.largest)
+        return takes
 
     @property
     def needs(self) -> int:
         """The same, with those of what has to come back first."""
+        if not self.out:
+            return self.takes
         read = itertools.takewhile(lambda handle: handle.rank > self.until, reversed(self.out))
         return self.takes + sum(handle.nbytes for handle in read if handle.state is SavedState.AWAY)
 
@@ -308,6 +252,9 @@ class Orders(NamedTuple):
 
     out: Sequence[SavedHandle] = ()
     into: Sequence[SavedHandle] = ()
+
+
+_NOTHING = Orders()
 
 
 class SwapStatistics(NamedTuple):
@@ -475,32 +422,45 @@ class SwapManager:
 
     def asks(self, key: int, sets: Sequence[WorkingSet]) -> tuple[bool, Orders]:
         """A run is to begin an iteration of these loops: whether it may now, and who makes room."""
-        group, most, lap = self.group(key), self._account.lap(), self._lap
+        group, lap = self.group(key), self._lap
+        most, used = self._account.lap()
         if lap is not None and lap.group is group and len(sets) == 1 and group.sets == sets:
             ahead = self._ahead - lap.ahead
             sets[0].measured(most - lap.used - ahead, self._account.total - lap.total - ahead)
         group.sets = sets
-        group.largest = max(group.largest, *(working_set.most for working_set in sets))
-        return self.admits(key)
+        for working_set in sets:
+            group.largest = max(group.largest, working_set.most)
+        return self._admits(group, used)
 
     def admits(self, key: int) -> tuple[bool, Orders]:
         """The same, for one that has asked, and has to again."""
-        group, limit = self._groups.get(key), self._account.limit
-        out: list[SavedHandle] = []
-        if group is None or limit is None:
-            return True, Orders()
-        elders = [x for x in self._groups.values() if x.key < key and {x.key, key} <= self._ages]
-        missing = self._account.used + group.needs + sum(x.needs for x in elders) - limit
+        group = self._groups.get(key)
+        return (True, _NOTHING) if group is None else self._admits(group, self._account.lap()[1])
+
+    def _admits(self, group: SavedGroup, used: int) -> tuple[bool, Orders]:
+        """Whether an iteration may begin where so many bytes are held, as the account has just been asked."""
+        limit = self._account.limit
+        if limit is None:
+            return True, _NOTHING
+        missing, elders = used + group.needs - limit, self._elders(group) if len(self._groups) > 1 else ()
+        missing += sum(elder.needs for elder in elders)
+        orders = _NOTHING
         if missing > 0:
+            out: list[SavedHandle] = []
+            orders = Orders(out=out)
             if elders:
                 self._clear(limit, (group,), out)
             else:  # for the next iteration as well, which then need not wait
                 self._clear(missing + group.needs - self._leaving, self._youngest_first(), out)
             if self._leaving or elders:
-                return False, Orders(out=out)
-        self._account.lap()
-        self._lap = _Lap(group, self._account.used, self._account.total, self._ahead)
-        return True, Orders(out=out)
+                return False, orders
+        self._lap = _Lap(group, used, self._account.total, self._ahead)
+        return True, orders
+
+    def _elders(self, group: SavedGroup) -> list[SavedGroup]:
+        """The older runs for which this one has to wait where memory is short."""
+        ages = self._ages
+        return [x for x in self._groups.values() if x.key < group.key and x.key in ages and group.key in ages]
 
     def relieve(self) -> Orders:
         """Those that go because memory is short now."""
@@ -523,8 +483,12 @@ class SwapManager:
         limit = self._account.limit
         if not self._leaving or limit is None:
             return False
-        largest = max((group.largest for group in self._groups.values()), default=0)
-        return self._account.used > min(FULL * limit, limit - largest)
+        return self._account.used > min(FULL * limit, limit - self.largest)
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that an iteration of a run in flight has taken."""
+        return max((group.largest for group in list(self._groups.values())), default=0)
 
     def statistics(self) -> SwapStatistics:
         """A snapshot."""

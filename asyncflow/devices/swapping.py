@@ -32,8 +32,8 @@ from asyncflow.devices.swap import (
     Space,
     SwapManager,
     SwapStatistics,
-    WorkingSet,
 )
+from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import SessionClosedError
 
 if TYPE_CHECKING:
@@ -266,7 +266,8 @@ class Swapping(ABC):
         """Whether a run that is to begin an iteration of these loops has to pause first."""
         with self._lock:
             may, orders = self.manager.asks(run, sets)
-            self._start(orders)
+            if orders.out:
+                self._start(orders)
             return not may
 
     def throttle(self, resume: Callable[[], None], loop: AbstractEventLoop, run: int | None = None) -> bool:
@@ -294,15 +295,16 @@ class Swapping(ABC):
             return self.manager.statistics()
 
     def advice(self) -> str:
-        """Why more did not move, for the error that says that memory is short; empty if nothing stood in the way."""
-        missing = self.manager.missing
-        if not missing:
-            return ""
-        full = " and ".join(f"the {space.name} has {format_bytes(space.limit or 0)}" for space in self.spaces)
-        return (
-            f"a saved value of {format_bytes(missing)} had no place to go ({full}, all in use); raise "
-            "host_memory_limit=, or give spill_directory="
-        )
+        """Tells what an iteration takes, and why more did not move, for the error that says that memory is short."""
+        missing, largest = self.manager.missing, self.manager.largest
+        advice = [f"an iteration of a loop took up to {format_bytes(largest)} of it"] if largest else []
+        if missing:
+            full = " and ".join(f"the {space.name} has {format_bytes(space.limit or 0)}" for space in self.spaces)
+            advice.append(
+                f"a saved value of {format_bytes(missing)} had no place to go ({full}, all in use); raise "
+                "host_memory_limit=, or give spill_directory="
+            )
+        return "; ".join(advice)
 
     # -- for kinds of devices ------------------------------------------------------------------------------------
 

@@ -130,6 +130,16 @@ def test_a_working_set_above_the_limit_is_an_error_within_one_iteration(values: 
     on_machine(main, limit=values * SMALL, regions=regions)
 
 
+def test_the_error_says_what_an_iteration_takes() -> None:
+    """FAULTS F30: of the forward loop, where one of the gradient does not fit."""
+
+    async def main(machine: Machine) -> None:
+        with pytest.raises(af.OutOfMemoryError, match=r"an iteration of a loop took up to \d+\.\d KiB of it"):
+            await machine.train()
+
+    on_machine(main, limit=6 * SMALL, regions=True)
+
+
 def shuffled(seeds: Sequence[int], limit: int, regions: bool, expected: list[list[Array]]) -> None:
     """Three runs that begin at any time; kernels and copies take a tenth more or less, firings go in any order."""
     for seed in seeds:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from asyncflow.devices.swap import Orders, SavedHandle, SavedState, Space, SwapManager, WorkingSet
+from asyncflow.devices.swap import Orders, SavedHandle, SavedState, Space, SwapManager
+from asyncflow.devices.working_set import WorkingSet
 
 MIB = 1 << 20
 
@@ -46,8 +47,8 @@ class Machine:
     def total(self) -> int:
         return 0
 
-    def lap(self) -> int:
-        return 0
+    def lap(self) -> tuple[int, int]:
+        return 0, self.used
 
     def start(self, orders: Orders) -> None:
         for handle in orders.out:
@@ -244,9 +245,9 @@ class Measured:
     total: int = 0
     most: int = 0
 
-    def lap(self) -> int:
+    def lap(self) -> tuple[int, int]:
         most, self.most = self.most, self.used
-        return most
+        return most, self.used
 
     def iteration(self, most: int, total: int) -> None:
         self.most = max(self.most, self.used + most)
@@ -258,7 +259,7 @@ def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
     account = Measured()
     manager, working_set = SwapManager(account, []), WorkingSet(account)
     for most, total in ((5, 9), (7, 8), (4, 4)):
-        assert manager.asks(1, (working_set,)) == (True, Orders(out=[]))
+        assert manager.asks(1, (working_set,)) == (True, Orders())
         assert not working_set.fits(2)  # nobody knows yet
         account.iteration(most, total)
     assert manager.asks(1, (working_set,))[0]

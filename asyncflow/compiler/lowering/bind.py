@@ -15,7 +15,7 @@ from asyncflow.compiler.program.kernels import asks_for_memory, bind_kernel, bin
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.device_loops import bind_device_loop
-from asyncflow.devices.swap import WorkingSet
+from asyncflow.devices.working_set import WorkingSet
 from asyncflow.graph.dtypes import VARIANT
 
 if TYPE_CHECKING:

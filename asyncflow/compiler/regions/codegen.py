@@ -28,7 +28,7 @@ from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_va
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.row_buffers import RowBuffer, leading_inputs, rows_appended
 from asyncflow.devices.cost import INLINE_LIMIT_NS
-from asyncflow.devices.swap import WorkingSet
+from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import KernelContext

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from asyncflow.compiler.plan import Dead, Partition, PlanNode
-    from asyncflow.devices.swap import WorkingSet
+    from asyncflow.devices.working_set import WorkingSet
     from asyncflow.values import Value
 
     Firing = tuple[PlanNode, Iteration, Sequence[Value]]

@@ -15,7 +15,7 @@ from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.devices.swap import WorkingSet
+from asyncflow.devices.working_set import WorkingSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

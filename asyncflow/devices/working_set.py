@@ -1,0 +1,67 @@
+"""`WorkingSet`: the memory that an iteration of a loop takes, as it is measured from one to the next."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+_GUESS = 2
+"""How many times what one of another loop of the run takes an iteration is expected to, until that is known."""
+
+_MEASURED = 3
+"""So many iterations of a loop say how much one takes."""
+
+
+class Account(Protocol):
+    """The memory of the device."""
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes it may hold."""
+
+    @property
+    def used(self) -> int:
+        """Bytes it holds, those of copies that come in among them."""
+
+    @property
+    def total(self) -> int:
+        """Bytes it has taken so far, whatever it gave back."""
+
+    def lap(self) -> tuple[int, int]:
+        """The most bytes it has held at a time since this was asked for last, and those it holds now."""
+
+
+class WorkingSet:
+    """The memory that one iteration of a loop takes, as measured where one ran by itself.
+
+    Attributes:
+        most: bytes held at a time, at most, above those when it began.
+        total: bytes taken, whatever it gave back.
+    """
+
+    __slots__ = ("_account", "_count", "_is_shared", "most", "total")
+
+    def __init__(self, account: Account) -> None:
+        self.most = self.total = 0
+        self._account = account
+        self._count = 0
+        self._is_shared = False
+
+    def expected(self, largest: int) -> int:
+        """The most, guessed before a few were measured, where `largest` is what is known of other loops."""
+        return self.most if self._count >= _MEASURED else _GUESS * max(self.most, largest)
+
+    def fits(self, count: int) -> bool:
+        """Whether there is room for so many iterations at a time, in whatever order they run, beside what is there."""
+        limit = self._account.limit
+        if limit is None:
+            return True
+        fits = self._count >= _MEASURED and count * self.total <= limit - self._account.used
+        self._is_shared |= fits
+        return fits
+
+    def measured(self, most: int, total: int) -> None:
+        """So many bytes were taken since the last iteration began that was by itself."""
+        if not self._is_shared:
+            self.most, self.total = max(self.most, most), max(self.total, total)
+            self._count += 1
+        self._is_shared = False
