@@ -11,6 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.values import Value
 
@@ -58,9 +60,8 @@ def digest(value: Value) -> Hashable:
     """Equal for values of the same bits."""
     if isinstance(value, tuple):  # of a queue
         return tuple(map(digest, value))
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
+    if not isinstance(value, np.ndarray | np.generic):
         return value
-    if dtype.kind in "OT":
-        return str(dtype), value.shape, str(value.tolist())  # type: ignore[attr-defined]
-    return str(dtype), value.shape, value.tobytes()  # type: ignore[attr-defined]
+    if value.dtype.kind in "OT":
+        return str(value.dtype), value.shape, str(value.tolist())
+    return str(value.dtype), value.shape, value.tobytes()
