@@ -1,0 +1,318 @@
+"""FAULTS F03, F18, F27, F28, F50 and F61 for queues: thousands of schedules, each element in one place at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import asyncflow as af
+from asyncflow.streams.virtual import VirtualClockLoop
+from tests.conftest import assert_baseline
+from tests.faults.kernels import INT, raising, ticks
+
+Run = Callable[..., Awaitable[Any]]
+
+KINDS: dict[str, Callable[[int], af.Queue]] = {
+    "fifo": lambda capacity: af.FIFOQueue(capacity, INT, name="q"),
+    "shuffle": lambda capacity: af.ShuffleQueue(capacity, INT, capacity // 3, seed=1, name="q"),
+    "padding": lambda capacity: af.PaddingQueue(capacity, INT, bucket_by=lambda x: x % 2, name="q"),
+}
+END_S = 1000.0
+"""Of virtual time, after which everybody must have been served or told."""
+
+
+class Schedule:
+    """Producers and consumers on one queue, with timeouts, cancels and a close, at moments that a seed draws.
+
+    Attributes:
+        put: elements whose put has returned, in that order.
+        got: what was taken, in that order.
+    """
+
+    def __init__(self, seed: int, kind: str, faults: float) -> None:
+        self.random = random.Random(seed)
+        self.kind = kind
+        self.queue = KINDS[kind](self.random.randint(1, 5))
+        self.faults = faults
+        self.put: list[int] = []
+        self.got: list[int] = []
+        self.next = 0
+
+    async def run(self) -> None:
+        draw = self.random
+        async with asyncio.timeout(END_S), asyncio.TaskGroup() as group:
+            producers = [group.create_task(self._repeat(self._produce)) for _ in range(draw.randint(1, 4))]
+            consumers = [group.create_task(self._repeat(self._consume)) for _ in range(draw.randint(1, 4))]
+            await asyncio.sleep(draw.uniform(0, 4))
+            for task in (*producers, *consumers):
+                if draw.random() < self.faults:
+                    task.cancel()
+            await asyncio.sleep(draw.uniform(0, 1))
+            self.queue.close_nowait(cancel_pending=draw.random() < 0.5)
+            with suppress(af.QueueClosedError):  # those who wait for room go in as there is some
+                while True:
+                    self._take(await self.queue.get_up_to(draw.randint(1, 3)))
+
+    async def _repeat(self, act: Callable[[], Awaitable[None]]) -> None:
+        with suppress(af.QueueClosedError):
+            while True:
+                await asyncio.sleep(self.random.choice((0, 0.1, 1)))
+                limit = self.random.uniform(0, 2) if self.random.random() < self.faults else None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limit):
+                        await act()
+
+    async def _produce(self) -> None:
+        count = self.random.choice((1, 1, 1, 2, 3))
+        elements = list(range(self.next, self.next + count))
+        self.next += count
+        await self.queue.put_many(elements)
+        self.put.extend(elements)
+
+    async def _consume(self) -> None:
+        way, count = self.random.choice(("get", "many", "up_to")), self.random.randint(1, 4)
+        if way == "get":
+            self.got.append(int(await self.queue.get()))
+            return
+        self._take(await (self.queue.get_many(count) if way == "many" else self.queue.get_up_to(count)))
+
+    def _take(self, found: Any) -> None:
+        self.got.extend(int(x) for x in (found[0] if self.kind == "padding" else found))
+
+    def check(self) -> None:
+        assert self.queue.size_nowait() == 0
+        assert sorted(self.got) == sorted(self.put)
+        if self.kind == "fifo":
+            assert self.got == self.put
+
+
+async def schedules(seeds: range, kind: str, faults: float) -> int:
+    count = 0
+    async with af.Session(af.Graph(), devices=["cpu:0"]) as session:
+        for seed in seeds:
+            schedule = Schedule(seed, kind, faults)
+            try:
+                await schedule.run()
+                schedule.check()
+            except BaseException as error:
+                error.add_note(f"schedule {seed} of {kind}")
+                raise
+            count += len(schedule.got)
+        assert_baseline(session)
+    return count
+
+
+def on_virtual_time(main: Any) -> Any:
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_element_once_in_any_schedule(kind: str) -> None:
+    """CONFORMANCE 78, FAULTS F18, F50: in the order promised, and nobody waits for ever."""
+    assert on_virtual_time(schedules(range(20), kind, 0.3)) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_each_element_once_in_thousands_of_schedules(part: int) -> None:
+    """CONFORMANCE 78, FAULTS F18, F50, F61: 10^4 of them, of which some have hardly a fault, as in production."""
+    for number, kind in enumerate(KINDS):
+        first = 1000 * part + 334 * number
+        assert (
+            on_virtual_time(schedules(range(first, min(first + 334, 1000 * part + 1000)), kind, 0.01 + part / 10)) > 0
+        )
+
+
+async def _runs(seed: int) -> None:
+    """The same with runs of a session for producers and consumers, which time out and are cancelled."""
+    draw = random.Random(seed)
+    queue = af.FIFOQueue(draw.randint(1, 3), INT, name="q")
+    with af.Graph() as graph:
+        x = af.placeholder("int64", ())
+        put, take, many = queue.enqueue(x), queue.dequeue(), queue.dequeue_many(2)
+        close = queue.close(cancel_pending=True)
+    put_in, got, unsure = list[int](), list[int](), set[int]()
+    async with af.Session(graph, devices=["cpu:0"], seed=seed) as session:
+
+        async def produce(k: int) -> None:
+            await asyncio.sleep(draw.uniform(0, 3))
+            try:
+                await session.run(put, {x: k}, timeout=draw.choice((None, 0.5, 3.0)))
+                put_in.append(k)
+            except asyncio.CancelledError:
+                unsure.add(k)  # it may have gone in as the cancel came
+
+        async def consume(fetch: Any) -> None:
+            await asyncio.sleep(draw.uniform(0, 3))
+            found = await session.run(fetch, timeout=draw.choice((None, 0.5, 3.0)))
+            got.extend([int(found)] if fetch is take else [int(each) for each in found])
+
+        tasks = [asyncio.ensure_future(produce(k)) for k in range(30)]
+        tasks += [asyncio.ensure_future(consume(draw.choice((take, take, many)))) for _ in range(20)]
+        await asyncio.sleep(2)
+        for task in draw.sample(tasks, 5):
+            task.cancel()
+        await asyncio.sleep(5)
+        await session.run(close)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), END_S)
+        expected = (type(None), asyncio.CancelledError, af.DeadlineExceeded, af.QueueClosedError)
+        assert all(isinstance(each, expected) for each in ended), ended
+        while left := queue.size_nowait():
+            got.extend(int(each) for each in await queue.get_up_to(left))
+        assert len(set(got)) == len(got)
+        lost = set(put_in) - set(got)
+        # What a run had taken when it was cancelled is gone with it, and with nothing else.
+        assert len(lost) <= 2 * sum(isinstance(each, asyncio.CancelledError) for each in ended[30:])
+        assert set(got) <= set(put_in) | unsure
+        assert_baseline(session)
+
+
+def test_runs_in_any_schedule() -> None:
+    for seed in range(4):
+        on_virtual_time(_runs(seed))
+
+
+@pytest.mark.slow
+def test_runs_in_hundreds_of_schedules() -> None:
+    for seed in range(8, 100):
+        on_virtual_time(_runs(seed))
+
+
+# -- single faults ---------------------------------------------------------------------------------------------------
+
+
+async def test_f03_an_interpreter_exit_ends_who_waits(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F03: the dequeue of the same run gives up its place, and the next in line is served."""
+    queue = af.FIFOQueue(3, INT, name="q")
+    with pytest.raises(SystemExit):
+        await session.run((queue.dequeue(), raising(SystemExit, on_thread=True)(1)))
+    waiting = asyncio.ensure_future(session.run(queue.dequeue()))
+    await session.run(queue.enqueue(1))
+    assert await waiting == 1
+
+
+@pytest.mark.every_loop
+async def test_f18_cancelled_in_each_pass_of_the_loop() -> None:
+    """FAULTS F18: whenever the cancel comes, an element is taken by the run that ends with it, or is still there."""
+    queue = af.FIFOQueue(3, INT, name="q")
+    with af.Graph() as graph:
+        take = queue.dequeue()
+    async with af.Session(graph, devices=["cpu:0"]) as session:
+        outcomes = set()
+        for passes in range(8):
+            await asyncio.sleep(0)
+            task = asyncio.ensure_future(session.run(take))
+            await ticks(passes)
+            await queue.put(passes)
+            await ticks(passes % 3)
+            task.cancel()
+            try:
+                assert await task == passes
+                outcomes.add("taken")
+            except asyncio.CancelledError:
+                outcomes.add("cancelled")
+                # It was taken if the run had gone on with it; nobody else has it then.
+                if queue.size_nowait():
+                    assert await queue.get() == passes
+            assert queue.size_nowait() == 0
+            assert_baseline(session)
+        assert "taken" in outcomes
+
+
+def test_f27_a_child_process_waits_behind_nobody() -> None:
+    """FAULTS F27: places in line of the parent's are none of the child's; the parent goes on."""
+    queue = af.FIFOQueue(1, INT, name="q", container="forked")
+
+    async def child() -> bool:
+        async with asyncio.timeout(20):
+            await queue.put(5)
+            return bool(await queue.get() == 5)
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(queue.get())
+        await ticks(3)
+        pid = os.fork()
+        if pid == 0:
+            asyncio.events._set_running_loop(None)
+            with suppress(BaseException):
+                os._exit(0 if asyncio.new_event_loop().run_until_complete(child()) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0  # noqa: ASYNC222 - the child waits for nobody
+        await queue.put(1)
+        assert await waiting == 1
+
+    try:
+        asyncio.run(main())
+    finally:
+        af.reset_container("forked")
+
+
+def test_f28_an_interrupt_ends_who_waits() -> None:
+    """FAULTS F28: SIGINT while a run waits; the queue of the container can be used by the next event loop."""
+    queue = af.FIFOQueue(1, INT, name="q", container="interrupted")
+    with af.Graph() as graph:
+        take = queue.dequeue()
+
+    async def main() -> None:
+        async with af.Session(graph) as session:
+            waiting = asyncio.ensure_future(session.run(take))
+            await ticks(3)
+            signal.raise_signal(signal.SIGINT)
+            await waiting
+
+    async def after() -> Any:
+        await queue.put(3)
+        return await queue.get()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+        assert asyncio.run(after()) == 3
+    finally:
+        af.reset_container("interrupted")
+
+
+async def test_f61_nothing_is_left_of_those_who_gave_up(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F61: places, runs and elements of a thousand runs that were cancelled or late are gone."""
+    queue = af.FIFOQueue(3, INT, name="q")
+    take = queue.dequeue()
+    for _ in range(100):
+        tasks = [asyncio.ensure_future(session.run(take)) for _ in range(10)]
+        await ticks(2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    state = session.state.lookup(queue)
+    assert state.places() == []
+    assert not state.to_wake
+    assert_baseline(session)
+    gc.collect()
+    await queue.put(1)
+    assert await session.run(take) == 1
+
+
+async def test_a_trace_shows_who_waits(session: af.Session, graph: af.Graph) -> None:
+    """A firing that waited lasts as long as it did, and one that did not is short; given up, it says so."""
+    queue = af.FIFOQueue(3, INT, name="q")
+    take, trace = queue.dequeue(), af.Trace()
+    task = asyncio.ensure_future(session.run(take, trace=trace))
+    await ticks(50)
+    await queue.put(1)
+    await task
+    await queue.put(2)
+    await session.run(take, trace=trace)
+    with suppress(af.DeadlineExceeded):
+        await session.run(take, trace=trace, timeout=0.05)
+    firings = [firing for firing in trace.firings if firing.op == "dequeue" and firing.stream in ("async", "inline")]
+    assert [firing.status for firing in firings] == ["ok", "ok", "cancelled"]
+    assert firings[0].stream == "async"
+    assert firings[0].awaiting_ns >= firings[0].computing_ns == 0
