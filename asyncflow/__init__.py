@@ -291,6 +291,8 @@ from asyncflow.semantics.races import Race as Race
 from asyncflow.semantics.races import allow_races as allow_races
 from asyncflow.semantics.races import find_races as find_races
 from asyncflow.state.containers import reset_container as reset_container
+from asyncflow.state.mutex import Barrier as Barrier
+from asyncflow.state.mutex import Mutex as Mutex
 from asyncflow.state.queues import FIFOQueue as FIFOQueue
 from asyncflow.state.queues import PaddingQueue as PaddingQueue
 from asyncflow.state.queues import PriorityQueue as PriorityQueue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
 
@@ -216,6 +216,8 @@ class KernelContext(NamedTuple):
     """Number of the run within its session."""
     tag: tuple[int, ...]
     """Iteration numbers from the outermost loop inward."""
+    at_end: MutableMapping[object, Callable[[], None]] | None = None
+    """Functions that are called when the run has ended, however that comes: its own, so that it tells runs apart."""
 
 
 _P = ParamSpec("_P")

@@ -74,7 +74,7 @@ def drawing(draw: Callable[..., T], seed: int) -> Callable[..., T]:
     take, give_back = _idle.pop, _idle.append
 
     def call(context: KernelContext, *inputs: object) -> T:
-        session_seed, run, tag = context
+        session_seed, run, tag, _ = context
         try:
             made = take()
         except IndexError:  # as many threads draw as there are

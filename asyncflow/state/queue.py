@@ -268,12 +268,16 @@ class QueueState(LinedState):
 
     def _settle(self) -> None:
         """Calls the first of each line if it may go on, and takes back a call of one who may not any more."""
-        for line, may in ((self._putters, self._first_may_put), (self._takers, self._first_may_take)):
-            if line:
-                if may():
-                    self.call(line[0])
-                else:
-                    line[0].is_called = False
+        if self._putters:
+            if self._first_may_put():
+                self.call(self._putters[0])
+            else:
+                self._putters[0].is_called = False
+        if self._takers:
+            if self._first_may_take():
+                self.call(self._takers[0])
+            else:
+                self._takers[0].is_called = False
 
     def _first_may_put(self) -> bool:
         return self._may_put(self._putters[0].count)

@@ -29,6 +29,7 @@ from asyncflow.graph.shapes import format_shape, is_compatible, is_static, is_su
 from asyncflow.graph.spec import Spec
 from asyncflow.state.containers import HasState, find_state
 from asyncflow.state.immutable import immutable
+from asyncflow.state.mutex import whole_number
 from asyncflow.state.queue import QueueState
 from asyncflow.state.waiting.awaiting import granted
 from asyncflow.state.waiting.element_orders import (
@@ -67,7 +68,7 @@ class Queue(Resource):
             raise GraphError(f"a {kind} in container {container!r} needs a name, by which sessions find it there")
         super().__init__(name or "", container)
         self.name = name or f"queue_{self.serial}"
-        self.capacity = _positive(capacity, f"{kind}: capacity")
+        self.capacity = whole_number(capacity, f"{kind}: capacity")
         self.element = spec
         leaves, self._structure = nest.flatten(spec)
         self._specs = tuple(_leaf(kind, leaf) for leaf in leaves)
@@ -256,7 +257,7 @@ class Queue(Resource):
 
     def _pads(self, n: int, pad: Nest, verb: str) -> Pads | None:
         """A number for each leaf; None if nothing is padded."""
-        _positive(n, f"{verb} of queue {self.name!r}: n")
+        whole_number(n, f"{verb} of queue {self.name!r}: n")
         if pad is None:
             vague = [spec for spec in self._specs if not is_static(spec.shape)]
             if vague:
@@ -373,7 +374,7 @@ class ShuffleQueue(Queue):
     ) -> None:
         super().__init__(capacity, spec, name=name, container=container)
         if min_after_dequeue != 0:
-            _positive(min_after_dequeue, "ShuffleQueue: min_after_dequeue")
+            whole_number(min_after_dequeue, "ShuffleQueue: min_after_dequeue")
         if min_after_dequeue >= self.capacity:
             raise GraphError(
                 f"ShuffleQueue: min_after_dequeue={min_after_dequeue} of a capacity of {capacity}: a full queue would "
@@ -449,12 +450,6 @@ class PaddingQueue(Queue):
             return ArrivalOrder()
         bucket_by, structure = self.bucket_by, self._structure
         return BucketOrder(lambda element: bucket_by(structure.unflatten(element)))
-
-
-def _positive(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise GraphError(f"{what} is a whole number of at least 1; got {value!r}")
-    return int(value)
 
 
 def _leaf(kind: str, leaf: Nest) -> Spec:

@@ -17,6 +17,7 @@ import asyncflow as af
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, raising, ticks
+from tests.patience import PATIENCE_S
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -233,7 +234,7 @@ def test_f27_a_child_process_waits_behind_nobody() -> None:
     queue = af.FIFOQueue(1, INT, name="q", container="forked")
 
     async def child() -> bool:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await queue.put(5)
             return bool(await queue.get() == 5)
 

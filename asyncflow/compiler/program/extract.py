@@ -25,6 +25,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.ops.shape import SHAPE
+from asyncflow.state.mutex import LOCK
 
 FEED = Op("feed", lambda *, spec, index: spec)
 FETCH = Op("fetch", lambda value: ())
@@ -197,6 +198,8 @@ class _Analysis:
             self._need_tensor(tensor, need)
         for control in node.control_inputs:
             self._need_node(control, need)
+        if node.op is LOCK and "until" in node.attrs:
+            self._need_node(node.graph.root.node(node.attrs["until"]), need)
 
     def _inside(self, node: StructuredNode, used: tuple[int, ...]) -> _Inside:
         key = (node, used)

@@ -122,8 +122,8 @@ _new_tuple = tuple.__new__
 
 def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelContext:
     """The context of a kernel inside loops of a region."""
-    seed, run, tag = context
-    return _new_tuple(KernelContext, (seed, run, tag + counters))
+    seed, run, tag, at_end = context
+    return _new_tuple(KernelContext, (seed, run, tag + counters, at_end))
 
 
 @dataclass(slots=True)

@@ -72,6 +72,8 @@ class Run:
     """The keys of the variables that it touches."""
     writes_several: bool = field(init=False)
     """Some of them may be written when others are still to be written."""
+    at_end: dict[object, Callable[[], None]] = field(default_factory=dict, init=False)
+    """Functions that let go of what the run holds, such as a mutex."""
     stayed: dict[int, Value] = field(default_factory=dict, init=False)
     """The values of `staying`."""
     is_finished: bool = field(default=False, init=False)
@@ -208,6 +210,8 @@ class Run:
             return
         self.is_finished = True
         self.part.is_over = True
+        for let_go in self.at_end.values():
+            let_go()
         for executor in self.executors:
             executor.close()
         if self._timer is not None:

@@ -368,7 +368,10 @@ class Executor:
             return
         if node.needs_context:
             run = self.run
-            inputs = (KernelContext(seed=run.seed, run=run.number, tag=iteration.counters()), *inputs)
+            inputs = (
+                KernelContext(seed=run.seed, run=run.number, tag=iteration.counters(), at_end=run.at_end),
+                *inputs,
+            )
         if node.waits_in_line:
             began = 0 if self.recorder is None else self.recorder.now()
             result = node.kernel(*inputs)  # type: ignore[misc]

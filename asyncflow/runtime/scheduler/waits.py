@@ -6,6 +6,7 @@ next turn.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.state.waiting.awaiting import wake_on
@@ -26,6 +27,7 @@ class _Waiting(NamedTuple):
 
     node: PlanNode
     iteration: Iteration
+    inputs: Sequence[Value]
     started_ns: int
 
 
@@ -41,32 +43,36 @@ class Waits:
     def add(self, place: PlaceInLine, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Lets a firing wait."""
         executor = self._executor
-        run = executor.run
-        waiting = _Waiting(node, iteration, run.turn.clock())
+        self._places[place] = _Waiting(node, iteration, inputs, executor.run.turn.clock())
+        executor.in_flight += 1
+        wake_on(executor.run.turn.loop, place, partial(self._wake, place))
 
-        def take(result: Value, error: BaseException | None) -> None:
-            del self._places[place]
-            self._record(waiting, result, "ok" if error is None else "error")
-            if error is not None:
-                executor.kernel_failed(error, node, iteration, inputs)
-            else:
-                executor.complete(node, iteration, inputs, result)
-
-        deliver = executor.expect(take, self._go_on)
-
-        def wake() -> None:
-            if place not in self._places or run.is_stopped:
-                return  # what is there is for others
+    def _wake(self, place: PlaceInLine) -> None:
+        executor = self._executor
+        if place not in self._places or executor.run.is_stopped:
+            return  # what is there is for others
+        try:
             try:
                 result = place.claim()
             except Exception as error:
-                deliver(None, error)
+                waiting = self._ended(place, None, "error")
+                executor.kernel_failed(error, waiting.node, waiting.iteration, waiting.inputs)
             else:
-                if result is not NOT_YET:
-                    deliver(result, None)
+                if result is NOT_YET:
+                    return
+                waiting = self._ended(place, result, "ok")
+                executor.complete(waiting.node, waiting.iteration, waiting.inputs, result)
+            self._go_on()
+        except BaseException as error:
+            executor.broken(error)
 
-        self._places[place] = waiting
-        wake_on(run.turn.loop, place, wake)
+    def _ended(self, place: PlaceInLine, result: Value, status: str) -> _Waiting:
+        executor, waiting = self._executor, self._places.pop(place)
+        executor.in_flight -= 1
+        if executor.recorder is not None:
+            node, iteration, _, started = waiting
+            executor.recorder.firing(node, iteration, "async", started, executor.run.turn.clock(), result, status)
+        return waiting
 
     def _go_on(self) -> None:
         # Not here: this may be in the middle of another run, and deep in it.
@@ -78,21 +84,13 @@ class Waits:
 
     def leave(self) -> None:
         """Gives up all places: the run is being stopped, and whoever stops it looks whether it is quiet then."""
-        executor, places = self._executor, self._places
-        for place in list(places):
+        for place in list(self._places):
             place.leave()
-            self._record(places.pop(place), None, "cancelled")
-            executor.in_flight -= 1
-
-    def _record(self, waiting: _Waiting, result: Value, status: str) -> None:
-        executor = self._executor
-        if executor.recorder is not None:
-            node, iteration, started = waiting
-            executor.recorder.firing(node, iteration, "async", started, executor.run.turn.clock(), result, status)
+            self._ended(place, None, "cancelled")
 
     def describe(self) -> list[str]:
         """A line for each firing that waits, for messages."""
         return [
             f"{node.name}: {place.describe()}\n    built at {node.source.location}"
-            for place, (node, _, _) in self._places.items()
+            for place, (node, *_) in self._places.items()
         ]

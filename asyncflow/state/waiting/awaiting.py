@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from threading import get_ident
 
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
 from asyncflow.values import Value
 
 
 def wake_on(loop: asyncio.AbstractEventLoop, place: PlaceInLine, wake: Callable[[], None]) -> None:
-    """Has ``wake()`` called on `loop` when the place is called: at once, where whoever made that so runs on it too."""
+    """Has ``wake()`` called on `loop`, which this thread runs, when the place is called: at once if on this thread."""
+
+    thread = get_ident()
 
     def call() -> None:
-        try:
-            here = asyncio.get_running_loop() is loop
-        except RuntimeError:
-            here = False
-        if here:
+        if get_ident() == thread and not loop.is_closed():
             wake()
             return
         try:

@@ -1,0 +1,334 @@
+"""`Mutex`: critical sections of a graph, one of which is entered at a time; `Barrier`: where runs wait for each other.
+
+What holds a mutex is a run. It lets go of it at the end of the section, and at the latest at its own end, however that
+comes: a run that fails, is cancelled or runs out of time has then left the section.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from asyncflow.entered import Entered
+from asyncflow.errors import GraphError
+from asyncflow.graph.build import graph_for
+from asyncflow.graph.graph import Graph, is_name
+from asyncflow.graph.ir import Node
+from asyncflow.graph.op import Access, KernelContext, define, not_differentiable
+from asyncflow.graph.resource import Resource
+from asyncflow.state.held import Holder
+from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
+from asyncflow.values import Kernel, Namespace, Value
+
+
+def whole_number(value: object, what: str) -> int:
+    """A count that a user gives.
+
+    Raises:
+        GraphError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise GraphError(f"{what} is a whole number of at least 1; got {value!r}")
+    return int(value)
+
+
+class MeetingPlace(Resource):
+    """Base of what runs wait at without anything being handed over."""
+
+    waits: ClassVar[bool] = True
+
+    def __init__(self, name: str | None, container: str | None) -> None:
+        kind = type(self).__name__
+        if name is not None and not is_name(name):
+            raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
+        if container is not None and name is None:
+            raise GraphError(f"a {kind} in container {container!r} needs a name, by which sessions find it there")
+        super().__init__(name or "", container)
+        self.name = name or f"{kind.lower()}_{self.serial}"
+
+    @property
+    def effect_key(self) -> Hashable:
+        """Equal for those that share one state."""
+        kind = type(self).__name__.lower()
+        return (kind, self.serial) if self.container is None else ("container", self.container, self.name)
+
+    @property
+    def signature(self) -> str:
+        """Equal for those that may share one state."""
+        return type(self).__name__
+
+
+_sections: Entered[tuple[Mutex, Iterator[None]]] = Entered("asyncflow_sections")
+"""Those that are being built."""
+
+
+class Mutex(MeetingPlace):
+    """A lock for sections of graphs: ``with mutex: ...`` around nodes, of which one section is entered at a time.
+
+    The section begins before all nodes built inside and ends after them. A run that needs one of them runs all of
+    them. Who waits to enter suspends its own firing, and enters in the order they came. Sections of one run follow one
+    another as they are written, those of a loop's iterations too. A run that ends early has left the section; what it
+    wrote stays written.
+
+    Args:
+        name: for messages, and the key inside a container; None generates one.
+        container: a name shared by sessions; None for a lock of the session's own.
+
+    Raises:
+        GraphError: a section stands in another of the same mutex, or no graph is being built.
+
+    >>> import asyncflow as af
+    >>> lock, total = Mutex(name="lock"), af.Variable(0, name="total")
+    >>> with af.Graph() as graph:
+    ...     with lock:
+    ...         _ = total.assign(total.read() + 1)
+    """
+
+    def __init__(self, *, name: str | None = None, container: str | None = None) -> None:
+        super().__init__(name, container)
+
+    def __enter__(self) -> None:
+        section = self._section()
+        next(section)
+        _sections.enter((self, section))
+
+    def __exit__(self, *exc: object) -> None:
+        entered = next(each for each in reversed(_sections.all()) if each[0] is self)
+        _sections.leave(entered)
+        next(entered[1], None)
+
+    def _section(self) -> Iterator[None]:
+        graph = graph_for()
+        around: Graph | None = graph
+        while around is not None:
+            if any(node.op is LOCK and node.attrs["mutex"] is self for node in around.scope.controls):
+                raise GraphError(f"a section of {self!r} stands in another of it, and would wait for it for ever")
+            around = around.parent
+        lock = graph.add_node(LOCK, (), {"mutex": self}, (), name=f"{self.name}/lock")
+        first = len(graph.nodes)
+        with graph.scoped(controls=(*graph.scope.controls, lock)):
+            yield
+        unlock = graph.add_node(UNLOCK, (), {"mutex": self}, (), name=f"{self.name}/unlock")
+        unlock.control_inputs = [lock, *graph.nodes[first:-1]]
+        lock.attrs["until"] = unlock.name
+
+    def create_state(self) -> MutexState:
+        """Nobody is in a section."""
+        return MutexState(self.name, self.signature)
+
+
+class Barrier(MeetingPlace):
+    """A place where firings wait for one another: `wait` goes on when `n` have come, and then the next n may.
+
+    They are of different runs, or of different nodes of one; iterations of one loop pass one after the other. A firing
+    that is stopped while it waits has not come.
+
+    Args:
+        n: how many wait for each other, at least 1.
+        name: for messages, and the key inside a container; None generates one.
+        container: a name shared by sessions; None for a barrier of the session's own.
+    """
+
+    def __init__(self, n: int, *, name: str | None = None, container: str | None = None) -> None:
+        super().__init__(name, container)
+        self.n = whole_number(n, "Barrier: n")
+
+    @property
+    def signature(self) -> str:
+        """See `MeetingPlace.signature`."""
+        return f"Barrier({self.n})"
+
+    def wait(self) -> Node:
+        """A node that has run when n have come."""
+        return graph_for().add_node(WAIT, (), {"barrier": self}, (), name=f"{self.name}/wait")
+
+    def create_state(self) -> BarrierState:
+        """Nobody waits."""
+        return BarrierState(self.name, self.signature, self.n)
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+class MeetingState(LinedState):
+    """One line, in which all wait for the same.
+
+    Args:
+        name: for messages.
+        signature: equal for resources that may share it.
+    """
+
+    def __init__(self, name: str, signature: str) -> None:
+        super().__init__()
+        self.name = name
+        self.signature = signature
+        self.line: deque[PlaceInLine] = deque()
+
+    def places(self) -> list[PlaceInLine]:
+        """See `LinedState.places`."""
+        return list(self.line)
+
+    def left(self, place: PlaceInLine) -> None:
+        """See `LinedState.left`."""
+        if place in self.line:
+            self.line.remove(place)
+            self.settle()
+
+    def settle(self) -> None:
+        """Calls who may go on."""
+
+    def describe(self) -> str:
+        """See `LinedState.describe`."""
+        return f"{self.signature}, {len(self.line)} wait"
+
+    def check_resource(self, resource: Resource) -> None:
+        """Checks that `resource` may use this state, which was made for another of its name.
+
+        Raises:
+            GraphError: it is another kind of thing.
+        """
+        if getattr(resource, "signature", None) != self.signature:
+            raise GraphError(
+                f"container {resource.container!r} already holds {self.name!r} as {self.signature}, and it is asked "
+                f"for as another thing; use another name, or reset_container({resource.container!r}) first"
+            )
+
+    def read_on_host(self) -> None:
+        """There is nothing to read."""
+
+    async def leave(self, holders: Collection[Holder]) -> None:
+        """Nothing of it is in the memory of a device."""
+
+
+class MutexPlace(PlaceInLine):
+    """A place of a run that wants to enter a section; `at_end` is the run's, and tells it from others."""
+
+    __slots__ = ("at_end",)
+
+    def __init__(self, state: MutexState, what: str, at_end: MutableMapping[object, Callable[[], None]]) -> None:
+        super().__init__(state, what, lambda _: ())
+        self.at_end = at_end
+
+
+class MutexState(MeetingState):
+    """The run that is in a section, and who waits; safe to use from all threads.
+
+    Invariant: nobody waits while nobody is in a section, but who is called.
+    """
+
+    owner: object = None
+
+    def enter(self, at_end: MutableMapping[object, Callable[[], None]]) -> Value | PlaceInLine:
+        """Enters a section, or gives a place in line; `at_end` gets what lets go of it when the run ends."""
+        with self.lock:
+            self.check()
+            if self.owner is None and not self.line:
+                self._own(at_end)
+                return ()
+            place = MutexPlace(self, f"mutex {self.name!r}", at_end)
+            self.line.append(place)
+        return place
+
+    def _own(self, at_end: MutableMapping[object, Callable[[], None]]) -> None:
+        self.owner = at_end
+        at_end[self] = partial(self.release, at_end)
+
+    def release(self, at_end: object) -> None:
+        """Leaves the section, if that run is in it."""
+        with self.lock:
+            if self.owner is at_end:
+                self.owner = None
+                self.settle()
+        self.wake_called()
+
+    def settle(self) -> None:
+        """See `MeetingState.settle`."""
+        if self.line and self.owner is None:
+            self.call(self.line[0])
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """See `LinedState.claimed`."""
+        assert isinstance(place, MutexPlace)
+        if self.owner is not None or not self.line or self.line[0] is not place:
+            place.is_called = False
+            return NOT_YET
+        self.line.popleft()
+        self._own(place.at_end)
+        return None
+
+
+class BarrierState(MeetingState):
+    """Who has come to a barrier; safe to use from all threads."""
+
+    def __init__(self, name: str, signature: str, n: int) -> None:
+        super().__init__(name, signature)
+        self.n = n
+
+    def come(self) -> PlaceInLine:
+        """A place in line; the last one calls all."""
+        place = PlaceInLine(self, f"barrier {self.name!r}", lambda _: ())
+        with self.lock:
+            self.check()
+            self.line.append(place)
+            if len(self.line) == self.n:
+                while self.line:
+                    self.call(self.line.popleft())
+        self.wake_called()
+        return place
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """See `LinedState.claimed`."""
+        return NOT_YET if place in self.line else None
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _lock_kernel(xp: Namespace, *, mutex: MutexState, until: str = "") -> Kernel:
+    def run(context: KernelContext) -> Value:
+        assert context.at_end is not None
+        return mutex.enter(context.at_end)
+
+    return run
+
+
+def _unlock_kernel(xp: Namespace, *, mutex: MutexState) -> Kernel:
+    def run(context: KernelContext) -> Value:
+        mutex.release(context.at_end)
+        return ()
+
+    return run
+
+
+LOCK = define(
+    "mutex_lock",
+    lambda *, mutex, until="": (),
+    _lock_kernel,
+    effects=lambda node: ((node.attrs["mutex"].effect_key, Access.WRITE),),
+    needs_context=True,
+    is_async=True,
+)
+UNLOCK = define(
+    "mutex_unlock",
+    lambda *, mutex: (),
+    _unlock_kernel,
+    effects=lambda node: ((node.attrs["mutex"].effect_key, Access.WRITE),),
+    needs_context=True,
+    is_async=True,
+)
+WAIT = define(
+    "barrier_wait",
+    lambda *, barrier: (),
+    lambda xp, *, barrier: barrier.come,
+    # Each node by itself: two that stand in an order would never meet.
+    effects=lambda node: (((node.attrs["barrier"].effect_key, node.name), Access.WRITE),),
+    is_async=True,
+)
+MEETING_OPS = (LOCK, UNLOCK, WAIT)
+not_differentiable(*MEETING_OPS, because="nothing flows through it: it says when others run")
+
+__all__ = ["Barrier", "Mutex"]

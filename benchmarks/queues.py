@@ -1,0 +1,97 @@
+"""What handing an element over costs: within a run, between two runs, and between coroutines, beside `asyncio.Queue`.
+
+``python -m benchmarks.queues``: microseconds for an enqueue and the dequeue of it, the best of several times. Figures
+of loops hold an iteration of each of the two, which takes some 4 microseconds by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import asyncflow as af
+
+COUNT = 5_000
+REPEATS = 5
+
+
+async def best(act: Callable[[], Awaitable[object]]) -> float:
+    """Microseconds for each of `COUNT`."""
+    found = []
+    for _ in range(REPEATS):
+        began = perf_counter()
+        await act()
+        found.append(perf_counter() - began)
+    return min(found) / COUNT * 1e6
+
+
+async def peer() -> float:
+    """Two coroutines and an `asyncio.Queue`."""
+    queue: asyncio.Queue[Any] = asyncio.Queue(100)
+    value = np.float32(1)
+
+    async def put() -> None:
+        for _ in range(COUNT):
+            await queue.put(value)
+
+    async def get() -> None:
+        for _ in range(COUNT):
+            await queue.get()
+
+    return await best(lambda: asyncio.gather(put(), get()))
+
+
+def straight(queue: af.Queue, count: int) -> Any:
+    """So many enqueues and dequeues, each pair behind the last, and the same number of nodes that do nothing."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", ())
+        pairs = [(queue.enqueue(x), queue.dequeue()) for _ in range(count)]
+    return graph, x, [taken for _, taken in pairs], [put for put, _ in pairs]
+
+
+async def main() -> dict[str, float]:
+    """The figures, by name."""
+    queue = af.FIFOQueue(100, af.spec("float32", ()), name="queue")
+    with af.Graph() as graph:
+        one = af.constant(np.float32(1))
+
+        def fill(i: Any) -> Any:
+            queue.enqueue(one)
+            return i + 1
+
+        def drain(i: Any, s: Any) -> Any:
+            return i + 1, s + queue.dequeue()
+
+        filled = af.while_loop(lambda i: i < COUNT, fill, (0,))[0]
+        drained = af.while_loop(lambda i, s: i < COUNT, drain, (0, np.float32(0)))[1]
+    pairs = 500
+    unrolled, x, takes, puts = straight(queue, pairs)
+    found: dict[str, float] = {}
+    async with af.Session(unrolled) as session:
+        feeds = {x: np.float32(1)}
+        each = await best(lambda: session.run((takes, puts), feeds))
+        found["within a run, node to node"] = each * COUNT / pairs
+    async with af.Session(graph) as session:
+        found["two loops in one run"] = await best(lambda: session.run((filled, drained)))
+        found["two loops in two runs"] = await best(lambda: asyncio.gather(session.run(filled), session.run(drained)))
+
+        async def put() -> None:
+            for _ in range(COUNT):
+                await queue.put(np.float32(1))
+
+        async def get() -> None:
+            for _ in range(COUNT):
+                await queue.get()
+
+        found["two coroutines"] = await best(lambda: asyncio.gather(put(), get()))
+    found["two coroutines, asyncio.Queue"] = await peer()
+    return found
+
+
+if __name__ == "__main__":
+    for name, microseconds in af.run(main()).items():
+        print(f"{name:32} {microseconds:6.2f} us")
