@@ -9,6 +9,7 @@ To restore, everything is read and checked before the first value changes, and a
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ T = TypeVar("T")
 States: TypeAlias = "Mapping[str, tuple[Hashable, CheckpointedState]]"
 """States by name, each with what tells it from others."""
 
+_UNNAMED = re.compile(r"tensor 'variable_\d+'")
 _SHOWN = 5
 """How many faults an error lists."""
 
@@ -301,9 +303,12 @@ def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: 
 
 def _refuse(compared: _Comparison) -> None:
     if compared.faults:
+        hint = ""
+        if any(_UNNAMED.search(fault) for fault in compared.faults):
+            hint = "\n  names such as 'variable_2' depend on what else a process has made: give variables names"
         raise CheckpointError(
-            f"nothing was restored: {_listed(compared.faults)}\n  restore(..., strict=False) takes what fits, and says "
-            "what it skips"
+            f"nothing was restored: {_listed(compared.faults)}{hint}\n  restore(..., strict=False) takes what fits, "
+            "and says what it skips"
         )
 
 

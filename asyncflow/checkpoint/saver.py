@@ -15,7 +15,7 @@ from asyncflow.checkpoint.checkpoints import Checkpoints, Restored, SessionSnaps
 from asyncflow.checkpoint.directory import steps
 from asyncflow.errors import AsyncflowError, CheckpointError, GraphError, brief, user_location
 from asyncflow.graph.build import as_tensor, graph_for, is_symbolic
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
@@ -90,6 +90,7 @@ class Saver(Resource):
         """
         session = self._attached()
         number = None if step is None else _whole(step, "step", 0)
+        await self._written()  # which is the step before
         path = await session.write(self.path, await session.cut(), number, self.keep)
         self._note(max(number or 0, self.step))
         return path
@@ -117,6 +118,8 @@ class Saver(Resource):
         if self.every_steps is None and self.every_s is None:
             raise GraphError("maybe_save is never due: give the saver every_steps= or every_s=, or await saver.save()")
         self._asks = True
+        if not is_symbolic(step) and current_graph() is not None:
+            raise GraphError(f"in a graph, maybe_save takes a tensor that counts the steps; got {brief(step)}")
         if not is_symbolic(step):
             return self._maybe_save(_whole(step, "step", 0), in_order=False)
         with graph_for(step) as graph:

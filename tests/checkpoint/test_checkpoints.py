@@ -192,6 +192,13 @@ async def test_f55_another_program(tmp_path: Path) -> None:
             pytest.fail("the session was entered")
 
 
+async def test_variables_without_names_of_their_own(tmp_path: Path) -> None:
+    async with af.Session() as session:
+        await session.save(tmp_path, [af.Variable(1)])
+        with pytest.raises(af.CheckpointError, match=r"names such as 'variable_2' depend .* give variables names"):
+            await session.restore(tmp_path, [af.Variable(1)])
+
+
 async def test_f55_a_graph_that_computes_something_else(tmp_path: Path) -> None:
     """F55."""
     async with saved(tmp_path):

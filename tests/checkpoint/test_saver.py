@@ -179,6 +179,17 @@ async def test_saving_at_once(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-10"]
 
 
+async def test_the_step_to_go_on_from_and_the_next_one(tmp_path: Path) -> None:
+    model = Model()
+    saver = af.Saver(tmp_path, every_steps=5)
+    async with af.Session(model.graph, restore=saver):
+        assert saver.step == 0
+        assert await saver.maybe_save(5)
+        assert (await saver.save()).name == "step-6"  # though the one before was still to be written
+    async with af.Session(model.graph, restore=saver):
+        assert saver.step == 6
+
+
 async def test_one_session_at_a_time(tmp_path: Path) -> None:
     model = Model()
     saver = af.Saver(tmp_path, every_steps=1)
@@ -238,5 +249,7 @@ async def test_steps_that_make_no_sense(tmp_path: Path) -> None:
         for wrong in (af.constant(1.5), af.constant([1, 2])):
             with pytest.raises(af.GraphError, match="maybe_save takes the number of steps made, a whole number; got"):
                 saver.maybe_save(wrong)
+        with pytest.raises(af.GraphError, match="in a graph, maybe_save takes a tensor that counts the steps; got 3"):
+            saver.maybe_save(3)  # type: ignore[unused-coroutine]
     with pytest.raises(af.GraphError, match="maybe_save is never due: give the saver every_steps= or every_s="):
         await af.Saver(tmp_path).maybe_save(1)
