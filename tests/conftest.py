@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 import asyncflow as af
 from asyncflow.compiler.program import fused
 from asyncflow.devices import captures
+from asyncflow.devices import swapping as swapping_module
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.transfers import copies as cuda_copies
 from asyncflow.devices.cuda.transfers.pinned import shared_slab
@@ -37,6 +38,7 @@ from asyncflow.streams.virtual import VirtualClockLoop
 from tests.cells import LOOPS, WITHOUT, Arrangement, LoopFactory, Selection
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
+from tests.moves import AuditedManager, left_over
 from tests.patience import PATIENCE_S
 from tests.processor_time import ProcessorTime
 
@@ -297,6 +299,18 @@ def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     AuditedRun.leftovers.clear()
     yield
     assert AuditedRun.leftovers == []
+
+
+@pytest.fixture(autouse=True)
+def _saved_values_move_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CONFORMANCE 68: none too small, none twice; what went out came back or was dropped, and nothing is held."""
+    monkeypatch.setattr(swapping_module, "SwapManager", AuditedManager)
+    AuditedManager.made.clear()
+    AuditedManager.found.clear()
+    yield
+    if any(manager.broken() for manager in AuditedManager.made):
+        gc.collect()  # an expected error and its traceback refer to one another
+    assert left_over() == []
 
 
 @pytest.fixture(autouse=True)

@@ -97,6 +97,11 @@ class MemoryLimitExceeded(Exception):
         largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
         super().__init__(self._message(largest) + (f"; {advice}" if advice else ""))
 
+    def __copy__(self) -> MemoryLimitExceeded:
+        copied = type(self).__new__(type(self), *self.args)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def _message(self, largest: str) -> str:
         held, most = format_bytes(self.used), format_bytes(self.limit)
         if held == most:

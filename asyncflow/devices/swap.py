@@ -415,6 +415,10 @@ class SwapManager:
         """A run begins that only computes: it may wait for older ones, and younger ones for it."""
         self._ages.add(key)
 
+    def knows(self, key: int) -> bool:
+        """Whether a run has an age, or has saved values or asked for room."""
+        return key in self._ages or key in self._groups
+
     def leaves(self, key: int) -> None:
         """A run has ended."""
         self._ages.discard(key)
@@ -462,10 +466,13 @@ class SwapManager:
         ages = self._ages
         return [x for x in self._groups.values() if x.key < group.key and x.key in ages and group.key in ages]
 
-    def relieve(self) -> Orders:
-        """Those that go because memory is short now."""
+    def relieve(self, nbytes: float | None = None) -> Orders:
+        """Those that go because memory is short now, or because so many bytes more are needed at once."""
         out: list[SavedHandle] = []
-        self._relieve(out)
+        if nbytes is None:
+            self._relieve(out)
+        else:
+            self._clear(nbytes, self._youngest_first(), out)
         return Orders(out=out)
 
     # -- asked ---------------------------------------------------------------------------------------------------

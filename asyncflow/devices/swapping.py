@@ -21,7 +21,7 @@ from math import inf
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed
 from asyncflow.devices.swap import (
     LEAST_BYTES,
@@ -116,9 +116,11 @@ class Swapping(ABC):
         spaces: where values may go.
         waits: `take` gives what is there, and waits for it.
         start_ns: the time that a copy is expected to take whoever launches kernels.
+        has_file: streams wait for all values but those that have to be read from a file first.
     """
 
     waits = False
+    has_file = False
     start_ns = 0.0
 
     def __init__(
@@ -132,7 +134,6 @@ class Swapping(ABC):
         self.account = account
         self.manager = SwapManager(account, spaces, least_bytes=least_bytes, ns_per_byte=ns_per_byte)
         self.spaces = spaces
-        self._least_bytes = least_bytes
         # By what owns their memory, as long as that is alive: a value may have left while others still use it here.
         self._known: dict[int, _Owner] = {}
         self._dies = partial(_forget, self._known)  # which keeps that alive, and nothing else
@@ -167,11 +168,11 @@ class Swapping(ABC):
             moves: when it does.
             tag: the iteration, if the run is traced.
         """
+        manager = self.manager
         nbytes: int = getattr(value, "nbytes", 0)
-        found = self.movable(value) if nbytes >= self._least_bytes else None
+        found = self.movable(value) if nbytes >= manager.least_bytes else None
         if found is None:
             return value
-        manager = self.manager
         with self._lock:
             while self.waits and manager.is_short:
                 self._wait()
@@ -198,7 +199,7 @@ class Swapping(ABC):
         handle = entry.handle
         with self._lock:
             try:
-                self._start(self.manager.wanted(handle, self.now_ns()))
+                self._start(self.manager.wanted(handle, self.now_ns()), handle)
                 handle.is_late = handle.state is SavedState.COMING and self.comes_late(handle)
                 while self.waits and handle.state is SavedState.COMING and handle.error is None:
                     self._wait()
@@ -245,8 +246,9 @@ class Swapping(ABC):
 
     def leave(self, run: int) -> None:
         """A run has ended, or is to: it waits no more, and nobody for it."""
-        with self._locked():
-            self.manager.leaves(run)
+        if self.manager.knows(run):
+            with self._locked():
+                self.manager.leaves(run)
         self._moves.pop(run, None)
 
     def watch(self, run: int) -> list[SwapCopy]:
@@ -278,11 +280,16 @@ class Swapping(ABC):
             loop: the event loop.
             run: one that `lacks` memory, and waits for that; None for until there is some, or no copy out is in flight.
         """
-        if run is None and not self.manager.is_short:
+        if run is None and not self.is_held_up:
             return False
         with self._locked():  # which looks whether that is still so
             self._paused.append(_Pause(run, resume, loop))
         return True
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether launching has to pause."""
+        return self.manager.is_short
 
     def close(self) -> None:
         """Have nobody wait any more."""
@@ -339,13 +346,7 @@ class Swapping(ABC):
     def sent(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
         """A copy out has ended, and has made `there`."""
         with self._noted(handle, "d2h", taken_ns), self._locked():
-            handle.there = there
-            orders = self.manager.left(handle, taken_ns)
-            if handle.state is SavedState.AWAY:
-                handle.here = None
-            else:
-                self._discard(handle)
-            self._start(orders)
+            self._has_left(handle, there, taken_ns)
 
     def not_sent(self, handle: SavedHandle) -> None:
         """A copy out has failed: the value stays on the device."""
@@ -405,7 +406,7 @@ class Swapping(ABC):
 
     def _may_go_on(self, run: int | None) -> bool:
         if run is None:
-            return not self.manager.is_short
+            return not self.is_held_up
         may, orders = self.manager.admits(run)
         self._start(orders)
         return may
@@ -428,16 +429,28 @@ class Swapping(ABC):
         finally:
             self._waiting -= 1
 
-    def _start(self, orders: Orders) -> None:
+    def _start(self, orders: Orders, wanted: SavedHandle | None = None) -> None:
+        """Start copies. For the value that is `wanted` now there has to be room, and for what follows it need not."""
         for handle in orders.out:
             self.send(handle)
         for number, handle in enumerate(orders.into):
             try:
                 self.bring(handle)
-            except BaseException:
+            except BaseException as error:
                 for refused in orders.into[number:]:
                     self.manager.refused(refused)
+                if handle is not wanted and isinstance(error, MemoryLimitExceeded):
+                    return
                 raise
+
+    def _has_left(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
+        handle.there = there
+        orders = self.manager.left(handle, taken_ns)
+        if handle.state is SavedState.AWAY:
+            handle.here = None
+        else:
+            self._discard(handle)
+        self._start(orders)
 
     def _drop(self, handle: SavedHandle) -> None:
         if self.manager.dropped(handle):

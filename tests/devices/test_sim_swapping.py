@@ -100,7 +100,7 @@ def train(
                 assert isinstance(device, SimDevice)
                 assert device.swapping is not None
                 if least_bytes is not None:
-                    device.swapping._least_bytes = least_bytes
+                    device.swapping.manager.least_bytes = least_bytes
                 began_s = clock.loop.time()
                 values = await session.run(grads, {x: fed, w: fed}, trace=record)
                 took_s = clock.loop.time() - began_s

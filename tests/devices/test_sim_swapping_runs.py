@@ -35,7 +35,7 @@ class Machine:
         (device,) = session.devices
         assert isinstance(device, SimDevice)
         assert device.swapping is not None
-        device.swapping._least_bytes = 0
+        device.swapping.manager.least_bytes = 0
         self.device, self.swapping = device, device.swapping
 
     async def train(self, number: int = 0, timeout: float | None = None) -> list[Array]:

@@ -137,7 +137,7 @@ async def test_t05_a_training_step_within_a_limit(card: Card, figures: Figures) 
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
     graph, x, fetches = _training_step(2000, size)
-    async with af.Session(graph, devices=["cuda:0"], memory_limit=limit) as session:
+    async with af.Session(graph, devices=["cuda:0"], memory_limit=limit, saved_values="keep") as session:
         device = session.devices[0]
         assert isinstance(device, CudaDevice)
         with pytest.raises(af.OutOfMemoryError, match="cuda:0"):
@@ -145,3 +145,33 @@ async def test_t05_a_training_step_within_a_limit(card: Card, figures: Figures) 
         assert device.memory.peak <= limit
         assert card.total_bytes(device) <= limit
         figures["bytes_after_an_error"] = device.memory.used
+
+
+@pytest.mark.slow
+@on_loop
+async def test_t05_a_training_step_that_swaps(card: Card, figures: Figures) -> None:
+    """More is saved than fits: values move to the host and back, nobody waits, the bits are equal."""
+    size, steps = card.choose(512, 128), card.choose(300, 40)
+    limit = LIMIT if card.is_real else 20 * 4 * size * size
+    fed = np.random.default_rng(0).standard_normal((size, size), np.float32) * np.float32(0.1)
+    graph, x, fetches = _training_step(steps, size)
+
+    async def stepped(session: af.Session, name: str) -> list[Any]:
+        await session.run(fetches, {x: fed})  # compiles, and pins
+        started = perf_counter()
+        with card.never_blocks():
+            values: list[Any] = await session.run(fetches, {x: fed})
+        figures[f"{name}_ms"] = 1e3 * (perf_counter() - started)
+        return values
+
+    async with af.Session(graph, devices=["cuda:0"], memory_limit=card.choose(40, 12) * limit) as session:
+        free = await stepped(session, "kept")
+    async with af.Session(graph, devices=["cuda:0"], memory_limit=limit) as session:
+        limited = await stepped(session, "swapped")
+        memory = session.statistics().memory["cuda:0"]
+        figures["moved_out_bytes"], figures["peak_bytes"] = memory.moved_out, memory.peak
+        assert memory.moved_out >= memory.moved_in > limit // 4
+        assert memory.peak <= limit
+        assert card.total_bytes(session.devices[0]) <= limit  # type: ignore[arg-type]
+    for one, other in zip(free, limited, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -303,7 +303,9 @@ class _Generator:
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("must_wait", self.swapping.must_wait)
-            self.line(block, f"if must_wait({', '.join(map(self.value, waits))}):")
+            # A thread that goes on waits by itself; where steps only launch, others may have had it go on too early.
+            again = "while" if self.enqueues else "if"
+            self.line(block, f"{again} must_wait({', '.join(map(self.value, waits))}):")
             self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, out)
         targets = [self.name(tensor) for tensor in node.outputs]

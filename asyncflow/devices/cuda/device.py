@@ -34,11 +34,13 @@ from asyncflow.devices.cuda.transfers.copies import CudaCopies, enable_peer_acce
 from asyncflow.devices.cuda.transfers.exchange import Exchange, ForeignArray
 from asyncflow.devices.cuda.transfers.holder import CudaHolder
 from asyncflow.devices.cuda.transfers.pinned import PinnedSlab, shared_slab
+from asyncflow.devices.cuda.transfers.swapping import CudaSwapping
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
+from asyncflow.devices.swap import Space
 from asyncflow.devices.values import DeviceValue, as_scalar, stays_on_host
 from asyncflow.errors import PlacementError
 from asyncflow.streams.beside import call_beside
@@ -72,6 +74,7 @@ class CudaDevice(Progress):
 
     region_ns = DEFAULT_HOST.region_s * 1e9  # measured on the host of another card, as are these
     launch_ns, view_ns = DEFAULT_HOST.launch_s * 1e9, DEFAULT_HOST.view_s * 1e9
+    swapping: CudaSwapping
 
     def __init__(
         self,
@@ -82,6 +85,8 @@ class CudaDevice(Progress):
         memory_limit: int | None = None,
         compute_streams: int = 1,
         pinned: PinnedSlab | None = None,
+        host: Space | None = None,
+        spill_directory: str | None = None,
     ) -> None:
         """Make the device ``cuda:<index>``; nothing of CUDA is touched before `start`.
 
@@ -94,13 +99,19 @@ class CudaDevice(Progress):
                 belongs to one of them, and how much each needs is not known.
             compute_streams: how many kernels may run at once.
             pinned: host memory for copies; None for the one that all devices share.
+            host: where saved values go; None for as much memory there as they take.
+            spill_directory: where they go beyond that; None for nowhere.
 
         Raises:
+            OSError: there can be no file in that directory.
             ValueError: `memory_limit` or `compute_streams` is no positive int.
         """
         super().__init__(cupy, physical, index, compute_streams)
         self.pool = CudaPool(cupy, physical, self.name, memory_limit)
         self.memory: ChargedAccount = self.pool.account
+        self.swapping = CudaSwapping(self, host or Space("host"), spill_directory)
+        self.pool.make_room = self.swapping.make_room
+        self.memory.advise = self.swapping.advice
         self.xp = cuda_namespace(cupy, self.upload, CudaHolder(self))
         self._given_slab = pinned
         self._host = ThreadStream(f"{self.name}/host")
@@ -145,6 +156,7 @@ class CudaDevice(Progress):
             stream.on_lost = lambda error: (method := lose()) and method(error)
         with cupy.cuda.Device(self.physical):
             self.copies = CudaCopies(self, self._given_slab or shared_slab(cupy), copying)
+            self.swapping.pin()
         enable_peer_access(cupy, self.physical)
         if self._count == 1:
             with self.compute:
@@ -193,7 +205,7 @@ class CudaDevice(Progress):
         if self._is_started:
             await self.copies.ended(grace_s)
         have_ended = await super().aclose(grace_s)
-        is_over = await self._host.aclose(grace_s) and have_ended
+        is_over = await self._host.aclose(grace_s) and await self.swapping.aclose(grace_s) and have_ended
         if is_over and self._is_started and self._lost is None:
             self._is_started = False
             await call_beside(self._release)
@@ -201,6 +213,7 @@ class CudaDevice(Progress):
 
     def _release(self) -> None:
         self.exchange.close()
+        self.swapping.give_back()
         self.pool.release()
         self.copies.close()
 

@@ -21,6 +21,8 @@ class CudaKind(DeviceKind):
             physical=index % len(backend.cards),
             memory_limit=options.memory_limit,
             compute_streams=options.compute_streams,
+            host=options.host,
+            spill_directory=options.spill_directory,
         )
 
     def why_not(self, index: int) -> str | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded, format_bytes
@@ -55,7 +56,7 @@ class Lease:
         pool: CuPy's pool. A piece does not keep its pool alive, and a pool that goes frees what is still in use.
     """
 
-    __slots__ = ("_account", "_charge", "home", "pointer", "pool")
+    __slots__ = ("__weakref__", "_account", "_charge", "home", "pointer", "pool")
 
     def __init__(self, account: ChargedAccount, charge: int, pointer: Raw, pool: Raw) -> None:
         self._account = account
@@ -82,11 +83,24 @@ class CudaPool:
     Attributes:
         account: what the device holds.
         label: what the next allocations are called in ``account.top()``: the name of the node that runs.
+        make_room: asked once for so many bytes, or for all there may be, where an allocation does not fit; whether it
+            has freed some.
         name: of the logical device, such as ``cuda:0``.
         physical: CUDA's number of the card.
     """
 
-    __slots__ = ("_cupy", "_memory", "_out_of_memory", "_pointer", "_pool", "account", "label", "name", "physical")
+    __slots__ = (
+        "_cupy",
+        "_memory",
+        "_out_of_memory",
+        "_pointer",
+        "_pool",
+        "account",
+        "label",
+        "make_room",
+        "name",
+        "physical",
+    )
 
     def __init__(self, cupy: Cupy, physical: int, name: str, limit: int | None = None) -> None:
         """Open a pool; ``limit`` is in bytes, None is no limit but the card's.
@@ -96,6 +110,7 @@ class CudaPool:
         """
         self.account = ChargedAccount(name, limit)
         self.label = ""
+        self.make_room: Callable[[float], bool] = lambda _nbytes: False
         self.name = name
         self.physical = physical
         self._cupy = cupy
@@ -112,7 +127,7 @@ class CudaPool:
         """Bytes that may be held; None is no limit."""
         return self.account.limit
 
-    def malloc(self, nbytes: int, label: str | None = None) -> Raw:
+    def malloc(self, nbytes: int, label: str | None = None, *, is_again: bool = False) -> Raw:
         """A CuPy ``MemoryPointer`` to ``nbytes`` of device memory, called ``label`` or else `label` in the account.
 
         Raises:
@@ -128,16 +143,24 @@ class CudaPool:
             label = self.label
         size = -(-nbytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
         account = self.account
-        charge = account.charge(size, label)
+        try:
+            charge = account.charge(size, label)
+        except MemoryLimitExceeded:
+            if not self.make_room(size):
+                raise
+            charge = account.charge(size, label)
         try:
             pointer = self._pool.malloc(size)
         except BaseException as error:
             account.credit(charge)
-            if isinstance(error, self._out_of_memory):
+            if not isinstance(error, self._out_of_memory):
+                raise
+            if is_again or not self.make_room(inf):  # all that may go: what is free in pieces needs those between
                 raise self._exhausted(size, label) from error
-            raise
-        lease = Lease(account, charge, pointer, self._pool)
-        return self._pointer(self._memory(pointer.ptr, size, lease, self.physical), 0)
+        else:
+            lease = Lease(account, charge, pointer, self._pool)
+            return self._pointer(self._memory(pointer.ptr, size, lease, self.physical), 0)
+        return self.malloc(nbytes, label, is_again=True)
 
     def prime(self) -> int:
         """Take the whole limit from the card as one slab; gives its bytes, 0 where there is no limit.

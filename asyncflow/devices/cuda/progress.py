@@ -151,7 +151,10 @@ class Progress(LaunchingDevice["CudaStream"]):
                 status = self.cupy.cuda.runtime.streamQuery(0 if self._probe is None else self._probe.raw.ptr)
             if status not in (DONE, NOT_READY, *_CAPTURE_ERRORS):
                 self._lose(error)
-        return error if self._lost is None else self._loss()
+        if self._lost is None:
+            return error
+        error.__traceback__ = None  # streams keep it, and so the values of all who were under way
+        return self._loss()
 
     def _lose(self, error: BaseException) -> None:
         if self._lost is None:

@@ -394,16 +394,19 @@ class Executor:
                 self._regions = Regions(self)
             self._regions.launch(node, iteration, inputs)
             return
+        swapping = self._swapping
         if self.asynchronous is not None:
-            self._launch_asynchronous(self.asynchronous, node, iteration, inputs)
+            is_held_up = swapping is not None and swapping.has_file and must_wait(swapping, node, inputs)
+            if not is_held_up or not self._launch_later(node, iteration, inputs):
+                self._launch_asynchronous(self.asynchronous, node, iteration, inputs)
             return
+        has_to_wait = swapping is not None and must_wait(swapping, node, inputs)
         size = size_of(inputs)
         cost: MeasuredCost | None = node.cost
         if cost is None:
             cost = node.cost = first_guess(node, inputs)
         expected_ns = cost.predict_ns(size)
         may_leave = expected_ns > INLINE_LIMIT_NS or node.source.op.alone is not None
-        has_to_wait = self._swapping is not None and must_wait(self._swapping, node, inputs)
         if has_to_wait or (may_leave and goes_to_a_thread(self, node, expected_ns)):
             launch_on_a_thread(self, node, iteration, inputs, size)
             return
@@ -428,6 +431,20 @@ class Executor:
         if self.recorder is not None:
             self.recorder.firing(node, iteration, "inline", started, ended, result, "ok")
         self.complete(node, iteration, inputs, result)
+
+    def _launch_later(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> bool:
+        """Launches a kernel once a saved value is there, or there is room for one; False where that is so by now."""
+        assert self._swapping is not None
+
+        def take(_value: Value, _error: BaseException | None) -> None:
+            if not self.stopped:
+                self._launch(node, iteration, inputs)
+
+        deliver = self.expect(take)
+        if self._swapping.throttle(partial(deliver, None, None), self.run.turn.loop):
+            return True
+        self.in_flight -= 1
+        return False
 
     def _launch_asynchronous(
         self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]

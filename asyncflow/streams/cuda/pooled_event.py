@@ -47,6 +47,8 @@ class EventPool:
         try:
             raw = self.free[sleeps].pop()
         except IndexError:
+            raw = None
+        if raw is None:  # outside of the handler: a failure must not keep the frames that led to an empty list
             raw = self._cuda.Event(block=sleeps, disable_timing=True)
             self._made.append(raw)
         return PooledEvent(self, raw, sleeps)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.captures import NotCapturableError
+from asyncflow.devices.cuda.memory import home_of
 from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, Landing
 from asyncflow.devices.values import as_scalar
@@ -311,6 +312,31 @@ class CudaCopies:
         with stream, device.timed(stream, name, nbytes):
             self._runtime.memcpyPeerAsync(target, device.physical, origin, card, nbytes, stream.raw.ptr)
         device.launched += _LAUNCHES
+
+    # -- saved values --------------------------------------------------------------------------------------------
+
+    def move_out(
+        self, value: CudaArray, buffer: PinnedBuffer, name: str, done: Callable[[BaseException | None], None]
+    ) -> tuple[Landing, CudaEvent]:
+        """Copy all of an array's memory to the host, where that is `buffer`; what keeps it until then, and the end.
+
+        ``done(error)`` is called once the copy has ended. Both ends are kept until then, the array's as `Landing` says.
+        """
+        memory = value.array.data.mem
+        landing = Landing(value.array, home_of(value.array) or self._device.compute)
+        value.order(self._d2h)
+        self._copy(self._d2h, buffer.ptr, memory.ptr, memory.size, self._runtime.memcpyDeviceToHost, name)
+        return landing, self._d2h.conclude(done, landing, buffer)
+
+    def move_in(
+        self, array: CupyArray, buffer: PinnedBuffer, name: str, done: Callable[[BaseException | None], None]
+    ) -> CudaArray:
+        """Copy what `move_out` has left in `buffer` to new memory; the value knows its event, and work may use it."""
+        self._own(self._h2d)
+        landing = Landing(array, self._device.compute)
+        self._copy(self._h2d, array.data.ptr, buffer.ptr, array.nbytes, self._runtime.memcpyHostToDevice, name)
+        landed = self._h2d.conclude(done, landing, buffer)
+        return CudaArray(array, self._device, self._h2d, name, landed, landing)
 
     # -- what all have in common ---------------------------------------------------------------------------------
 

@@ -1,0 +1,431 @@
+"""How a CUDA device moves saved values: to pinned memory on ``d2h`` when they go, back on ``h2d`` ahead of their reads.
+
+Nobody waits but streams: the copy out for what wrote the value, whoever reads it for the copy in. The device's memory
+is free when the host sees that the copy out has ended; or at once, where an allocation finds no room (`make_room`):
+then what comes next on the memory's home stream waits for the copy, as its order protects the memory.
+
+What goes to the spill file passes through pinned memory, a few values at a time; a thread writes and reads. A value in
+the file is not there for streams to wait for, so whoever launches what reads it waits (`must_wait`, `throttle`).
+
+All methods but those for stores that die belong to the thread of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from asyncflow.devices.cuda.memory import ALLOCATION_BYTES, Lease
+from asyncflow.devices.cuda.transfers.slabs import PinnedSlabs
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
+from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
+from asyncflow.devices.protocol import recording
+from asyncflow.devices.spill import SpillBlock, SpillFile
+from asyncflow.devices.swap import SavedHandle, SavedState, Space
+from asyncflow.devices.swapping import Movable, SavedEntry, Swapping
+from asyncflow.streams.cpu.stream import ThreadStream
+from asyncflow.streams.cuda.stream import active
+
+if TYPE_CHECKING:
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer
+    from asyncflow.devices.cuda.values import Landing
+    from asyncflow.devices.protocol import Placed, Shape
+    from asyncflow.devices.swap import Orders
+    from asyncflow.devices.values import DType
+    from asyncflow.streams.cuda.cupy_types import CupyArray
+    from asyncflow.streams.cuda.stream import CudaEvent
+    from asyncflow.values import Value
+
+_NS_PER_BYTE = 1e9 / 20e9
+"""Over PCIe, until it is measured."""
+
+PASSING_BYTES = 16 << 20
+"""So much passes through pinned memory to the file and from there at a time, or one value if that is larger."""
+
+
+class _OnHost(NamedTuple):
+    """A value in pinned memory, be it on its way to the file; `written` where the copy to there may not have ended."""
+
+    buffer: PinnedBuffer
+    written: CudaEvent | None = None
+
+
+class _Flight(NamedTuple):
+    """A copy out that has not ended."""
+
+    landing: Landing
+    ended: CudaEvent
+    there: _OnHost
+    started_ns: int
+
+
+class CudaSwapping(Swapping):
+    """Moves saved values of a CUDA device to the host's memory, and to a file beyond its limit."""
+
+    def __init__(self, device: CudaDevice, host: Space, directory: str | None) -> None:
+        """Args: the device, and where values go: the host's memory, and the spill file's directory if there is one."""
+        spaces = [host] if directory is None else [host, Space("disk")]
+        super().__init__(device.memory, spaces, ns_per_byte=_NS_PER_BYTE)
+        self._device = device
+        self._ndarray = device.cupy.ndarray
+        self._file = None if directory is None else SpillFile(directory)
+        self.has_file = directory is not None
+        self._slabs = PinnedSlabs(device.cupy)
+        self._beside = ThreadStream(f"{device.name}/swap")
+        self._flights: dict[SavedHandle, _Flight] = {}
+        # Who waits for pinned memory, and who to pass through it to the file and back.
+        self._roomless: deque[tuple[int, Callable[[PinnedBuffer | None], None]]] = deque()
+        self._spills: deque[tuple[int, Callable[[], None]]] = deque()
+        self._passing = 0
+        self._absent: set[SavedHandle] = set()
+        self._is_growing = self._is_refused = False
+        self._wanted: SavedHandle | None = None
+        self._is_bringing = self._is_bringing_wanted = self._was_away = False
+        self._last_end_ns = 0
+        self._failure = ""
+
+    # -- what can move -------------------------------------------------------------------------------------------
+
+    def movable(self, value: Value) -> Movable | None:
+        """An array that has its memory on the device to itself."""
+        if not isinstance(value, self._ndarray):
+            return None
+        memory, flags = value.data.mem, value.flags
+        lease = getattr(memory, "_owner", None)
+        if type(lease) is not Lease or lease.home not in self._device.compute_streams:
+            return None
+        if memory.size - value.nbytes >= ALLOCATION_BYTES or not (flags.c_contiguous or flags.f_contiguous):
+            return None
+        stream = active.stream or self._device.compute
+        view = partial(self._view, value.dtype, value.shape, value.strides, value.data.ptr - memory.ptr)
+        return Movable(lease, CudaArray(value, self._device, stream, ""), view)
+
+    def _view(self, dtype: DType, shape: Shape, strides: tuple[int, ...], offset: int, here: CudaArray) -> CupyArray:
+        """The array itself, which work given to the active stream finds there."""
+        device = self._device
+        stream = active.stream or device.compute
+        here.order(stream)
+        device.hold(stream, here.array)
+        pointer = device.cupy.cuda.memory.MemoryPointer(here.array.data.mem, offset)
+        return self._ndarray(shape, dtype, pointer, strides)
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def send(self, handle: SavedHandle) -> None:
+        """Copy it out, after what wrote it, once there is pinned memory; to the file if the host has no more room."""
+        nbytes = _size(handle.here)
+        assert handle.space is not None
+        if handle.space.name == "host":
+            self._with_room(nbytes, partial(self._leave, handle, 0))
+        else:
+            self._pass(nbytes, partial(self._with_room, nbytes, partial(self._leave, handle, nbytes)))
+
+    def _leave(self, handle: SavedHandle, passing: int, buffer: PinnedBuffer | None) -> None:
+        here: CudaArray | None = handle.here
+        if buffer is not None and here is not None and handle.state is SavedState.LEAVING:
+            done = partial(self._is_out, handle, _OnHost(buffer), passing)
+            try:
+                with recording(self._device, None):  # `Swapping` notes the copy
+                    landing, ended = self._device.copies.move_out(here, buffer, handle.label, done)
+            except RuntimeError as error:
+                self._failure = f"a copy of {handle.label!r} to the host failed: {self._device.cause_of(error)}"
+            else:
+                self._flights[handle] = _Flight(landing, ended, _OnHost(buffer, ended), perf_counter_ns())
+                return
+        self._later(self._stays, handle, passing)
+
+    def _is_out(self, handle: SavedHandle, there: _OnHost, passing: int, error: BaseException | None) -> None:
+        flight = self._flights.pop(handle, None)  # None: it counts as away already
+        if flight is not None and error is not None:
+            self.not_sent(handle)
+        elif flight is not None:
+            taken_ns, flight = self._taken_ns(flight.started_ns), None  # its memory is to be free when others are told
+            self.sent(handle, there, taken_ns)
+        if passing and error is None:
+            self._write(handle, there.buffer)
+        else:
+            self._has_passed(passing)
+
+    def _stays(self, handle: SavedHandle, passing: int) -> None:
+        self.not_sent(handle)
+        self._has_passed(passing)
+
+    def _write(self, handle: SavedHandle, buffer: PinnedBuffer) -> None:
+        """Have a value that is away go on to the file; it stays in pinned memory if it cannot."""
+        assert self._file is not None
+
+        def written(block: SpillBlock | None, error: BaseException | None, *_times: int) -> None:
+            if error is not None:
+                self._failure = str(error)
+                self.spaces[-1].limit = 0
+            elif handle.state is SavedState.AWAY and _is_buffer(handle.there, buffer):
+                handle.there = block
+            else:
+                self.discard(block)
+            self._has_passed(buffer.nbytes)
+
+        if handle.state is SavedState.AWAY and _is_buffer(handle.there, buffer):
+            self._submit(self._file.write, (_bytes(buffer), handle.label), written)
+        else:
+            self._has_passed(buffer.nbytes)
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def bring(self, handle: SavedHandle) -> None:
+        """Copy it in, to new memory; from the file once a thread has read it."""
+        there, is_on_host = handle.there, type(handle.there) is _OnHost
+        nbytes = there.buffer.nbytes if is_on_host else there.nbytes
+        self._is_bringing, self._is_bringing_wanted = True, handle is self._wanted
+        try:
+            array = self._device.copies.new((nbytes,), np.dtype(np.uint8), handle.label)
+            if is_on_host:
+                if there.written is not None:
+                    self._device.h2d.wait(there.written)
+                self._come(handle, array, there.buffer)
+        except RuntimeError as error:
+            raise self._device.cause_of(error)  # noqa: B904 - which has its cause
+        finally:
+            self._is_bringing = False
+        if not is_on_host:
+            self._pass(nbytes, partial(self._with_room, nbytes, partial(self._read, handle, array)), is_first=True)
+
+    def _come(self, handle: SavedHandle, array: CupyArray, buffer: PinnedBuffer) -> None:
+        done = partial(self._is_in, handle, perf_counter_ns())
+        with recording(self._device, None):
+            here = self._device.copies.move_in(array, buffer, handle.label, done)
+        self.arrives(handle, array.data.mem._owner, here)
+
+    def _is_in(self, handle: SavedHandle, started_ns: int, error: BaseException | None) -> None:
+        taken_ns = self._taken_ns(started_ns)
+        if error is None:
+            self.brought(handle, taken_ns)
+        else:
+            self.not_brought(handle, self._named(handle, self._device.loss_of(error)))
+
+    def _read(self, handle: SavedHandle, array: CupyArray, buffer: PinnedBuffer | None) -> None:
+        assert self._file is not None
+        if buffer is None:
+            error = MemoryError(f"the saved value {handle.label!r} cannot be read back: {self._failure}")
+            self._later(self._is_read, handle, array, None, None, error)
+        else:
+            read = partial(self._is_read, handle, array, buffer)
+            self._submit(self._file.read, (handle.there, _bytes(buffer), handle.label), read)
+
+    def _is_read(
+        self,
+        handle: SavedHandle,
+        array: CupyArray,
+        buffer: PinnedBuffer | None,
+        _result: object,
+        error: BaseException | None,
+        *_times: int,
+    ) -> None:
+        self._absent.discard(handle)
+        if handle.state is SavedState.GONE:
+            self.brought(handle, 0)
+        elif error is None and buffer is not None:
+            try:
+                with self._locked():
+                    self._come(handle, array, buffer)
+            except RuntimeError as failure:
+                error = self._named(handle, self._device.cause_of(failure))
+        if error is not None and handle.state is not SavedState.GONE:
+            self.not_brought(handle, error)
+        self._has_passed(array.nbytes)
+
+    def must_wait(self, store: Placed, number: int | None = None) -> bool:
+        """See `Swapping`; a value in the file is asked for, if it was not, and `throttle` pauses until it is there."""
+        values: Placed = store.value if type(store) is CudaOpaque else store
+        entry = None if number is None or self._file is None else values.log[number]
+        if type(entry) is SavedEntry and self._is_in_file(entry.handle):
+            handle = entry.handle
+            with self._locked():
+                try:
+                    self._start(self.manager.wanted(handle, self.now_ns()), handle)
+                except MemoryLimitExceeded as error:
+                    handle.error = copy(error)  # without what led here
+                if handle.state is SavedState.COMING and handle.here is None:
+                    self._absent.add(handle)
+                    return True
+        return super().must_wait(values, number)
+
+    def _is_in_file(self, handle: SavedHandle) -> bool:
+        if type(handle.there) is not SpillBlock or handle.error is not None:
+            return False
+        return handle.state is SavedState.AWAY or (handle.state is SavedState.COMING and handle.here is None)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether memory is short, or somebody has asked for what is not read from the file yet."""
+        return bool(self._absent) or self.manager.is_short
+
+    # -- room on the device --------------------------------------------------------------------------------------
+
+    def make_room(self, nbytes: float) -> bool:
+        """Free so many bytes at once, for an allocation that found no room; whether any were.
+
+        Values that are leaving go first, then others that may. What comes next on the streams that they belong to
+        waits for their copies, and the host for nothing.
+        """
+        stream = active.stream
+        if asyncio._get_running_loop() is None or (stream is not None and stream.raw.is_capturing()):
+            return False
+        if self._is_bringing:  # inside the lock; what is only copied ahead pushes nothing out
+            return self._is_bringing_wanted and self._free(nbytes)
+        with self._locked():
+            return self._free(nbytes)
+
+    def _free(self, nbytes: float) -> bool:
+        account = self._device.memory
+        before = account.used
+        for handle in [*self._flights]:
+            if before - account.used < nbytes:
+                self._leave_early(handle)
+        while (missing := nbytes - before + account.used) > 0:
+            going = self.manager.relieve(missing).out
+            for handle in going:
+                self.send(handle)
+            left = [self._leave_early(handle) for handle in going if handle in self._flights]
+            if not any(left):
+                break
+        return account.used < before
+
+    def _leave_early(self, handle: SavedHandle) -> bool:
+        """Count a value as away whose copy has not ended; whether its memory may be used again."""
+        flight = self._flights[handle]
+        if handle.state is not SavedState.LEAVING:
+            return False
+        home = flight.landing.home
+        home.wait(flight.ended)
+        flight.landing.awaited_by(home)
+        del self._flights[handle]
+        self._has_left(handle, flight.there, self._taken_ns(flight.started_ns))
+        return True
+
+    # -- what all have in common ---------------------------------------------------------------------------------
+
+    def discard(self, there: object) -> None:
+        """Free the block of a file; pinned memory goes with its last reference, which a copy may have."""
+        if isinstance(there, SpillBlock) and self._file is not None:
+            self._file.free(there)
+
+    def now_ns(self) -> int:
+        """The time of the host, which launches."""
+        return perf_counter_ns()
+
+    def comes_late(self, handle: SavedHandle) -> bool:
+        """Whether nobody had asked for it ahead: what streams will have done by then the host does not know."""
+        return self._was_away
+
+    def advice(self) -> str:
+        """The failure of a copy, of pinning or of the file, if there was one."""
+        return self._failure or super().advice()
+
+    async def aclose(self, grace_s: float) -> bool:
+        """Have nobody wait any more, and end the thread; True if it has."""
+        self.close()
+        return await self._beside.aclose(grace_s)
+
+    def pin(self) -> None:
+        """Pin the first memory, which blocks, if memory can be short."""
+        if self._device.memory.limit is not None:
+            try:
+                self._slabs.grow(1)
+            except RuntimeError as error:
+                self._refused(error)
+
+    def give_back(self) -> None:
+        """Give back the disk and what is pinned, once no copy is in flight; blocks."""
+        if self._file is not None:
+            self._file.close()
+        self._slabs.close()
+
+    def _start(self, orders: Orders, wanted: SavedHandle | None = None) -> None:
+        self._wanted = wanted
+        self._was_away = any(handle is wanted for handle in orders.into)
+        try:
+            super()._start(orders, wanted)
+        finally:
+            self._wanted = None
+
+    def _with_room(self, nbytes: int, then: Callable[[PinnedBuffer | None], None]) -> None:
+        """Call ``then(buffer)`` with pinned memory, now or once there is more; with None if the system has no more."""
+        buffer = self._slabs.take(nbytes)
+        if buffer is not None or self._is_refused:
+            then(buffer)
+        else:
+            self._roomless.append((nbytes, then))
+        if self._is_growing or self._is_refused:
+            return
+        if self._roomless or self._slabs.is_low(self.spaces[0].limit):  # ahead of need, as nobody waits in `make_room`
+            self._is_growing = True
+            self._submit(self._slabs.grow, (nbytes,), self._has_grown)
+
+    def _has_grown(self, _result: object, error: BaseException | None, *_times: int) -> None:
+        self._is_growing = False
+        if error is not None:
+            self._refused(error)
+        with self._locked():
+            waiting, self._roomless = self._roomless, deque()
+            for nbytes, then in waiting:
+                self._with_room(nbytes, then)
+
+    def _refused(self, error: BaseException) -> None:
+        self._is_refused = True
+        self._failure = f"the system pins no more memory of the host: {error}"
+
+    def _pass(self, nbytes: int, work: Callable[[], None], *, is_first: bool = False) -> None:
+        """Do what ends with `_has_passed`, once not too much else does; `is_first` of what waits."""
+        (self._spills.appendleft if is_first else self._spills.append)((nbytes, work))
+        self._pass_on()
+
+    def _has_passed(self, nbytes: int) -> None:
+        self._passing -= nbytes
+        if self._spills:
+            with self._locked():
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._spills and (not self._passing or self._passing + self._spills[0][0] <= PASSING_BYTES):
+            nbytes, work = self._spills.popleft()
+            self._passing += nbytes
+            work()
+
+    def _submit(self, work: Callable[..., object], args: tuple[object, ...], deliver: Callable[..., None]) -> None:
+        self._beside.submit(work, args, deliver, asyncio.get_running_loop())
+
+    def _later(self, call: Callable[..., None], *args: object) -> None:
+        """Outside of the lock."""
+        asyncio.get_running_loop().call_soon(call, *args)
+
+    def _taken_ns(self, started_ns: int) -> int:
+        """The time of a copy that has ended now, at most: it began no earlier than another ended."""
+        now = perf_counter_ns()
+        taken_ns, self._last_end_ns = now - max(started_ns, self._last_end_ns), now
+        return taken_ns
+
+    def _named(self, handle: SavedHandle, error: BaseException) -> BaseException:
+        where = "" if handle.space is None else f", which was on the {handle.space.name}"
+        error.add_note(f"the saved value {handle.label!r} ({format_bytes(handle.nbytes)}){where}, did not come back")
+        return error
+
+
+def _is_buffer(there: object, buffer: PinnedBuffer) -> bool:
+    return isinstance(there, _OnHost) and there.buffer is buffer
+
+
+def _size(here: CudaArray) -> int:
+    size: int = here.array.data.mem.size
+    return size
+
+
+def _bytes(buffer: PinnedBuffer) -> memoryview:
+    return buffer.view(np.uint8, (buffer.nbytes,)).data

@@ -1,0 +1,51 @@
+"""What must hold of every value that ever moves between a device and the host, whatever a test does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from asyncflow.devices.swap import LEAST_BYTES, SwapManager
+
+if TYPE_CHECKING:
+    from asyncflow.devices.swap import SavedHandle
+
+
+class AuditedManager(SwapManager):
+    """A manager that notes what it may not do; `broken` says afterwards what else has not come out right."""
+
+    made: ClassVar[list[AuditedManager]] = []
+    found: ClassVar[list[str]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.made.append(self)
+        self.has_gone: set[SavedHandle] = set()
+
+    def _goes(self, handle: SavedHandle, out: list[SavedHandle]) -> bool:
+        if handle in self.has_gone:
+            self.found.append(f"{handle} moves twice")
+        if handle.nbytes < min(self.least_bytes, LEAST_BYTES):
+            self.found.append(f"{handle} is too small to move")
+        goes = super()._goes(handle, out)
+        if goes:
+            self.has_gone.add(handle)
+        return goes
+
+    def broken(self) -> list[str]:
+        """Bytes that went out and are nowhere, and those that are still counted."""
+        now = self.statistics()
+        self.has_gone.clear()
+        found = []
+        if now.moved_out != now.moved_in + now.discarded:
+            found.append(f"{now}: not all that went out has come in, or was dropped")
+        if (now.kept, now.host, now.disk, self._leaving, self._coming) != (0, 0, 0, 0, 0):
+            found.append(f"{now}, {self._leaving} leaving, {self._coming} coming, after the end")
+        return [*found, *(f"{space.used} bytes on the {space.name}" for space in self._spaces if space.used)]
+
+
+def left_over() -> list[str]:
+    """What was not right, of all managers made since this was asked last."""
+    found = [*AuditedManager.found, *(line for manager in AuditedManager.made for line in manager.broken())]
+    AuditedManager.made.clear()
+    AuditedManager.found.clear()
+    return found
