@@ -24,6 +24,7 @@ from asyncflow.graph.resource import Resource
 from asyncflow.semantics.program import NeededGraph, Touches, conflict
 from asyncflow.semantics.rules import OutOfTime, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
+from asyncflow.state.mutex import MeetingPlace
 from asyncflow.state.queue import QueueSnapshot
 from asyncflow.values import Array, Nest, Value
 
@@ -181,7 +182,8 @@ class _Exploring:
         if key not in self.outcomes:
             contents = [each.elements if isinstance(each, QueueSnapshot) else each for each in state.memory.values()]
             found = zip(state.memory, contents, strict=True)
-            variables = {self.rules.resources[key]: cast("Array", content) for key, content in found}
+            resources = {self.rules.resources[key]: cast("Array", content) for key, content in found}
+            variables = {each: content for each, content in resources.items() if not isinstance(each, MeetingPlace)}
             self.outcomes[key] = Outcome(fetched, variables, reason, tuple(self._told(order)))
 
     def _told(self, order: _Order) -> list[str]:

@@ -19,6 +19,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
+from asyncflow.state.mutex import LOCK
 from asyncflow.values import Nest
 
 Touches: TypeAlias = dict[Hashable, Access]
@@ -125,6 +126,8 @@ class NeededGraph:
             return
         self._needed.add(node)
         self._pending += node.control_inputs
+        if node.op is LOCK and "until" in node.attrs:  # whoever enters a section leaves it
+            self._pending.append(self.graph.node(node.attrs["until"]))
         if node.op is PARAMETER:
             owner, place = self.homes[node]
             if isinstance(owner, WhileNode) and place < owner.n_vars:

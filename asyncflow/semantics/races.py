@@ -16,6 +16,7 @@ from asyncflow.graph.op import Access
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.semantics.orders import AccessOrder
 from asyncflow.semantics.program import NeededGraph
+from asyncflow.state.mutex import MeetingPlace
 from asyncflow.values import Nest
 
 _Between: TypeAlias = Literal["nodes", "iterations", "runs"]
@@ -187,9 +188,11 @@ def _sides(resource: Resource) -> tuple[Hashable, ...]:
 
 
 def _is_watched(node: Node, key: Hashable) -> bool:
-    """Whether anybody is to be told of races on a resource; what only one node touches, in one firing, has none."""
+    """Whether races on a resource are told: not where nothing is kept, and of a node's own resource there are none."""
     resource = _resource(node, key)
-    return not isinstance(key, Node) and not (resource is not None and resource.allows_races)
+    if isinstance(key, Node) or isinstance(resource, MeetingPlace):
+        return False
+    return resource is None or not resource.allows_races
 
 
 def _race(key: Hashable, first: Node, second: Node, between: _Between) -> Race:

@@ -6,6 +6,7 @@ node               rule
 operation          fires once its inputs are there and what it waits for is done; its outputs are its kernel's
 read, write        likewise; the resource and the outputs change in one step (Read-x, Assign-x, Assign-f-x)
 enqueue, dequeue   likewise, once the queue lets it, in one step for all of its elements; until then it has not begun
+lock, unlock       a section of a mutex begins once no other is under way, and ends
 cond               once the predicate is there, the nodes of the branch taken wait, each for its own inputs, and the
                    results leave one by one (Switch, Merge); those of the other branch are dead and never fire
 while              the predicate's nodes wait in each iteration that has begun, and once it holds those of the body; a
@@ -20,7 +21,8 @@ with ordered effects an iteration with effects begins when all of the last one i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import inf
 from time import monotonic
 from typing import Final, Protocol, cast
@@ -36,8 +38,9 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
 from asyncflow.semantics.program import NeededGraph
 from asyncflow.semantics.state import Firing, ProgramState, Tag, digest
+from asyncflow.state.mutex import MutexState
 from asyncflow.state.queue import QueueSnapshot, QueueState
-from asyncflow.state.waiting.lines import PlaceInLine
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine
 from asyncflow.values import Kernel, Nest, Value
 
 MISSING: Final = object()
@@ -50,15 +53,29 @@ class _Cell(Protocol):
     value: Value
 
 
-def _content(cell: _Cell | QueueState) -> Value:
-    return cell.capture() if isinstance(cell, QueueState) else cell.value
+class _RunEnd(dict[object, Callable[[], None]]):
+    """Tells a run from others, as who is in the section of a mutex."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
 
-def _fill(cell: _Cell | QueueState, content: Value) -> None:
-    if isinstance(cell, QueueState):
+def _content(cell: _Cell | LinedState) -> Value:
+    if isinstance(cell, MutexState):
+        return cell.owner
+    return cell.capture() if isinstance(cell, QueueState) else cast("_Cell", cell).value
+
+
+def _fill(cell: _Cell | LinedState, content: Value) -> None:
+    if isinstance(cell, LinedState):
+        for place in cell.places():
+            cell.left(place)
+    if isinstance(cell, MutexState):
+        cell.owner = content
+    elif isinstance(cell, QueueState):
         cell.become(cast("QueueSnapshot", content))
     else:
-        cell.value = content
+        cast("_Cell", cell).value = content
 
 
 class OutOfTime(Exception):
@@ -77,7 +94,8 @@ class Rules:
         self.program = program
         self.ends_at = inf
         self.seed = program.graph.seed if program.graph.seed is not None else seed
-        self.cells: dict[Hashable, _Cell | QueueState] = {}
+        self.cells: dict[Hashable, _Cell | LinedState] = {}
+        self._ends: dict[int, _RunEnd] = defaultdict(_RunEnd)
         self.resources: dict[Hashable, Resource] = {}
         self._kernels: dict[Node, Kernel] = {}
         for body in levels(program.graph):
@@ -94,8 +112,9 @@ class Rules:
             if resource.effect_key not in self.cells:
                 self.cells[resource.effect_key] = resource.create_state()
                 self.resources[resource.effect_key] = resource
-        is_queues = any(isinstance(self.cells[each.effect_key], QueueState) for each in resources_of(node))
-        if (op.is_async and not is_queues) or (op.is_user and op.effects is not None and not any(resources_of(node))):
+        cells = [self.cells[each.effect_key] for each in resources_of(node)]
+        may_wait = any(isinstance(cell, QueueState | MutexState) for cell in cells)
+        if (op.is_async and not may_wait) or (op.is_user and op.effects is not None and not any(resources_of(node))):
             raise GraphError(
                 f"{node.name} ({op.name}) acts on the world outside, and exploring would do so in every order; feed a "
                 f"value in its place\n  built at {node.location}"
@@ -204,17 +223,13 @@ class Rules:
 
     def _fill_all(self, state: ProgramState, resources: Iterable[Resource]) -> None:
         for resource in resources:
-            key, cell = resource.effect_key, self.cells[resource.effect_key]
-            if isinstance(cell, QueueState):
-                for place in cell.places():
-                    cell.left(place)
-            _fill(cell, state.memory[key])
+            _fill(self.cells[resource.effect_key], state.memory[resource.effect_key])
 
     def _call(self, state: ProgramState, firing: Firing) -> Nest:
         node, tag = firing
         inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
         if node.op.needs_context:
-            inputs.insert(0, KernelContext(seed=self.seed, run=tag[0], tag=tag[1:]))
+            inputs.insert(0, KernelContext(self.seed, tag[0], tag[1:], self._ends[tag[0]]))
         return self._kernels[node](*inputs)
 
     def settle(self, state: ProgramState) -> None:

@@ -260,3 +260,25 @@ def test_the_smallest_of_those_that_are_there_leaves_first() -> None:
         beside = first.dequeue()
     assert fetched(explore(graph, smallest)) == {"1 10"}
     assert fetched(explore(graph, [puts, beside])) == {"1 10", "2 20", "3 30"}
+
+
+def test_70_sections_of_a_mutex_lose_no_update() -> None:
+    """CONFORMANCE 70: read-add-write in sections is atomic, in one run and in several at once."""
+    with unordered() as graph:
+        mutex, v = af.Mutex(name="m"), af.Variable(0, name="v")
+        writes = []
+        for by in (1, 2):
+            with mutex:
+                writes.append(v.assign(v + by).node)
+    assert left_in(v, explore(graph, writes)) == {3}
+    assert left_in(v, explore(graph, writes[0], runs=3)) == {3}
+    assert {race.resource for race in af.find_races(graph, writes)} == {"variable v"}
+    with unordered() as graph:
+        text = af.Variable(0, name="text")
+        with mutex:
+            first = text.update(lambda old: old * 3 + 1).node
+            after = text.update(lambda old: old * 3 + 2).node
+        with mutex:
+            last = text.assign(text * 3).node
+    # The two in one section have no order between them; the section beside them is before or behind both.
+    assert left_in(text, explore(graph, [first, after, last])) == {5, 7, 15, 21}
