@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
 from asyncflow.compiler.memory import choose_saved
+from asyncflow.compiler.program import kernels
+from asyncflow.graph.structured import WhileNode
 from tests.cells import Arrangement
 from tests.property.differentiable import COLUMNS, FREE, ROWS, random_loss
 
@@ -57,3 +61,40 @@ async def test_68_gradients_do_not_depend_on_what_is_saved(
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
         else:
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("seed", "order"),
+    [(8, 1), pytest.param(12, 1, marks=SLOW), pytest.param(23, 1, marks=SLOW), pytest.param(0, 2, marks=SLOW)],
+)
+async def test_68_gradients_do_not_depend_on_where_values_are(
+    open_session: OpenSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, order: int
+) -> None:
+    """CONFORMANCE 66, 68: kept; away, on the host or on disk, whatever their size; and in a file, but for a few."""
+    monkeypatch.setattr(WhileNode, "swap_memory", True)
+    monkeypatch.setattr(kernels, "is_small_spec", lambda spec: False)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (ROWS, COLUMNS))
+        w = af.placeholder("float32", (COLUMNS, COLUMNS))
+        fetched = [random_loss(Random(seed), x, w)]
+        fetched += af.gradients(fetched[0], [x, w], unconnected="zero")
+        if order == 2:
+            fetched += af.gradients(af.sum(af.square(fetched[1])), [x, w], unconnected="zero")
+    random = np.random.default_rng(seed)
+    fed = {x: random.standard_normal((ROWS, COLUMNS), np.float32)}
+    fed[w] = random.standard_normal((COLUMNS, COLUMNS), np.float32)
+    file = {"memory_limit": 16 << 20, "spill_directory": str(tmp_path)}
+    ways: list[dict[str, Any]] = [{"saved_values": "keep"}, file, {**file, "host_memory_limit": 100}]
+    values: list[Any] = []
+    moved = []
+    for options in ways:
+        async with open_session(graph, **options) as session:
+            for device in session.devices:
+                if device.swapping is not None:
+                    device.swapping.manager.least_bytes = 0
+            values.append(await session.run(fetched, fed))
+            moved.append(sum(memory.moved_out for memory in session.statistics().memory.values()))
+    assert moved[0] == 0 < min(moved[1:])
+    for other in values[1:]:
+        for one, another in zip(values[0], other, strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(another).tobytes()
