@@ -82,7 +82,9 @@ class SharedBody:
             feeds = tuple(placeholder(x.dtype, x.shape) for x in self._inputs)
             rows = RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=self.label)
             found = self.built(rows, [LiftedValue(x, has_rows=False) for x in feeds])
-        return BodyProgram(graph, feeds, tuple(value.tensor for value in found))
+            # What comes of a TensorArray is a row although its inputs are not.
+            results = tuple(value.tensor[0] if value.has_rows else value.tensor for value in found)
+        return BodyProgram(graph, feeds, results)
 
     def built(self, rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
         """The results, in the current graph; `inputs` has one for each of the node's."""
@@ -282,7 +284,7 @@ def walk(body: Subgraph) -> Iterable[Node]:
 def check_shareable(body: Subgraph, label: str, how: str) -> None:
     """Raises GraphError where something in a body would not be the same for each of several members."""
     for node in walk(body):
-        if node.op.is_random or node.op.needs_context:
+        if node.op.needs_context:
             fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
         elif any(access is Access.WRITE for _, access in node_effects(node)) and node.subgraphs == ():
             fault = "has an effect, which would happen once for several members: do it outside"

@@ -144,6 +144,8 @@ class PickGuide(PickLog):
         super().ended(partition, node, iteration, result)
         place = self._places[Pick(partition, node.name, iteration.tag())]
         given, expected = self.picks[place], self._expected[place]
+        if expected.checksum is None:  # that run was stopped, or failed, before this firing gave its result
+            return
         if self.difference is None and given.checksum != expected.checksum:
             self.difference = ReplayError(
                 f"firing {place + 1} of {len(self._expected)}, {given}, gave another value than in the record: "

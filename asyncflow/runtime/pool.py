@@ -104,8 +104,8 @@ class PoolRows(Generic[A]):
         if goes_on.all():
             return []
         ended = [first + int(row) for row in np.flatnonzero(~np.asarray(goes_on))]
-        # A row's copy: the slab goes on changing. Rank 0 gives a scalar, which is a copy.
-        found = [(self.rows[row], [slab[row].copy() for slab in self._slabs[: self._n_vars]]) for row in ended]
+        # A row's copy: the slab goes on changing.
+        found = [(self.rows[row], [slab[row, ...].copy() for slab in self._slabs[: self._n_vars]]) for row in ended]
         for row in reversed(ended):
             self.remove(row)
         return found

@@ -283,6 +283,69 @@ async def test_f42_random_requests(data: st.DataObject) -> None:
         assert session.statistics().runs == 0
 
 
+@pytest.mark.parametrize("pool", [None, af.Pool(4)])
+async def test_runs_in_flight_end_while_a_session_closes(pool: af.Pool | None) -> None:
+    """A session that closes gives its runs time to end, and their shared calls and steps are parts of them."""
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (), name="x")
+        step = af.batched(lambda s: s + 1) if pool is None else lambda s: s + 1
+        y = af.while_loop(lambda s: s < 20, step, x, pool=pool)
+    async with af.Session(graph) as session:
+        runs = [asyncio.ensure_future(session.run(y, {x: k})) for k in range(6)]
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*runs) == [20] * 6
+
+
+async def test_strings_are_members(open_session: OpenSession) -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("string", (), name="x")
+        shared = af.batched(lambda s: (s, af.equal(s, "w2")), cost="none")
+        twice, flag = shared(shared(x)[0])
+        _, pooled = af.while_loop(lambda i, s: i < 2, lambda i, s: (i + 1, s), (0, x), pool=af.Pool(4))
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run([twice, flag, pooled], {x: f"w{k}"}) for k in range(5)))
+    for k, (word, is_two, same) in enumerate(found):
+        assert (str(word), bool(is_two), str(same)) == (f"w{k}", k == 2, f"w{k}")
+        assert word.dtype == same.dtype == np.dtypes.StringDType()
+
+
+@pytest.mark.parametrize("lift", [True, False])
+async def test_rows_and_arrays_within_members(open_session: OpenSession, lift: bool) -> None:
+    """A batched function may map over rows of its own, keep a TensorArray, and give gradients of both."""
+
+    def fn(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        cubes = af.map_fn(lambda row: af.sum(row * row * row), x, lift=lift)
+        return cubes, af.gradients(af.sum(cubes), x)
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (3, 2), name="x")
+        fetches = af.batched(fn, cost="none")(x)
+    values = np.random.default_rng(5).normal(size=(6, 3, 2))
+    async with open_session(graph) as session:
+        found = [await session.run(fetches, {x: values[0]})]  # alone
+        found += await asyncio.gather(*(session.run(fetches, {x: value}) for value in values[1:]))
+    for value, (cubes, gradient) in zip(values, found, strict=True):
+        np.testing.assert_allclose(cubes, (value**3).sum(1))
+        np.testing.assert_allclose(gradient, 3 * value**2)
+
+
+async def test_a_check_says_what_fails_alone(open_session: OpenSession, caplog: pytest.LogCaptureFixture) -> None:
+    @af.op(outputs=af.spec("float32", ()), batch=af.Batch(cost="none"), pure=True)
+    def sociable(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if len(x) == 1:
+            raise ValueError("nobody else is there")
+        return x + 1
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (), name="x")
+        y = sociable(x)
+    async with open_session(graph) as session:
+        session.check_batches(1.0)
+        assert await asyncio.gather(*(session.run(y, {x: np.float32(k)}) for k in range(3))) == [1, 2, 3]
+        await others_end()
+    assert sum("fails alone" in message and "nobody else" in message for message in caplog.messages) == 3
+
+
 def test_what_cannot_be_batched_is_named() -> None:
     total = af.Variable(0.0, name="total")
     with af.Graph():

@@ -74,6 +74,55 @@ async def test_84_what_was_stopped_stops_where_it_was(open_session: OpenSession,
         await af.replay(path)
 
 
+async def test_a_loop_that_was_stopped_stops_there(open_session: OpenSession, tmp_path: Path) -> None:
+    """A record that ends amid a loop is not taken for one of another program."""
+    reached = asyncio.Event()
+
+    @af.op(outputs=af.spec("int64", ()))
+    def count(i: np.int64) -> np.int64:
+        if i == 40:
+            reached.set()
+        return i + 1
+
+    with af.Graph() as graph:
+        y = af.while_loop(lambda i: i >= 0, count, 0)
+    path = tmp_path / "run.json"
+    async with open_session(graph) as session:
+        run = asyncio.create_task(session.run(y, record=path))
+        await reached.wait()
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    assert await af.replay(path, graph) == {}
+
+
+async def test_what_had_not_ended_may_end_now(open_session: OpenSession, tmp_path: Path) -> None:
+    """A record has no result of what was under way when another node failed; in the replay it may have one."""
+    is_again = False
+
+    @af.op(outputs=af.spec("int64", ()))
+    async def slow(x: np.int64) -> np.int64:
+        if not is_again:
+            await asyncio.Event().wait()
+        return x
+
+    @af.op(outputs=af.spec("int64", ()))
+    async def failing(x: np.int64) -> np.int64:
+        for _ in range(9):
+            await asyncio.sleep(0)
+        raise ValueError("at last")
+
+    with af.Graph() as graph:
+        fetches = [slow(af.constant(1)), failing(af.constant(2))]
+    path = tmp_path / "run.json"
+    async with open_session(graph) as session:
+        with pytest.raises(af.KernelError, match="at last"):
+            await session.run(fetches, record=path)
+    is_again = True
+    with pytest.raises(af.KernelError, match="at last"):
+        await af.replay(path, graph)
+
+
 async def test_what_failed_fails_again(open_session: OpenSession, tmp_path: Path) -> None:
     with af.Graph() as graph:
         x = af.placeholder("int64", (), name="x")

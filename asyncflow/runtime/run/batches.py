@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from asyncflow.compiler.program.request import PlanRequest
+from asyncflow.errors import SessionClosedError
 from asyncflow.lift.batched import SharedBody, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts, Gathered
 from asyncflow.runtime.scheduler.turn import Turn
@@ -250,7 +251,7 @@ class Batches:
                 self.beside(self._check(members, results))
         for row, member in enumerate(members):
             if not member.done.done():
-                member.done.set_result(results if len(members) == 1 else [value[row] for value in results])
+                member.done.set_result(results if len(members) == 1 else [_row(value, row) for value in results])
         if self._batcher.lanes:
             self._turn.wake()
 
@@ -279,7 +280,16 @@ class Batches:
         shared = members[0].shared
         plan = await self._plan(shared, is_many=False)
         for row, member in enumerate(members):
-            alone = await self._runs.run_batch(plan, list(member.inputs))
+            try:
+                alone = await self._runs.run_batch(plan, list(member.inputs))
+            except SessionClosedError:
+                return
+            except Exception as error:
+                _log.warning(
+                    "member %d of a call of %s for %d has results together, and fails alone: %s",
+                    *(row, shared.label, len(members), error),
+                )
+                continue
             for place, (one, many) in enumerate(zip(alone, results, strict=True)):
                 if not _agree(np.asarray(one), np.asarray(many[row])):
                     shapes = ", ".join(str(np.shape(value)) for value in member.inputs)
@@ -309,6 +319,11 @@ def _values(members: Sequence[BatchMember]) -> list[Array]:
         np.stack([member.inputs[place] for member in members]) if has_rows else first.inputs[place]
         for place, has_rows in enumerate(first.shared.has_rows)
     ]
+
+
+def _row(value: Array, row: int) -> Array:
+    """One row's value; of strings, an array too, where NumPy gives a `str`."""
+    return value[row, ...] if value.dtype.kind == "T" else value[row]
 
 
 def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:

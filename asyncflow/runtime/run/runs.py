@@ -70,6 +70,7 @@ class Runs:
         self, devices: Mapping[str, Device], plans: PlanCache, compile: Compile, options: SessionOptions
     ) -> None:
         self.closed: str | None = None
+        self._is_stopping = False
         self.in_flight: set[Run] = set()
         self.begun = 0
         self.copies = CopyThread()
@@ -304,8 +305,9 @@ class Runs:
         claim: Claim | None = None,
         *,
         has_age: bool = False,
+        is_part: bool = False,
     ) -> Run:
-        if self.closed is not None:  # while the plan was compiled
+        if self.closed is not None and (self._is_stopping or not is_part):  # while the plan was compiled
             raise SessionClosedError(self.closed)
         assert self._turn is not None
         self.begun += 1
@@ -367,9 +369,9 @@ class Runs:
         return cast("list[Array] | None", found)
 
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
-        """The fetched values of a body: a part of the runs that it computes for."""
+        """The fetched values of a body: a part of the runs that it computes for, also while these are drained."""
         assert self._turn is not None
-        run = self._start(plan, values, None, self._turn.loop.time(), current_trace(), None)
+        run = self._start(plan, values, None, self._turn.loop.time(), current_trace(), None, is_part=True)
         return cast("list[Array]", await run.wait())
 
     # -- ending --------------------------------------------------------------------------------------------------
@@ -396,6 +398,7 @@ class Runs:
 
     async def stop(self) -> None:
         """Stops what is still in flight."""
+        self._is_stopping = True
         for run in list(self.in_flight):
             run.close()
         if self.batches is not None:

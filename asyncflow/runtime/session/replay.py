@@ -69,10 +69,10 @@ async def _follow(session: Session, record: Record, resources: Mapping[str, Reso
     except BaseException as error:
         if guide.difference is not None:
             raise guide.difference from None
+        if kind in _STOPPED and guide.is_at_end:
+            return {}  # it was stopped, or ran dry before it was
         if isinstance(error, InternalError):
             raise guide.stalled() from error
-        if kind in _STOPPED and guide.is_at_end:
-            return {}
         if type(error).__name__ != kind:
             raise ReplayError(f"the recorded run ended with {record.status}; this one with {error}") from error
         raise
