@@ -47,6 +47,7 @@ def simulate(
     warm_up: Callable[[af.Session], Awaitable[object]] | None = None,
     jitter: float = 0.0,
     traced: bool = False,
+    **options: Any,
 ) -> Outcome:
     """The virtual time that `work` takes on a simulated machine, whose large arrays carry no data.
 
@@ -56,10 +57,11 @@ def simulate(
         warm_up: what runs before it; None for `work` itself. It makes variables, and takes the first run's copies.
         jitter: how much the times of kernels and copies vary.
         traced: record `work`.
+        options: of the session.
     """
 
     async def main() -> Outcome:
-        async with af.Session() as session:
+        async with af.Session(**options) as session:
             await (warm_up or work)(session)
             loop, trace = asyncio.get_running_loop(), af.Trace(detail="region")
             started = loop.time()

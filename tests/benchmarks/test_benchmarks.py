@@ -27,10 +27,12 @@ from benchmarks import (
     loop_overhead,
     lstm_training,
     memory,
+    memory_limits,
     nested_loop,
     parallel_iterations,
     ragged_training,
     run_latency,
+    saved_values,
     scheduling,
     small_beside_large,
     stacked_lstm,
@@ -90,6 +92,8 @@ TINY = {
     "lstm_training": lambda: lstm_training.measure(repeats=2, steps=3, batch=2, hidden=4),
     "ragged_training": lambda: ragged_training.measure(repeats=2, shortest=1, longest=3, batch=2, hidden=4),
     "training_memory": lambda: training_memory.measure(repeats=1, steps=3, batch=2, hidden=4),
+    "memory_limits": lambda: memory_limits.measure(repeats=1, steps=3, batch=2, hidden=4),
+    "saved_values": lambda: saved_values.measure(lengths=(2,), cards=("k40",), steps=(3,)),
     "dynamic_unrolling": lambda: dynamic_unrolling.measure(
         repeats=2, batches=(2,), steps=3, hidden=4, simulated_batches=(2,), simulated_sizes={"steps": 3, "hidden": 4}
     ),
