@@ -28,6 +28,7 @@ from asyncflow.lift.batched import (
     variables_of,
 )
 from asyncflow.lift.lifting import lift
+from asyncflow.ops.batch import Pool
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
 from asyncflow.ops.shape import shape
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.spec import Spec
-    from asyncflow.ops.batch import Pool
     from asyncflow.values import Array, Kernel, Namespace, Value
 
 
@@ -136,6 +136,8 @@ def _add(
     condition: Subgraph, body: Subgraph, initial: Sequence[Tensor], specs: Sequence[Spec], label: str, pool: Pool
 ) -> Node:
     """Adds the node of a pooled loop."""
+    if not isinstance(pool, Pool):
+        raise GraphError(f"pool= of {label} is an af.Pool; got {pool!r}")
     for place, spec in enumerate(specs):
         if spec.dtype == VARIANT:
             raise GraphError(f"{label} cannot be pooled: loop variable {place} is a TensorArray or RowStore")

@@ -155,6 +155,7 @@ def test_what_cannot_be_pooled_is_named() -> None:
                 ),
                 "is a TensorArray",
             ),
+            (lambda: af.while_loop(lambda i: i < 3, lambda i: i, x, pool=64), "is an af.Pool; got 64"),  # type: ignore[call-overload]
             (
                 lambda: af.gradients(doubled(z), z),
                 "no gradient",

@@ -167,3 +167,32 @@ async def test_the_first_firing_that_differs_is_named(open_session: OpenSession,
         await af.replay(changed(checksums=[1, 2, 3]))
     with pytest.raises(af.ReplayError, match="ended with KernelError: x; this one gave"):
         await af.replay(changed(status="KernelError: x"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"graph": None},
+        {"fetches": 3},
+        {"fetches": [1]},
+        {"fetches": []},
+        {"checksums": []},
+        {"status": None},
+        {"options": []},
+        {"options": {"nothing": 1}},
+        {"options": {"threads": "x"}},
+        {"devices": ["cpu"] * 2 + ["abacus:0"]},
+        {"devices": 3},
+    ],
+    ids=str,
+)
+async def test_other_fields_than_a_run_has_are_named(tmp_path: Path, damage: dict[str, object]) -> None:
+    """A record whose JSON is sound but whose fields are not, or whose devices are not here, is no failed run."""
+    with af.Graph() as graph:
+        y = af.constant(1) + 1
+    path = tmp_path / "run.json"
+    async with af.Session(graph) as session:
+        await session.run(y, record=path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    with pytest.raises(af.ReplayError):
+        await af.replay(path)

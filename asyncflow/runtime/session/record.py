@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 
 _FORMAT: Final = "asyncflow record 1"
 
+_KINDS: Final = (
+    dict.fromkeys(("graph", "why_no_graph", "status"), str)
+    | dict.fromkeys(("fetches", "devices", "checksums"), list)
+    | dict.fromkeys(("run", "random_seed"), int)
+    | {"options": dict}
+)
+"""Of fields that are read as they are written."""
+
 _OF_ITS_PLACE: Final = ("graph", "devices", "dump", "spill_directory", "plans", "max_runs", "max_queued", "restore")
 """Options that make no difference to one run, or mean something on one machine alone."""
 
@@ -114,6 +122,11 @@ class Record:
             for name in ("feeds", "variables"):
                 found[name] = {key: _read(value) for key, value in found[name].items()}
             found["picks"] = [Pick(*pick) for pick in found["picks"]]
+            for name, kind in _KINDS.items():
+                if not isinstance(found[name], kind):
+                    raise ValueError(f"its {name} is {found[name]!r:.50}")
+            if not all(isinstance(name, str) for name in (*found["fetches"], *found["devices"])):
+                raise ValueError("a fetch or a device is no name")
             return cls(**found)
         except (ValueError, TypeError, KeyError, AttributeError, GraphError, UnicodeError) as error:
             raise ReplayError(f"{path} is no record of a run: {type(error).__name__}: {error}") from error

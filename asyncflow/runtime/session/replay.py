@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import GraphError, InternalError, ReplayError
+from asyncflow.errors import AsyncflowError, GraphError, InternalError, ReplayError
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.spec import Spec
 from asyncflow.runtime.picks import PickGuide, checksum
@@ -52,7 +52,11 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
             raise ReplayError(f"the graph in {path} cannot be read; give replay() the program's: {error}") from error
     else:
         given = resources_by_label(graph)
-    async with Session(graph, record.devices, **record.options) as session:  # type: ignore[arg-type]
+    try:
+        opened = Session(graph, record.devices, **record.options)  # type: ignore[arg-type]
+    except (TypeError, ValueError, AsyncflowError) as error:
+        raise ReplayError(f"a session like that of {path} cannot be opened here: {error}") from error
+    async with opened as session:
         for label, value in record.variables.items():
             if not isinstance(value, Spec):
                 session.state.lookup(given[label]).assign(value)
@@ -76,6 +80,8 @@ async def _follow(session: Session, record: Record, resources: Mapping[str, Reso
         if type(error).__name__ != kind:
             raise ReplayError(f"the recorded run ended with {record.status}; this one with {error}") from error
         raise
+    if len(record.fetches) != len(record.checksums) and record.status == "ok":
+        raise ReplayError(f"the record is damaged: {len(record.fetches)} fetches, {len(record.checksums)} checksums")
     if record.status != "ok":
         raise ReplayError(f"the recorded run ended with {record.status}; this one gave its values")
     for name, value, expected in zip(record.fetches, results, record.checksums, strict=True):
