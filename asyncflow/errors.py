@@ -382,7 +382,7 @@ class QueueClosedError(KernelError):
     """
 
     def __init__(
-        self, reason: str, *, queue: str, left: int, node: str = "", op: str = "", **provenance: object
+        self, reason: str, *, queue: str = "", left: int = 0, node: str = "", op: str = "", **provenance: object
     ) -> None:
         self.queue = queue
         self.left = left

@@ -106,6 +106,17 @@ async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
         assert await session.run(y, {x: 1, n: 3}) == 3
 
 
+async def test_memory_that_is_short_for_all_is_enough_for_some() -> None:
+    """Activations that do not fit into memory together are stepped in parts, and none of them fails."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (50_000,), name="x")
+        loop = af.while_loop(lambda i, _: i < 3, lambda i, s: (i + 1, s * 0.5), (0, x), pool=af.Pool(64))
+        y = af.sum(loop[1])
+    value = np.ones(50_000, np.float32)
+    async with af.Session(graph, memory_limit=2_000_000) as session:
+        assert await asyncio.gather(*(session.run(y, {x: value}) for _ in range(16))) == [6250] * 16
+
+
 async def test_88_a_cancelled_activation_leaves(open_session: OpenSession) -> None:
     """CONFORMANCE 88: also one that would never end; and a deadline."""
     with af.Graph() as graph:

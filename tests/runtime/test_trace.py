@@ -89,7 +89,7 @@ async def test_iterations_that_have_ended_are_let_go(session: af.Session, graph:
     end = af.while_loop(lambda i: i < 300, lambda i: count(i) + 1, (0,), parallel_iterations=2)[0]
     assert await session.run(end, trace=af.Trace(capacity=10)) == 300
     assert len(alive) == 3
-    assert alive[2] - alive[0] < 10  # of the 200 between
+    assert alive[2] - alive[0] < 100  # of the 200 between
 
 
 @af.op(outputs=lambda x: x)

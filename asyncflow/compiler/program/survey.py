@@ -45,7 +45,9 @@ def survey(
     for node in graph.walk():
         op = node.op
         writes = op.effects is not None and has_side_effect(node)
-        if op.is_user or op.is_async or writes:
+        # A body that several runs share says for itself whether it only computes.
+        awaits = op.is_async and not getattr(node.attrs.get("shared"), "is_repeatable", False)
+        if op.is_user or awaits or writes:
             is_repeatable = False  # it changes something, or is the user's own code
         for resource in resources_of(node) if node.attrs else ():
             if resource.waits:

@@ -87,51 +87,46 @@ class Pools:
             del self._pools[key]
 
     async def _flags(self, shared: SharedLoop, pool: PoolRows[PooledActivation], check: Plan, first: int) -> Array:
-        """Which of those that joined go on; who fails is removed."""
-        found = await self._computed(shared, pool, check, first, len(pool.rows))
-        return found[0]
+        """Which of those that joined go on; who fails does not."""
+        end = len(pool.rows)
+        found = await self._computed(shared, pool, check, first, end)
+        return np.zeros(end - first, bool) if found is None else found[0]
 
     async def _step(self, shared: SharedLoop, pool: PoolRows[PooledActivation], step: Plan) -> None:
-        *following, goes_on = await self._computed(shared, pool, step, 0, len(pool.rows))
-        if pool.rows:
-            self._batches.count_call(shared, len(pool.rows))
+        count = len(pool.rows)
+        self._batches.count_call(shared, count)
+        found = await self._computed(shared, pool, step, 0, count)
+        if found is None:
+            pool.settle(0, np.zeros(count, bool))
+        else:
+            *following, goes_on = found
             _deliver(pool.advance(following, goes_on))
 
     async def _computed(
         self, shared: SharedLoop, pool: PoolRows[PooledActivation], plan: Plan, first: int, end: int
-    ) -> list[Array]:
-        """Values for a range of rows. Those for which they cannot be computed are found by halving, and removed."""
-        while True:
-            try:
-                return await self._batches.compute(plan, pool.inputs(first, end))
-            except Exception as error:
-                at_fault = await self._at_fault(shared, pool, plan, first, end, error)
-                for row, cause in sorted(at_fault.items(), reverse=True):
-                    _fail(pool.remove(row), cause)
-                end -= len(at_fault)
-                if end == first:
-                    return [np.empty(0, bool) for _ in plan.fetches]
+    ) -> list[Array] | None:
+        """Values for a range of rows; None if there are none for any of them.
 
-    async def _at_fault(
-        self,
-        shared: SharedLoop,
-        pool: PoolRows[PooledActivation],
-        plan: Plan,
-        first: int,
-        end: int,
-        error: Exception,
-    ) -> dict[int, Exception]:
-        """The rows of a range that cannot be computed, and why; `error` came of all of them together."""
-        if end - first == 1 or not shared.is_repeatable:
-            return dict.fromkeys(range(first, end), error)
-        found: dict[int, Exception] = {}
+        What cannot be computed for all of them is computed in halves: memory may be short, or a row is at fault. Such a
+        one fails alone, and has zeros, by which it does not go on.
+        """
+        try:
+            return await self._batches.compute(plan, pool.inputs(first, end))
+        except Exception as error:
+            if end - first == 1 or not shared.is_repeatable:
+                for activation in pool.rows[first:end]:
+                    _fail(activation, error)
+                return None
         middle = (first + end) // 2
-        for start, stop in ((first, middle), (middle, end)):
-            try:
-                await self._batches.compute(plan, pool.inputs(start, stop))
-            except Exception as part:
-                found.update(await self._at_fault(shared, pool, plan, start, stop, part))
-        return found or dict.fromkeys(range(first, end), error)  # together they fail, and apart they do not
+        halves = [(at, await self._computed(shared, pool, plan, at, to)) for at, to in ((first, middle), (middle, end))]
+        known = next((values for _, values in halves if values is not None), None)
+        if known is None:
+            return None
+        whole = [np.zeros((end - first, *value.shape[1:]), value.dtype) for value in known]
+        for at, values in halves:
+            for rows, value in zip(whole, values or (), strict=False):
+                rows[at - first : at - first + len(value)] = value
+        return whole
 
     def _drop(self, shared: SharedLoop, pool: PoolRows[PooledActivation]) -> None:
         """Removes who is gone, or has made too many steps."""
