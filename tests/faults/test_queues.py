@@ -274,11 +274,14 @@ def test_f28_an_interrupt_ends_who_waits() -> None:
         await queue.put(3)
         return await queue.get()
 
+    # In the background of a shell it is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(main())
         assert asyncio.run(after()) == 3
     finally:
+        signal.signal(signal.SIGINT, before)
         af.reset_container("interrupted")
 
 
