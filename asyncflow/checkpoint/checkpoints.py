@@ -166,10 +166,13 @@ class Checkpoints:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {name: group.create_task(bring(name, *state)) for name, state in cut.states.items()}
-        except* DeviceLostError as errors:
+        except ExceptionGroup as errors:  # what except* raises is itself in a group, by some versions of Python
+            lost = next((error for error in errors.exceptions if isinstance(error, DeviceLostError)), None)
+            if lost is None:
+                raise
             raise CheckpointError(
-                f"nothing was saved: the value of a variable was on a device that is lost: {errors.exceptions[0]}"
-            ) from errors.exceptions[0]
+                f"nothing was saved: the value of a variable was on a device that is lost: {lost}"
+            ) from lost
         return {name: task.result() for name, task in tasks.items()}
 
     # -- restoring -----------------------------------------------------------------------------------------------

@@ -102,7 +102,11 @@ def outcome_keys(found: af.Exploration, variables: Sequence[Resource] | None = N
     """The outcomes of a program, without their orders, and of some variables alone."""
 
     def of_interest(outcome: af.Outcome) -> dict[Resource, Value]:
-        return {each: value for each, value in outcome.variables.items() if variables is None or each in variables}
+        return {
+            each: value
+            for each, value in outcome.variables.items()
+            if variables is None or any(each is other for other in variables)
+        }
 
     return {outcome_key(outcome.fetches, of_interest(outcome)) for outcome in found.outcomes}
 
