@@ -10,6 +10,9 @@ _GUESS = 2
 _MEASURED = 3
 """So many iterations of a loop say how much one takes."""
 
+_SPARE = 4
+"""Before that, iterations may overlap where there is room for so many times what the first ones took."""
+
 
 class Account(Protocol):
     """The memory of the device."""
@@ -55,7 +58,9 @@ class WorkingSet:
         limit = self._account.limit
         if limit is None:
             return True
-        fits = self._count >= _MEASURED and count * self.total <= limit - self._account.used
+        # What one iteration took is enough to go by where much is free.
+        expected = self.total if self._count >= _MEASURED else _SPARE * self.total
+        fits = self._count > 0 and count * expected <= limit - self._account.used
         self._is_shared |= fits
         return fits
 

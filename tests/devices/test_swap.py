@@ -260,7 +260,7 @@ def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
     manager, working_set = SwapManager(account, []), WorkingSet(account)
     for most, total in ((5, 9), (7, 8), (4, 4)):
         assert manager.asks(1, (working_set,)) == (True, Orders())
-        assert not working_set.fits(2)  # nobody knows yet
+        assert not working_set.fits(3)  # nobody knows well enough yet
         account.iteration(most, total)
     assert manager.asks(1, (working_set,))[0]
     assert (working_set.most, working_set.total) == (7, 9)
@@ -274,6 +274,17 @@ def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
     account.iteration(60, 60)  # of somebody else
     manager.asks(1, (working_set,))
     assert (working_set.most, working_set.total) == (7, 9)
+
+
+def test_one_iteration_is_enough_to_go_by_where_much_is_free() -> None:
+    account = Measured(limit=1000)
+    manager, working_set = SwapManager(account, []), WorkingSet(account)
+    assert manager.asks(1, (working_set,))[0]
+    assert not working_set.fits(2)
+    account.iteration(5, 10)
+    assert manager.asks(1, (working_set,))[0]
+    assert working_set.fits(25)  # four times as much, at most
+    assert not working_set.fits(26)
 
 
 def test_an_iteration_begins_once_copies_out_have_made_room_for_it() -> None:
