@@ -69,7 +69,8 @@ async def test_t14_a_loop_over_sets_of_vertices_never_waits_for_the_card(card: C
         _, total = af.while_loop(lambda k, _: k < n_sets, body, (0, np.float32(0)))
     feeds = {**graph.feeds(data), x: np.ones((data.n_vertices, 2), np.float32)}
     async with af.Session(devices=["cuda:0"], regions=regions) as session:
-        await session.run(total, feeds)
+        for _ in range(3):  # memory that a run gives back late is there for the one after the next
+            await session.run(total, feeds)
         with card.never_blocks():
             assert await session.run(total, feeds) == 2 * data.n_vertices
 
