@@ -7,7 +7,7 @@ the members, and so has its regions, devices, traces and errors.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, ParamSpec
@@ -88,12 +88,12 @@ class SharedBody:
 
     def built(self, rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
         """The results, in the current graph; `inputs` has one for each of the node's."""
-        known = {**self._known_constants(), **dict(zip(self._inputs, inputs, strict=True))}
+        known = {**known_constants(self._constants), **dict(zip(self._inputs, inputs, strict=True))}
         return Lifting(rows, self.label).values(self._body, known, self._body.results)
 
     def _lifted(self) -> BodyProgram:
         with Graph() as graph:
-            known = self._known_constants()
+            known = known_constants(self._constants)
             for x, rows in zip(self._inputs, self.has_rows, strict=True):
                 extents = (None, *x.shape) if rows and x.shape is not None else x.shape
                 known[x] = LiftedValue(placeholder(x.dtype, extents), rows)
@@ -101,9 +101,6 @@ class SharedBody:
             count = shape(feeds[self.has_rows.index(True)])[0]
             found = lift(self._body, known, self._body.results, count, self.label)
         return BodyProgram(graph, feeds, tuple(found))
-
-    def _known_constants(self) -> dict[Tensor, LiftedValue]:
-        return known_constants(self._constants)
 
 
 def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValue]:
@@ -273,17 +270,9 @@ def _trace(
     return _TracedBody(body, returned)
 
 
-def walk(body: Subgraph) -> Iterable[Node]:
-    """The nodes of a body and of those in it."""
-    for node in body.nodes:
-        yield node
-        for inner in node.subgraphs:
-            yield from walk(inner)
-
-
 def check_shareable(body: Subgraph, label: str, how: str) -> None:
     """Raises GraphError where something in a body would not be the same for each of several members."""
-    for node in walk(body):
+    for node in body.walk():
         if node.op.needs_context:
             fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
         elif any(access is Access.WRITE for _, access in node_effects(node)) and node.subgraphs == ():
@@ -318,12 +307,12 @@ def is_same_for_all(x: Tensor) -> bool:
 
 def is_repeatable(body: Subgraph) -> bool:
     """Whether computing the body again does no harm: it calls nothing of the user's that is not said to be pure."""
-    return not any(node.op.is_user and not node.op.is_repeatable for node in walk(body))
+    return not any(node.op.is_user and not node.op.is_repeatable for node in body.walk())
 
 
 def variables_of(*bodies: Subgraph) -> dict[str, Resource]:
     """Attributes that name the variables that bodies read, for those who look for them."""
-    found = dict.fromkeys(resource for body in bodies for node in walk(body) for resource in resources_of(node))
+    found = dict.fromkeys(resource for body in bodies for resource in body.resources)
     return {f"variable_{index}": resource for index, resource in enumerate(found)}
 
 

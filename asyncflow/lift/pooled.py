@@ -101,7 +101,6 @@ def _specs(*inputs: Spec, shared: SharedLoop, **variables: object) -> tuple[Spec
     return shared.specs
 
 
-PoolGatherer = "Callable[[SharedLoop, tuple[Array, ...]], Awaitable[Sequence[Array]]]"
 _gatherers: list[Callable[[SharedLoop, tuple[Array, ...]], Awaitable[Sequence[Array]]]] = []
 
 

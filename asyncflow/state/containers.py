@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 from asyncflow.entered import Entered
 from asyncflow.errors import CheckpointError, GraphError, SessionClosedError
+from asyncflow.graph.graph import is_name
 from asyncflow.graph.resource import Resource
 from asyncflow.state.capture import CheckpointedState, check_capture
 from asyncflow.state.held import Holder
@@ -166,6 +167,24 @@ def find_state(resource: Resource, session: HasState | None) -> object:
     if store.is_closed:
         raise _closed()
     return store.lookup(resource)
+
+
+def check_resource_name(kind: str, noun: str, name: str | None, container: str | None) -> None:
+    """Checks how a resource is called by its user.
+
+    Args:
+        kind: the class that is called.
+        noun: one of its kind, in a sentence.
+        name: None for one that is generated.
+        container: where sessions find it by its name; None for a state of each session's own.
+
+    Raises:
+        GraphError: `name` is no name, or is missing where it is needed.
+    """
+    if name is not None and not is_name(name):
+        raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
+    if container is not None and name is None:
+        raise GraphError(f"a {noun} in container {container!r} needs a name, by which sessions find it there")
 
 
 def _forget(store: ref[StateStore], serial: int) -> Callable[[ref[Resource]], None]:

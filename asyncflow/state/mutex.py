@@ -16,10 +16,11 @@ import numpy as np
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import graph_for
-from asyncflow.graph.graph import Graph, is_name
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import Access, KernelContext, define, not_differentiable
 from asyncflow.graph.resource import Resource
+from asyncflow.state.containers import check_resource_name
 from asyncflow.state.held import Holder
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.values import Kernel, Namespace, Value
@@ -43,10 +44,7 @@ class MeetingPlace(Resource):
 
     def __init__(self, name: str | None, container: str | None) -> None:
         kind = type(self).__name__
-        if name is not None and not is_name(name):
-            raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
-        if container is not None and name is None:
-            raise GraphError(f"a {kind} in container {container!r} needs a name, by which sessions find it there")
+        check_resource_name(kind, kind, name, container)
         super().__init__(name or "", container)
         self.name = name or f"{kind.lower()}_{self.serial}"
 

@@ -21,13 +21,13 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_array, as_tensor, constant, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, int64
-from asyncflow.graph.graph import Graph, is_name
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, not_differentiable
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, is_subshape
 from asyncflow.graph.spec import Spec
-from asyncflow.state.containers import HasState, find_state
+from asyncflow.state.containers import HasState, check_resource_name, find_state
 from asyncflow.state.immutable import immutable
 from asyncflow.state.mutex import whole_number
 from asyncflow.state.queue import QueueState
@@ -62,10 +62,7 @@ class Queue(Resource):
 
     def __init__(self, capacity: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
         kind = type(self).__name__
-        if name is not None and not is_name(name):
-            raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
-        if container is not None and name is None:
-            raise GraphError(f"a {kind} in container {container!r} needs a name, by which sessions find it there")
+        check_resource_name(kind, kind, name, container)
         super().__init__(name or "", container)
         self.name = name or f"queue_{self.serial}"
         self.capacity = whole_number(capacity, f"{kind}: capacity")

@@ -16,7 +16,6 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, dtype_name, int64, string
-from asyncflow.graph.graph import is_name
 from asyncflow.graph.op import Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static
@@ -25,6 +24,7 @@ from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import moving
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.random import drawing, seed_of_name
+from asyncflow.state.containers import check_resource_name
 from asyncflow.state.table_state import TableState
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ class Table(Resource):
     """
 
     def __init__(self, rows: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
-        if name is not None and not is_name(name):
-            raise GraphError(f"Table(name={name!r}): a name is a string that is not empty and has no ':' in it")
-        if container is not None and name is None:
-            raise GraphError(f"a table in container {container!r} needs a name, by which sessions find it there")
+        check_resource_name("Table", "table", name, container)
         super().__init__(name or "", container)
         self.name = name or f"table_{self.serial}"
         self.rows = static_int(rows, "rows")

@@ -25,7 +25,7 @@ from asyncflow.graph.build import (
     is_symbolic,
 )
 from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
-from asyncflow.graph.graph import Graph, Subgraph, is_name
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, register
 from asyncflow.graph.operators import Operators
@@ -33,6 +33,7 @@ from asyncflow.graph.resource import Resource, revives
 from asyncflow.graph.shapes import ShapeLike, as_shape, broadcast, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
+from asyncflow.state.containers import check_resource_name
 from asyncflow.state.immutable import sealed
 from asyncflow.state.pure import check_pure, compile_pure, needs_host, stays_on_host
 from asyncflow.state.variable_state import VariableState
@@ -79,10 +80,7 @@ class Variable(Resource, Operators):
         dtype: DTypeLike | None = None,
         shape: ShapeLike = None,
     ) -> None:
-        if name is not None and not is_name(name):
-            raise GraphError(f"Variable(name={name!r}): a name is a string that is not empty and has no ':' in it")
-        if container is not None and name is None:
-            raise GraphError(f"a variable in container {container!r} needs a name, by which sessions find it there")
+        check_resource_name("Variable", "variable", name, container)
         super().__init__(name or "", container)
         self.name = name or f"variable_{self.serial}"
         self.spec, self.initial = _declared(value, dtype, shape)

@@ -150,7 +150,7 @@ class Batches:
         nbytes = sum(getattr(value, "nbytes", 0) for value in inputs)
         context = copy_context()
         member = BatchMember(nbytes, turn.clock(), shared=shared, inputs=inputs, done=done, context=context)
-        known = self._known.setdefault(shared, _KnownBody())
+        known = self._known_of(shared)
         kind = tuple((value.dtype, value.shape) for value in inputs)
         signature = (shared, kind, *common_values(shared.has_rows, inputs))
         self._batcher.offer(signature, known.costs_of(kind), shared.batch, member)
@@ -160,6 +160,12 @@ class Batches:
         except asyncio.CancelledError:
             self._batcher.withdraw(signature, member)
             raise
+
+    def _known_of(self, shared: SharedBody | SharedLoop) -> _KnownBody:
+        known = self._known.get(shared)
+        if known is None:
+            known = self._known[shared] = _KnownBody()
+        return known
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
@@ -224,7 +230,7 @@ class Batches:
             self._ended(call, results, started_ns)
 
     async def _plan(self, shared: SharedBody, *, is_many: bool) -> Plan:
-        known = self._known.setdefault(shared, _KnownBody())
+        known = self._known_of(shared)
         plan = known.plans.get(is_many)
         if plan is None:
             plan = known.plans[is_many] = await self.plan_of(shared.many if is_many else shared.one)
@@ -257,7 +263,7 @@ class Batches:
 
     def count_call(self, shared: SharedBody | SharedLoop, size: int, *, failed: int = 0) -> None:
         """Counts a call, or a step, for so many."""
-        known = self._known.setdefault(shared, _KnownBody())
+        known = self._known_of(shared)
         counts = known.counts
         known.counts = BatchStatistics(
             counts.calls + 1, counts.members + size, max(counts.largest, size), counts.failed + failed
