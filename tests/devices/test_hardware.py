@@ -14,14 +14,23 @@ from asyncflow.devices.hardware import KERNEL_VARIABLES, blas_hindrance, blas_li
 from tests.patience import PATIENCE_S
 
 
-def devices_with(**variables: str) -> str:
-    """What ``asyncflow devices`` prints in an environment that has these variables, and no others of their kind."""
+def printed(*arguments: str, **variables: str) -> str:
+    """What Python prints in an environment that has these variables, and no others of their kind."""
     clean = {name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
-    command = [sys.executable, "-m", "asyncflow", "devices"]
     done = subprocess.run(
-        command, env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        [sys.executable, *arguments],
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
-    return done.stdout
+    return done.stdout.strip()
+
+
+def devices_with(**variables: str) -> str:
+    """What ``asyncflow devices`` prints in such an environment."""
+    return printed("-m", "asyncflow", "devices", **variables)
 
 
 def test_the_kernels_of_the_blas_are_named() -> None:
@@ -40,10 +49,12 @@ def test_without_a_variable_nothing_holds_the_blas_back(monkeypatch: pytest.Monk
 def test_what_the_blas_would_use_by_itself_is_asked_of_a_process_without_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The process that runs the tests may have been started with such a variable, and loaded its BLAS by it.
+    by_itself = printed("-c", "from asyncflow.devices.hardware import blas_library; print(blas_library())")
     for name in KERNEL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    by_itself = blas_library()
     monkeypatch.setenv("MKL_CBWR", "AVX2")
+    monkeypatch.setattr(hardware, "blas_library", lambda: by_itself)
     assert blas_hindrance() is None, "this variable is another library's"
     monkeypatch.setattr(hardware, "blas_library", lambda: "openblas with its Old kernels")
     assert blas_hindrance() == (
