@@ -212,6 +212,8 @@ class Printer:
             return dtype_name(value)
         if value is Ellipsis:
             return "..."
+        if (why := getattr(value, "why_no_text", None)) is not None:
+            raise GraphError(why)
         raise GraphError(
             f"{brief(value)} is a {type(value).__name__}; attrs hold None, numbers, strings, tuples, lists, dicts, "
             f"dtypes, specs, arrays and resources"

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
+NO_TEXT = "{} is code of this process, built for many members: build the graph anew where it is to run"
+"""Why what several runs share is not in the text of a graph."""
+
+
 class BodyProgram(NamedTuple):
     """The body of a batched function as a graph of its own.
 
@@ -59,6 +63,8 @@ class SharedBody:
         specs: of the results of one member.
         is_repeatable: computing a member again does no harm.
     """
+
+    why_no_text = NO_TEXT.format("the function of a batched call")
 
     def __init__(self, body: Subgraph, batch: Batch, has_rows: Mapping[Tensor, bool], label: str) -> None:
         self.label = label
@@ -327,6 +333,7 @@ install_batching(batched_with)
 
 __all__ = [
     "BATCHED",
+    "NO_TEXT",
     "BodyProgram",
     "SharedBody",
     "batched",

@@ -19,6 +19,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import define, derivative
 from asyncflow.graph.shapes import is_static
 from asyncflow.lift.batched import (
+    NO_TEXT,
     BodyProgram,
     check_shareable,
     is_repeatable,
@@ -54,6 +55,8 @@ class SharedLoop:
         check: from all inputs to whether an activation goes on.
         step: from all inputs to the next loop variables, and whether it goes on.
     """
+
+    why_no_text = NO_TEXT.format("a loop with a pool")
 
     def __init__(self, condition: Subgraph, body: Subgraph, kept: dict[int, bool], pool: Pool, label: str) -> None:
         self.label = label

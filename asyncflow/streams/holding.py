@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar, TypeVarTuple, Unpack
 
 _Args = TypeVarTuple("_Args")
@@ -25,11 +26,15 @@ class RunPart:
         owner: anything that all runs of its session have in common.
         outer: the run that it is part of; None if it is part of none.
         is_over: nothing is part of it any more.
+        deadline_s: when it has to have ended, in its event loop's time.
+        priority: of those that wait for others, lower ones go first.
     """
 
     owner: object
     outer: RunPart | None
     is_over: bool = False
+    deadline_s: float = inf
+    priority: int = 0
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
+from asyncflow.graph.text import print_graph
 from asyncflow.runtime.batcher import BatchCall, Batcher
 from tests.conftest import OpenSession
 
@@ -248,8 +249,9 @@ async def test_a_share_of_the_calls_is_checked(open_session: OpenSession, caplog
         await asyncio.gather(*(session.run(wrong, {x: np.float32(k)}) for k in range(6)))
         await others_end()
         assert any("result 0 of centred differs for member " in message for message in caplog.messages)
-        with pytest.raises(ValueError, match="from 0 to 1"):
-            session.check_batches(2)
+        for share in (2, "x", None, True):
+            with pytest.raises(ValueError, match="from 0 to 1"):
+                session.check_batches(share)  # type: ignore[arg-type]
 
 
 @settings(max_examples=15)
@@ -344,6 +346,13 @@ async def test_a_check_says_what_fails_alone(open_session: OpenSession, caplog: 
         assert await asyncio.gather(*(session.run(y, {x: np.float32(k)}) for k in range(3))) == [1, 2, 3]
         await others_end()
     assert sum("fails alone" in message and "nobody else" in message for message in caplog.messages) == 3
+
+
+def test_its_graph_has_no_text_and_says_why() -> None:
+    with af.Graph() as graph:
+        af.batched(lambda x: x * 2)(af.placeholder("float32", (4,)))
+    with pytest.raises(af.GraphError, match="the function of a batched call is code of this process"):
+        print_graph(graph)
 
 
 def test_what_cannot_be_batched_is_named() -> None:

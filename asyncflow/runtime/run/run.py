@@ -116,7 +116,8 @@ class Run:
             if asked_s + timeout <= self.turn.loop.time():
                 self._expire(timeout)
                 return
-            self._timer = self.turn.loop.call_at(asked_s + timeout, self._expire, timeout)
+            self.part.deadline_s = asked_s + timeout
+            self._timer = self.turn.loop.call_at(self.part.deadline_s, self._expire, timeout)
         if len(self.executors) == 1:
             self.executors[0].start(list(map(feeds.__getitem__, self._partitions[0].feed_indexes)))
             return

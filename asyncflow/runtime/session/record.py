@@ -145,10 +145,9 @@ async def recorded(
         about: the session.
 
     Raises:
-        OSError: the record cannot be written; before the run, if its folder is not there.
+        OSError: the record cannot be written; before the run, if its folder is not there, or it is a folder itself.
     """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"record={str(path)!r}: there is no folder {path.parent}")
+    _refuse_no_file(path)
     graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0)
     trace.order = log
     resources = resources_by_label(graph)
@@ -177,6 +176,13 @@ async def recorded(
             checksums=[checksum(value) for value in nest.flatten(results)[0]] if status == "ok" else [],
         )
         await call_beside(record.save, path)
+
+
+def _refuse_no_file(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"record={str(path)!r} is a folder; give the path of a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"record={str(path)!r}: there is no folder {path.parent}")
 
 
 def resources_by_label(graph: Graph) -> dict[str, Resource]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import numbers
 import os
 import threading
 import warnings
@@ -289,7 +290,8 @@ class Session(NotPickled):
             ValueError: `share` is no such number.
             RuntimeError: there is no event loop.
         """
-        if not 0 <= share <= 1:
+        given: object = share
+        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= float(given) <= 1:
             raise ValueError(f"check_batches: the share is a number from 0 to 1; got {share!r}")
         self._bind()
         assert self._runs.batches is not None
@@ -325,9 +327,9 @@ class Session(NotPickled):
             atomic: make what the run reads and writes of variables one step for every other run of the session: it
                 starts when those in flight that touch the same variables have ended, and later ones wait for it. It
                 undoes nothing: a run that fails or is cancelled leaves what it has written.
-            record: a path to write down, however the run ends, in which order its nodes were taken, with all else that
-                `replay` needs to do it again; not together with `trace`. Such a run is interpreted, and what touches
-                variables stays on the event loop.
+            record: a path to write down, however the run ends once it has begun, in which order its nodes were taken,
+                with all else that `replay` needs to do it again; not together with `trace`. Such a run is interpreted,
+                and what touches variables stays on the event loop.
 
         Raises:
             FeedError, FetchError: before anything runs (or, for a dead fetch, after).
