@@ -21,6 +21,7 @@ import numpy as np
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.errors import SessionClosedError
 from asyncflow.lift.batched import SharedBody, install_gatherer
+from asyncflow.lift.pooled import SharedLoop
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts, Gathered
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.streams.holding import current_part
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.lift.batched import BodyProgram
-    from asyncflow.lift.pooled import SharedLoop
+    from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.values import Array
 
@@ -105,6 +106,8 @@ class _KnownBody:
 
 class RunsBatches(Protocol):
     """Runs the bodies of batched functions."""
+
+    observers: Observers | None
 
     async def plan_of(self, request: PlanRequest) -> Plan: ...
 
@@ -249,6 +252,7 @@ class Batches:
         self._batcher.ended(call, self._turn.clock() - started_ns)
         members = call.members
         self.count_call(members[0].shared, len(members))
+        self._tell(call, started_ns, None)
         if len(members) > 1:
             for value in results:
                 if isinstance(value, np.ndarray):
@@ -268,6 +272,15 @@ class Batches:
         known.counts = BatchStatistics(
             counts.calls + 1, counts.members + size, max(counts.largest, size), counts.failed + failed
         )
+        if self._runs.observers is not None and isinstance(shared, SharedLoop):
+            self._runs.observers.pool_stepped(shared.label, size)
+
+    def _tell(self, call: BatchCall[BatchMember], started_ns: int, error: Exception | None) -> None:
+        """Tells those who look on of a call that has ended."""
+        if self._runs.observers is not None:
+            contexts = [member.context for member in call.members]
+            taken_s = (self._turn.clock() - started_ns) / 1e9
+            self._runs.observers.batch_ended(call.members[0].shared.label, contexts, taken_s, error)
 
     def statistics(self) -> dict[str, BatchStatistics]:
         """Of each batched function that graphs call, by its name in the graph."""
@@ -307,6 +320,7 @@ class Batches:
     def _failed(self, call: BatchCall[BatchMember], error: Exception) -> None:
         shared = call.members[0].shared
         self.count_call(shared, len(call.members), failed=1)
+        self._tell(call, self._turn.clock(), error)
         if self._batcher.failed(call, divisible=shared.is_repeatable):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")

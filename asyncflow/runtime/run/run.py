@@ -64,7 +64,7 @@ class Run:
     """Unique in the process."""
     part: RunPart = field(init=False)
     """The run for those that are asked for inside it."""
-    context: Context = field(default_factory=copy_context, init=False)
+    context: Context = field(default_factory=copy_context)
     """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
     rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
     """Where the partitions meet."""

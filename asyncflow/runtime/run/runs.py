@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.program.request import tell_watchers
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
+from asyncflow.runtime.observer import start_observed
 from asyncflow.runtime.options import as_timeout, check_trace
 from asyncflow.runtime.run.admission import Admission, in_time
 from asyncflow.runtime.run.atomic import AtomicRuns
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.admission import AdmissionTicket
     from asyncflow.runtime.run.atomic import Claim
     from asyncflow.runtime.session.calls import Call
@@ -60,6 +63,7 @@ class Runs:
         copies: of large arrays.
         admission: who has to wait; None without a limit.
         batches: firings that are computed together; None before `bind`.
+        observers: who is told of runs; None while there never was one.
         memory_turns: who is done again; None without a limit of memory.
         random_seed: of the random ops of graphs without one.
         cuts: who waits for a moment between runs.
@@ -86,6 +90,7 @@ class Runs:
         self._atomic = AtomicRuns()
         self.cuts = Cuts(self.in_flight, self._atomic)
         self.batches: Batches | None = None
+        self.observers: Observers | None = None
         self._turn: Turn | None = None
         self._idle: asyncio.Event | None = None
 
@@ -291,6 +296,8 @@ class Runs:
         if found is not None:
             self.begun += 1
             plan.used = self.begun
+            if self.observers is not None:
+                start_observed(self._turn.loop.time())
         return found
 
     def _start(
@@ -324,6 +331,7 @@ class Runs:
             staying=staying,
             on_end=self._forget,
             has_age=has_age,
+            context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
         if claim is not None:
             claim.part = run.part

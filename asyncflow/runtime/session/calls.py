@@ -83,6 +83,11 @@ class Call:
         self.version = -1
         self.plan: Plan | None = None
 
+    @property
+    def label(self) -> str:
+        """The name of the first thing that it fetches."""
+        return label_of(self.request.fetches)
+
     def check(self, values: Sequence[Value]) -> tuple[list[Value], bool]:
         """The values as the run will see them; and whether some of them still have to be copied or read.
 
@@ -114,6 +119,12 @@ class Call:
         for index in self.staying:
             fetched[index] = exchangeable(fetched[index])
         return self.structure.unflatten(fetched)
+
+
+def label_of(fetches: Nest) -> str:
+    """The name of the first of the fetches; empty if there are none."""
+    first = next(iter(nest.flatten(fetches)[0]), "")
+    return first if isinstance(first, str) else str(getattr(first, "name", ""))
 
 
 @dataclass(frozen=True, slots=True)

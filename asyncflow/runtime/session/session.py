@@ -27,8 +27,9 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import thread_waits
+from asyncflow.runtime.observer import Observers
 from asyncflow.runtime.run.runs import Runs
-from asyncflow.runtime.session.calls import Call, CallCache, Prepared
+from asyncflow.runtime.session.calls import Call, CallCache, Prepared, label_of
 from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.runtime.session.record import SessionFacts, recorded
 from asyncflow.runtime.session.session_options import SessionOptions, taking, with_arguments
@@ -42,7 +43,7 @@ from asyncflow.streams.holding import note_ask
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Coroutine, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Mapping, Sequence
 
     from asyncflow.checkpoint.checkpoints import Restored
     from asyncflow.compiler.plan import Plan
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.resource import Resource
+    from asyncflow.runtime.observer import RunObserver
     from asyncflow.runtime.values.feeds import Feeds
     from asyncflow.values import Nest, Value
 
@@ -276,6 +278,19 @@ class Session(NotPickled):
         batches = runs.batches.statistics() if runs.batches is not None else {}
         return SessionStatistics(running, len(self._plans), completed, used, memory, queued, refused, batches)
 
+    def observe(self, observer: RunObserver) -> Callable[[], None]:
+        """Tells an observer of every run and batch from now on, until what is returned is called.
+
+        It is told on the event loop, and may not wait. What it raises is logged once, and changes no run.
+
+        Raises:
+            RuntimeError: there is no event loop.
+        """
+        loop = self._bind()
+        if self._runs.observers is None:
+            self._runs.observers = Observers(loop.time)
+        return self._runs.observers.add(observer)
+
     def check_batches(self, share: float) -> None:
         """Has a share of the calls of batched functions computed member by member as well, and compared.
 
@@ -348,8 +363,10 @@ class Session(NotPickled):
             if trace is not None:
                 raise ValueError("a run has a record= or a trace=, not both: run it once for each")
             run = partial(self._runs.call, call, values, timeout, allow_dead=allow_dead, atomic=atomic)
-            return await recorded(call, values, Path(record), run, self._facts())
-        return await self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+            work = recorded(call, values, Path(record), run, self._facts())
+        else:
+            work = self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+        return await (work if self._runs.observers is None else self._runs.observers.watch(call.label, work))
 
     def _facts(self) -> SessionFacts:
         names = [device.name for device in self.devices]
@@ -386,7 +403,8 @@ class Session(NotPickled):
     ) -> Coroutine[object, object, Nest]:
         """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         self._bind()
-        return self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+        work = self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+        return work if self._runs.observers is None else self._runs.observers.watch(call.label, work)
 
     async def run_function(
         self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value], *, atomic: bool = False
@@ -394,7 +412,8 @@ class Session(NotPickled):
         """Runs a traced `@af.function`: its outputs and all its effects."""
         self._bind()
         call = self._calls.of_function(graph, outputs, feeds)
-        return await self._runs.call(call, tuple(feeds.values()), None, None, False, atomic)
+        work = self._runs.call(call, tuple(feeds.values()), None, None, False, atomic)
+        return await (work if self._runs.observers is None else self._runs.observers.watch(call.label, work))
 
     def stream(
         self,
@@ -427,7 +446,9 @@ class Session(NotPickled):
             fed = as_feeds(feeds)
             return self._calls.new(fetches, tuple(fed), streams=True), tuple(fed.values())
 
-        return self._runs.stream(ask, timeout, trace)
+        items = self._runs.stream(ask, timeout, trace)
+        observers = self._runs.observers
+        return items if observers is None else observers.watch_stream(label_of(fetches), items)
 
     def run_threadsafe(
         self, fetches: Nest, feeds: Feeds | None = None, *, timeout: float | None = None

@@ -1,0 +1,210 @@
+"""What looks on while a session runs: `RunObserver`, told of every run and every call of a batched function.
+
+Without one, a run costs nothing more. With some, they are told on the event loop, one after the other. What one raises
+is logged the first time, and changes no run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from asyncflow.errors import DeadlineExceeded, FeedError, OverloadedError, SessionClosedError
+
+RunStatus: TypeAlias = Literal["running", "ok", "invalid", "refused", "deadline", "cancelled", "error"]
+"""``invalid``: it was fed what does not fit. ``refused``: it did not start, as the session was busy or closed."""
+
+Result = TypeVar("Result")
+_log: Final = logging.getLogger("asyncflow.runtime")
+
+
+@dataclass(slots=True, eq=False)
+class ObservedRun:
+    """One run as observers see it; times are the event loop's, in seconds.
+
+    Attributes:
+        label: the name of the first thing that it fetches.
+        asked_s: when it was asked for.
+        context: its context variables, a copy of its caller's: those that an observer sets there hold in the coroutines
+            of the run.
+        started_s: when all that it needs was there; None if it never was.
+        ended_s: when it ended, in whatever way.
+        status: how.
+        error: what it raised.
+    """
+
+    label: str
+    asked_s: float
+    context: Context = field(default_factory=copy_context)
+    started_s: float | None = None
+    ended_s: float | None = None
+    status: RunStatus = "running"
+    error: BaseException | None = None
+
+
+class ObservedBatch(NamedTuple):
+    """One call of a batched function; times are the event loop's, in seconds.
+
+    Attributes:
+        function: its name in the graph.
+        size: how many members it had.
+        runs: theirs, one for each, as far as they were observed.
+        started_s: when it started.
+        ended_s: when its results were there, or it failed.
+        error: what it raised.
+    """
+
+    function: str
+    size: int
+    runs: tuple[ObservedRun, ...]
+    started_s: float
+    ended_s: float
+    error: Exception | None = None
+
+
+class RunObserver(Protocol):
+    """Is told of runs. On the event loop, so none of these methods may wait or take long."""
+
+    def run_began(self, run: ObservedRun) -> None:
+        """A run was asked for."""
+
+    def run_ended(self, run: ObservedRun) -> None:
+        """It has ended."""
+
+    def batch_ended(self, batch: ObservedBatch) -> None:
+        """A call of a batched function has ended."""
+
+    def pool_stepped(self, function: str, size: int) -> None:
+        """A pooled loop was stepped for so many activations."""
+
+
+_current: ContextVar[ObservedRun | None] = ContextVar("asyncflow_observed_run", default=None)
+"""The run that is asked for here, or that this is part of."""
+
+
+def status_of(error: BaseException | None) -> RunStatus:
+    """How a run ended that raised this."""
+    match error:
+        case None:
+            return "ok"
+        case FeedError():
+            return "invalid"
+        case OverloadedError() | SessionClosedError():
+            return "refused"
+        case DeadlineExceeded():
+            return "deadline"
+        case asyncio.CancelledError() | GeneratorExit():
+            return "cancelled"
+    return "error"
+
+
+def start_observed(now_s: float) -> Context:
+    """The context variables for a run that starts; notes when, unless it is a part of one that has started before."""
+    run = _current.get()
+    if run is None or run.started_s is not None:
+        return copy_context()
+    run.started_s = now_s
+    return run.context.copy()
+
+
+class Observers:
+    """The observers of one session.
+
+    Args:
+        clock: the session's event loop's.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._all: list[RunObserver] = []
+        self._warned: set[int] = set()
+
+    def add(self, observer: RunObserver) -> Callable[[], None]:
+        """Tells an observer from now on, until what is returned is called."""
+        self._all.append(observer)
+
+        def remove() -> None:
+            if observer in self._all:
+                self._all.remove(observer)
+
+        return remove
+
+    async def watch(self, label: str, work: Awaitable[Result]) -> Result:
+        """Awaits a run, and tells of it."""
+        run = self._began(label)
+        try:
+            result = await self._within(run, work)
+        except BaseException as error:
+            self._ended(run, error)
+            raise
+        self._ended(run, None)
+        return result
+
+    async def watch_stream(self, label: str, items: AsyncGenerator[Result, None]) -> AsyncGenerator[Result, None]:
+        """Iterates over what a run streams, and tells of it."""
+        run = self._began(label)
+        error: BaseException | None = None
+        try:
+            async with aclosing(items):
+                while True:
+                    try:
+                        item = await self._within(run, anext(items))
+                    except StopAsyncIteration:
+                        return
+                    yield item
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._ended(run, error)
+
+    def batch_ended(self, function: str, contexts: Iterable[Context], taken_s: float, error: Exception | None) -> None:
+        """Tells of a call of a batched function, for members with these context variables."""
+        members = [context.get(_current) for context in contexts]
+        runs = tuple(run for run in members if run is not None)
+        now = self._clock()
+        batch = ObservedBatch(function, len(members), runs, now - taken_s, now, error)
+        self._tell(lambda observer: observer.batch_ended(batch))
+
+    def pool_stepped(self, function: str, size: int) -> None:
+        """Tells of a step of a pooled loop."""
+        self._tell(lambda observer: observer.pool_stepped(function, size))
+
+    def _began(self, label: str) -> ObservedRun:
+        run = ObservedRun(label, self._clock())
+        run.context.run(_current.set, run)
+        self._tell(lambda observer: observer.run_began(run))
+        return run
+
+    def _ended(self, run: ObservedRun, error: BaseException | None) -> None:
+        run.ended_s = self._clock()
+        run.error, run.status = error, status_of(error)
+        self._tell(lambda observer: observer.run_ended(run))
+
+    async def _within(self, run: ObservedRun, work: Awaitable[Result]) -> Result:
+        """Awaits what starts this run."""
+        token = _current.set(run)
+        try:
+            return await work
+        finally:
+            if _current.get() is run:  # else it is thrown away, in another context
+                _current.reset(token)
+
+    def _tell(self, what: Callable[[RunObserver], None]) -> None:
+        for observer in tuple(self._all):
+            try:
+                what(observer)
+            except Exception:
+                if id(observer) not in self._warned:
+                    self._warned.add(id(observer))
+                    _log.warning(
+                        "an observer of runs raised; this is said once, and runs go on: %r", observer, exc_info=True
+                    )
+
+
+__all__ = ["ObservedBatch", "ObservedRun", "Observers", "RunObserver", "RunStatus", "start_observed", "status_of"]
