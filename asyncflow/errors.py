@@ -18,7 +18,7 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     ├── DeadlineExceeded            a run's ``timeout=`` passed               (also TimeoutError)
     ├── OverloadedError             a run refused because the session is busy
     ├── CheckpointError             a file that cannot be saved or restored
-    ├── SessionClosedError          a session used after close, or after a fork
+    ├── SessionClosedError          a session used after close or drain, or after a fork
     └── InternalError               a bug in asyncflow itself
 
 `RaceWarning` is a warning: a program has more than one outcome.
@@ -234,14 +234,15 @@ class PlacementError(AsyncflowError):
 
 
 class DeadlineExceeded(AsyncflowError, TimeoutError):
-    """A run did not end within its ``timeout=``."""
+    """A run did not end within its ``timeout=``, or could not any more when its turn came, and did not start."""
 
 
 class OverloadedError(AsyncflowError):
     """A run that was refused because its session is busy; nothing of it was computed.
 
     Attributes:
-        retry_after_s: after how many seconds to ask again, as for the header ``Retry-After`` of a 503 or 429.
+        retry_after_s: after how many seconds to ask again, as for the header ``Retry-After`` of a 503 or 429: by then
+            all that goes before it should have ended, by what runs of their kinds took on average.
         runs: how many runs were in flight.
         queued: how many waited.
     """
@@ -262,7 +263,7 @@ class ReplayError(AsyncflowError):
 
 
 class SessionClosedError(AsyncflowError):
-    """A session used after it was closed, or in a forked child."""
+    """A session used after it was closed, while or after it was drained, or in a forked child."""
 
 
 class HazardError(AsyncflowError):

@@ -7,7 +7,7 @@ An iteration copies the tables and is ready to receive tokens.
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.compiler.program.transfers import RECV, SEND, TO_HOST
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import REGION
+from asyncflow.compiler.run_cost import RunCost
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
@@ -300,8 +301,7 @@ class Plan:
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
         writes_several: a run may have written some of them when others are still to be written.
-        expected_s: how long a run of it takes, as far as that has been measured; 0 if not.
-        recent_s: how long the last runs of it took.
+        cost: what runs of it take.
         used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
     """
@@ -315,8 +315,7 @@ class Plan:
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
     writes_several: bool = False
-    expected_s: float = 0.0
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    cost: RunCost = field(default_factory=RunCost)
     used: int = 0
     saved: tuple[Saved, ...] = ()
     memory: tuple[PlannedLoop, ...] = ()

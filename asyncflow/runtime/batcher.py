@@ -11,6 +11,7 @@ event                    state                                        what happe
 `withdraw`               under way                                    its result is dropped when the call ends
 `take`                   a call of the lane is under way              nothing
 `take`, not idle         fewer than `max_size` wait, none is overdue  nothing: others may still come
+`take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
 `take`                   else                                         a call leaves, of the size that is best
 `ended`                                                               what it took is learnt; the lane is free
 `failed`                 of one member                                it is at fault; the lane is free
@@ -168,6 +169,8 @@ class Batcher(Generic[M]):
 
     def __init__(self, seed: int = 0) -> None:
         self.lanes: dict[Hashable, Lane[M]] = {}
+        self.is_ending = False
+        """Nobody waits longer than until nothing else can go on."""
         self._random = Random(seed)
 
     def offer(self, signature: Hashable, costs: CallCosts, policy: Batch, member: M) -> None:
@@ -214,7 +217,7 @@ class Batcher(Generic[M]):
         """When one has waited as long as it may; infinity if nobody waits for that."""
         found = inf
         for lane in self.lanes.values():
-            if lane.policy.max_delay_s and lane.waiting and lane.under_way is None:
+            if self._delays(lane) and lane.waiting and lane.under_way is None:
                 found = min(found, lane.waiting[0].offered_ns + lane.policy.max_delay_s * 1e9)
         return found
 
@@ -246,7 +249,7 @@ class Batcher(Generic[M]):
         waiting, policy = lane.waiting, lane.policy
         if not waiting:
             return ()
-        is_due = is_idle if not policy.max_delay_s else now_ns >= waiting[0].offered_ns + policy.max_delay_s * 1e9
+        is_due = now_ns >= waiting[0].offered_ns + policy.max_delay_s * 1e9 if self._delays(lane) else is_idle
         if not is_due and len(waiting) < policy.max_size:
             return ()
         size = self._size(lane)
@@ -258,6 +261,9 @@ class Batcher(Generic[M]):
                 break
             taken.append(waiting.popleft())
         return taken
+
+    def _delays(self, lane: Lane[M]) -> bool:
+        return lane.policy.max_delay_s > 0 and not self.is_ending
 
     def _size(self, lane: Lane[M]) -> int:
         most = min(len(lane.waiting), lane.policy.max_size)

@@ -29,6 +29,17 @@ def as_timeout(timeout: object) -> float | None:
     return seconds if seconds < _FOR_EVER_S else None
 
 
+def as_priority(priority: object) -> int:
+    """An integer.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+        raise TypeError(f"priority is an integer, and lower ones go first; got {type(priority).__name__} {priority!r}")
+    return int(priority)
+
+
 def check_trace(trace: object, *, may_be_path: bool) -> None:
     """Raises TypeError unless `trace` is a Trace, None, or (if it may be one) a path."""
     if trace is None or isinstance(trace, Trace) or (may_be_path and isinstance(trace, str | Path)):

@@ -177,6 +177,11 @@ class Batches:
             self._timer.cancel()
             self._timer = None
 
+    def hurry(self) -> None:
+        """Has no member wait for `max_delay_s` any more: the session ends, and no more will come."""
+        self._batcher.is_ending = True
+        self._turn.wake()
+
     async def aclose(self) -> None:
         """Stops what is under way."""
         under_way = list(self._under_way)

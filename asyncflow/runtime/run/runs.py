@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from asyncflow.compiler.program.request import tell_watchers
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.runtime.observer import start_observed
-from asyncflow.runtime.options import as_timeout, check_trace
+from asyncflow.runtime.options import as_priority, as_timeout, check_trace
 from asyncflow.runtime.run.admission import Admission, in_time
 from asyncflow.runtime.run.atomic import AtomicRuns
 from asyncflow.runtime.run.batches import Batches
@@ -58,6 +58,7 @@ class Runs:
 
     Attributes:
         closed: why nothing runs any more; None while the session is open.
+        drained: why nothing new runs any more; None while the session is not drained.
         in_flight: those that the scheduler runs.
         begun: how many there have been, the ones that needed no scheduler included.
         copies: of large arrays.
@@ -74,11 +75,13 @@ class Runs:
         self, devices: Mapping[str, Device], plans: PlanCache, compile: Compile, options: SessionOptions
     ) -> None:
         self.closed: str | None = None
+        self.drained: str | None = None
         self._is_stopping = False
+        self._calls = 0
         self.in_flight: set[Run] = set()
         self.begun = 0
         self.copies = CopyThread()
-        self.admission = None if options.max_runs is None else Admission(options.max_runs, options.max_queued)
+        self.admission = None if options.max_runs is None else Admission(options)
         self.memory_turns = None if options.memory_limit is None else MemoryTurns()
         self._devices = devices
         self._plans = plans
@@ -92,7 +95,7 @@ class Runs:
         self.batches: Batches | None = None
         self.observers: Observers | None = None
         self._turn: Turn | None = None
-        self._idle: asyncio.Event | None = None
+        self._ended: asyncio.Event | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs are on this event loop from now on."""
@@ -110,12 +113,17 @@ class Runs:
         trace: Trace | str | Path | None,
         allow_dead: bool,
         atomic: bool,
+        priority: int = 0,
     ) -> Nest:
         """Does what `Session.run` promises, once it is known what to run."""
         assert self._turn is not None
         note_ask()
         if timeout is not None:
             timeout = as_timeout(timeout)
+        if type(priority) is not int:
+            priority = as_priority(priority)
+        if self.drained is not None:
+            self._check_drained()
         if trace is not None:
             check_trace(trace, may_be_path=True)
         asked_s = self._turn.loop.time()
@@ -125,14 +133,22 @@ class Runs:
         ticket = claim = None
         is_whole = False
         # What needs no scheduler is over before anybody could wait for it.
-        if self.admission is None or (is_planned and plan is not None and plan.single_call is not None and not atomic):
+        is_short = is_planned and plan is not None and plan.single_call is not None and not atomic
+        if self.admission is None or is_short:
             checked, waits = call.check(values)
         else:
-            self._refuse_late(plan, timeout, asked_s)  # before anything is copied
-            checked, waits = call.check(values)
-            checked = as_of_now(checked) if waits else checked
-            ticket = await self._admitted(plan, timeout, asked_s)
+            ticket = self._ask(plan, timeout, asked_s, priority, values)  # before anything is copied
+            try:
+                checked, waits = call.check(values)
+            except BaseException:
+                if ticket is not None:
+                    self.admission.leave(ticket)
+                raise
+        self._calls += 1
         try:
+            if ticket is not None and self.admission is not None and ticket.turn is not None:
+                checked = as_of_now(checked) if waits else checked
+                await self.admission.wait(ticket)
             if waits:
                 checked = await self._copied(checked, timeout, asked_s)
             if plan is None or not is_planned:
@@ -143,8 +159,10 @@ class Runs:
                 fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                 if fetched is not None:
                     return call.result(plan, fetched, allow_dead=allow_dead)
-            if self.admission is not None and ticket is None:
-                ticket = await self._admitted(plan, timeout, asked_s)
+            if is_short and self.admission is not None:
+                ticket = self._ask(plan, timeout, asked_s, priority, values)
+                if ticket is not None:
+                    await self.admission.wait(ticket)
             if atomic or self._atomic.claims:
                 checked = as_of_now(checked) if waits else checked
                 claim = await self._claimed(plan, atomic, timeout, asked_s)
@@ -166,27 +184,41 @@ class Runs:
                 self.admission.leave(ticket, is_whole=is_whole)
             if recorder is not None and isinstance(trace, str | Path):
                 await call_beside(write_trace, recorder, Path(trace))
+            self._calls -= 1
+            if self._ended is not None:
+                self._ended.set()
         return call.result(plan, results, allow_dead=allow_dead)
 
     async def stream(
-        self, ask: Callable[[], tuple[Call, Sequence[Value]]], timeout: float | None, trace: Trace | None
+        self,
+        ask: Callable[[], tuple[Call, Sequence[Value]]],
+        timeout: float | None,
+        trace: Trace | None,
+        priority: int = 0,
     ) -> AsyncGenerator[Nest, None]:
         """Does what `Session.stream` promises; ``ask()`` gives what to run, and the values to feed."""
         timeout = as_timeout(timeout)
+        priority = as_priority(priority)
         check_trace(trace, may_be_path=False)
+        if self.drained is not None:
+            self._check_drained()
         call, values = ask()
         assert self._turn is not None
         checked, _ = call.check(values)
         asked_s = self._turn.loop.time()
-        checked = await self._copied(checked, timeout, asked_s)
         recorder = trace or current_trace()
-        plan, checked = await self._planned(call, checked, recorder, timeout)
-        checked = await self._at_hand(plan, call, checked, timeout, asked_s)
         channel = Channel(self._turn.loop)
-        checked = as_of_now(checked)
-        ticket = await self._admitted(plan, timeout, asked_s)
+        ticket: AdmissionTicket | None = None
         run: Run | None = None
+        self._calls += 1
         try:
+            checked = await self._copied(checked, timeout, asked_s)
+            plan, checked = await self._planned(call, checked, recorder, timeout)
+            checked = as_of_now(await self._at_hand(plan, call, checked, timeout, asked_s))
+            if self.admission is not None:
+                ticket = self._ask(plan, timeout, asked_s, priority, values)
+                if ticket is not None:
+                    await self.admission.wait(ticket)
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
             if ticket is not None and self.admission is not None:
@@ -207,19 +239,28 @@ class Runs:
                 channel.discard()  # what nobody has taken leads to the run, and the run to the channel
                 if ticket is not None and self.admission is not None:
                     self.admission.leave(ticket)
+                self._calls -= 1
+                if self._ended is not None:
+                    self._ended.set()
 
     # -- what a call waits for -----------------------------------------------------------------------------------
 
-    def _refuse_late(self, plan: Plan | None, timeout: float | None, asked_s: float) -> None:
-        """Raises OverloadedError if a run will not be admitted."""
-        if self.admission is not None and not is_within(self._turn):
-            self.admission.apply(plan, None if timeout is None else asked_s + timeout)
+    def _check_drained(self) -> None:
+        """Raises SessionClosedError, but for what a run of the drained session asks for: it is part of that one."""
+        if not is_within(self._turn):
+            raise SessionClosedError(self.closed or self.drained)
 
-    async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> AdmissionTicket | None:
-        """The leave to start a run; None for one that is part of another."""
+    def _ask(
+        self, plan: Plan | None, timeout: float | None, asked_s: float, priority: int, values: Sequence[Value]
+    ) -> AdmissionTicket | None:
+        """The leave to start a run, or the wait for it; None for one that is part of another.
+
+        Raises:
+            OverloadedError: it will not be admitted.
+        """
         if self.admission is None or is_within(self._turn):
             return None
-        return await self.admission.enter(plan, None if timeout is None else asked_s + timeout)
+        return self.admission.apply(plan, None if timeout is None else asked_s + timeout, priority, values)
 
     async def _copied(self, values: list[Value], timeout: float | None, asked_s: float) -> list[Value]:
         """The values, with those copied that are too large for it on the event loop."""
@@ -314,8 +355,8 @@ class Runs:
         has_age: bool = False,
         is_part: bool = False,
     ) -> Run:
-        if self.closed is not None and (self._is_stopping or not is_part):  # while the plan was compiled
-            raise SessionClosedError(self.closed)
+        if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
+            raise SessionClosedError(self.closed or self.drained)
         assert self._turn is not None
         self.begun += 1
         plan.used = self.begun
@@ -347,8 +388,8 @@ class Runs:
             self._atomic.on_end(run)
         if self.cuts.waiting:
             self.cuts.on_end(run)
-        if self._idle is not None and not self.in_flight:
-            self._idle.set()
+        if self._ended is not None:
+            self._ended.set()
 
     async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
         """Calls `act` when no run that touches `states` is in flight; later ones wait until it has returned.
@@ -397,12 +438,28 @@ class Runs:
         if self.batches is not None:
             self.batches.clear()
 
-    async def drain(self, grace_s: float) -> None:
+    async def drain(self, why: str, grace_s: float) -> None:
+        """Refuses what is new, and gives what was asked for before so many seconds to end; then stops the rest."""
+        self.drained = why
+        if self.batches is not None:
+            self.batches.hurry()
+        if grace_s > 0:
+            await self._wait(lambda: not (self._calls or self.in_flight), grace_s)
+        self._is_stopping = True
+        if self.admission is not None:
+            self.admission.close(why)
+        for run in list(self.in_flight):
+            run.close()
+        await self._wait(lambda: not self.in_flight, None)
+
+    async def end(self, grace_s: float) -> None:
         """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""
+        if self.batches is not None and self.in_flight:
+            self.batches.hurry()
         for run in [run for run in self.in_flight if run.is_abandoned]:
             run.close()
-        if self.in_flight and grace_s > 0:
-            await self._wait_idle(grace_s)
+        if grace_s > 0:
+            await self._wait(lambda: not self.in_flight, grace_s)
 
     async def stop(self) -> None:
         """Stops what is still in flight."""
@@ -411,13 +468,14 @@ class Runs:
             run.close()
         if self.batches is not None:
             await self.batches.aclose()
-        if self.in_flight:
-            await self._wait_idle(None)
+        await self._wait(lambda: not self.in_flight, None)
 
-    async def _wait_idle(self, grace_s: float | None) -> None:
-        self._idle = asyncio.Event()
+    async def _wait(self, is_over: Callable[[], bool], grace_s: float | None) -> None:
+        self._ended = ended = self._ended or asyncio.Event()
         try:
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                while not is_over():
+                    ended.clear()
+                    await ended.wait()
         except TimeoutError:
             pass  # the caller stops what is left

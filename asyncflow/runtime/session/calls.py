@@ -195,6 +195,7 @@ class Prepared(NotPickled):
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
+        priority: int = 0,
     ) -> Nest:
         """Runs with these values, in the order of the feeds it was prepared with; else as `Session.run`."""
-        return await self._session.run_call(self._call, values, timeout, trace, allow_dead, atomic)
+        return await self._session.run_call(self._call, values, timeout, trace, allow_dead, atomic, priority)

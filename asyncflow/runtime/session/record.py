@@ -47,7 +47,10 @@ _KINDS: Final = (
 )
 """Of fields that are read as they are written."""
 
-_OF_ITS_PLACE: Final = ("graph", "devices", "dump", "spill_directory", "plans", "max_runs", "max_queued", "restore")
+_OF_ITS_PLACE: Final = (
+    *("graph", "devices", "dump", "spill_directory", "plans", "restore"),
+    *("max_runs", "max_queued", "max_queued_bytes"),
+)
 """Options that make no difference to one run, or mean something on one machine alone."""
 
 

@@ -231,7 +231,25 @@ class Session(NotPickled):
                 # It may have values of devices still to write.
                 closing.push_async_callback(self._saver.stop, self._checkpoints)
             closing.push_async_callback(self._runs.stop)
-            await self._runs.drain(grace_s)
+            await self._runs.end(grace_s)
+
+    async def drain(self, grace_s: float = 5.0) -> None:
+        """Starts no run any more, and returns when all that were asked for have ended; `aclose` comes after it.
+
+        Runs in flight, those that wait for their turn (`max_runs`), and streams have `grace_s` seconds to end; then
+        they are stopped with `SessionClosedError`, which is also what new ones get from now on. What a run of the
+        session asks for is part of that run, and starts. All else still works: `save`, `restore`, `statistics`.
+
+        Args:
+            grace_s: how long to wait for runs; 0 to stop them at once.
+
+        Raises:
+            RuntimeError: this is not the event loop of the session.
+
+        Cancellation: runs go on, and no new ones start.
+        """
+        self._bind()
+        await self._runs.drain("the session is being drained and starts no more runs; ask another", grace_s)
 
     async def _leave_containers(self) -> None:
         """Brings what containers' variables have in the memory of the session's devices to the host."""
@@ -272,11 +290,13 @@ class Session(NotPickled):
         memory = {device.name: device_memory(device) for device in self.devices}
         used = {name: each.held for name, each in memory.items()}
         runs = self._runs
-        queued, refused = (0, 0) if runs.admission is None else (runs.admission.queued, runs.admission.refused)
         running = len(runs.in_flight)
         completed = runs.begun - running
         batches = runs.batches.statistics() if runs.batches is not None else {}
-        return SessionStatistics(running, len(self._plans), completed, used, memory, queued, refused, batches)
+        queued, refused, late, nbytes = (0, 0, 0, 0) if runs.admission is None else runs.admission.counts()
+        return SessionStatistics(
+            running, len(self._plans), completed, used, memory, queued, refused, batches, late, nbytes
+        )
 
     def observe(self, observer: RunObserver) -> Callable[[], None]:
         """Tells an observer of every run and batch from now on, until what is returned is called.
@@ -323,6 +343,7 @@ class Session(NotPickled):
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
+        priority: int = 0,
         record: str | Path | None = None,
     ) -> Nest:
         """Runs what `fetches` need and returns their values in the same nest.
@@ -342,15 +363,20 @@ class Session(NotPickled):
             atomic: make what the run reads and writes of variables one step for every other run of the session: it
                 starts when those in flight that touch the same variables have ended, and later ones wait for it. It
                 undoes nothing: a run that fails or is cancelled leaves what it has written.
+            priority: with `max_runs`, which of those that wait starts first: that of the lowest number, of equal ones
+                the one whose `timeout` passes first, then the one that came first. Each number that waits gets at least
+                an eighth of the time and of the places in the queue (with nine or more, an equal part).
             record: a path to write down, however the run ends once it has begun, in which order its nodes were taken,
                 with all else that `replay` needs to do it again; not together with `trace`. Such a run is interpreted,
                 and what touches variables stays on the event loop.
 
         Raises:
             FeedError, FetchError: before anything runs (or, for a dead fetch, after).
-            OverloadedError: before anything runs, of a session with `max_runs`.
+            OverloadedError: before anything runs, of a session with `max_runs`: too many wait, or the run would not end
+                within `timeout` after those before it. Its `retry_after_s` says when to ask again.
+            SessionClosedError: the session is closed, or `drain` was called.
             KernelError: the first node that failed; everything else has been stopped.
-            DeadlineExceeded: after `timeout`.
+            DeadlineExceeded: after `timeout`; before anything runs, if its turn comes too late for it to end in time.
 
         Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
         """
@@ -362,10 +388,12 @@ class Session(NotPickled):
         if record is not None:
             if trace is not None:
                 raise ValueError("a run has a record= or a trace=, not both: run it once for each")
-            run = partial(self._runs.call, call, values, timeout, allow_dead=allow_dead, atomic=atomic)
+            run = partial(
+                self._runs.call, call, values, timeout, allow_dead=allow_dead, atomic=atomic, priority=priority
+            )
             work = recorded(call, values, Path(record), run, self._facts())
         else:
-            work = self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+            work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority)
         return await (work if self._runs.observers is None else self._runs.observers.watch(call.label, work))
 
     def _facts(self) -> SessionFacts:
@@ -400,10 +428,11 @@ class Session(NotPickled):
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
+        priority: int = 0,
     ) -> Coroutine[object, object, Nest]:
         """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         self._bind()
-        work = self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+        work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority)
         return work if self._runs.observers is None else self._runs.observers.watch(call.label, work)
 
     async def run_function(
@@ -422,6 +451,7 @@ class Session(NotPickled):
         *,
         timeout: float | None = None,
         trace: Trace | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Nest, None]:
         """Iterates over values inside a loop: ``async for value in session.stream(x)``, one item an iteration.
 
@@ -434,9 +464,11 @@ class Session(NotPickled):
             feeds: as in `run`.
             timeout: seconds for the whole run.
             trace: a `Trace` to record into.
+            priority: as in `run`.
 
         Raises:
             FetchError: the tensors are not inside one loop body.
+            OverloadedError: as in `run`.
             KernelError, DeadlineExceeded: as in `run`. Items of iterations that ran ahead of the consumer are then
                 lost; with ``parallel_iterations=1`` there are none, and all items before the failure have come.
         """
@@ -446,12 +478,12 @@ class Session(NotPickled):
             fed = as_feeds(feeds)
             return self._calls.new(fetches, tuple(fed), streams=True), tuple(fed.values())
 
-        items = self._runs.stream(ask, timeout, trace)
+        items = self._runs.stream(ask, timeout, trace, priority)
         observers = self._runs.observers
         return items if observers is None else observers.watch_stream(label_of(fetches), items)
 
     def run_threadsafe(
-        self, fetches: Nest, feeds: Feeds | None = None, *, timeout: float | None = None
+        self, fetches: Nest, feeds: Feeds | None = None, *, timeout: float | None = None, priority: int = 0
     ) -> concurrent.futures.Future[Nest]:
         """`run` from another thread; the session's event loop must be running in its own.
 
@@ -471,11 +503,11 @@ class Session(NotPickled):
         if self._thread_id == threading.get_ident():
             raise RuntimeError("this is the thread of the session's event loop; use `await session.run(...)` here")
         note_ask()
-        return asyncio.run_coroutine_threadsafe(self._run_for_thread(fetches, feeds, timeout), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._run_for_thread(fetches, feeds, timeout, priority), self._loop)
 
-    async def _run_for_thread(self, fetches: Nest, feeds: Feeds | None, timeout: float | None) -> Nest:
+    async def _run_for_thread(self, fetches: Nest, feeds: Feeds | None, timeout: float | None, priority: int) -> Nest:
         with thread_waits(asyncio.get_running_loop()):
-            return await self.run(fetches, feeds, timeout=timeout)
+            return await self.run(fetches, feeds, timeout=timeout, priority=priority)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ _LEAST: Final = {
     "plans": 1,
     "max_runs": 1,
     "max_queued": 0,
+    "max_queued_bytes": 0,
     "host_memory_limit": 0,
 }
 """The least that each integer may be; devices check their memory limits."""
@@ -94,7 +95,9 @@ class SessionOptions:
         max_runs: most runs in flight at once; others wait their turn. None for no limit. Not counted are runs that need
             no scheduler, as they are over at once, and those that a run asks for.
         max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
-            are refused (`OverloadedError`). None for no limit.
+            are refused (`OverloadedError`). None for no limit. Of runs of several priorities (`Session.run`) the less
+            important ones give way.
+        max_queued_bytes: with `max_runs`, most bytes of what is fed to runs that wait; None for no limit.
         restore: a checkpoint that variables take their values from when the session is entered, as if by
             `Session.restore`. Or a `Saver`: then there need not be one yet, and the saver publishes from then on.
 
@@ -130,6 +133,7 @@ class SessionOptions:
     plans: int = 256
     max_runs: int | None = None
     max_queued: int | None = None
+    max_queued_bytes: int | None = None
     restore: str | os.PathLike[str] | Saver | None = None
 
     def __post_init__(self) -> None:
@@ -141,8 +145,9 @@ class SessionOptions:
                 _check_flag(value, field.name)
             elif field.name in _LEAST and (value is not None or field.type == "int"):
                 _check_integer(value, field.name, _LEAST[field.name])
-        if self.max_queued is not None and self.max_runs is None:
-            raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
+        for name in ("max_queued", "max_queued_bytes"):
+            if getattr(self, name) is not None and self.max_runs is None:
+                raise ValueError(f"{name} limits the runs that wait, and without max_runs none ever does: give both")
         if self.restore is not None and not isinstance(self.restore, Saver):
             as_path(self.restore)
         check_without(self.without)

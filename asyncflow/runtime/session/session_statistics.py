@@ -51,6 +51,8 @@ class SessionStatistics(NamedTuple):
         queued: with `max_runs`, runs that wait for their turn.
         refused: with `max_runs`, runs that were not started, because there were too many or it was too late.
         batches: of each batched function that runs have called, by its name in the graph.
+        late: of those that were not started, the ones that had waited, and whose turn came too late.
+        queued_bytes: with `max_queued_bytes`, what is fed to those that wait.
     """
 
     runs: int
@@ -61,6 +63,8 @@ class SessionStatistics(NamedTuple):
     queued: int = 0
     refused: int = 0
     batches: Mapping[str, BatchStatistics] = MappingProxyType({})
+    late: int = 0
+    queued_bytes: int = 0
 
 
 def device_memory(device: Device) -> DeviceMemory:

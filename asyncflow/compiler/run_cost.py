@@ -1,0 +1,62 @@
+"""`RunCost`: what runs of one plan take, learnt from those that have ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+_COLD = 3
+"""So many runs may have taken longer than later ones will: caches, imports, memory that was new to the process."""
+
+_FRESH = 0.125
+"""The weight of a new time in the mean."""
+
+_FAR = 4.0
+"""A time counts in the mean for so many times the mean at most: runs that take exponentially long lose 2 % by it."""
+
+
+@dataclass(slots=True, eq=False)
+class RunCost:
+    """How long runs take, and what memory.
+
+    One run is told from the last five by their median, so that a slow one refuses no others. That is enough for one
+    that can start at once. Under load there are always more to choose from than can run, and those that wait do so
+    until their time is almost up: if only the median had to fit, half of them would be computed for nobody. So one that
+    waits has to fit with the second longest of those times. What many take together is told from their mean.
+
+    Attributes:
+        recent_s: what the last ones took.
+        mean_s: what they take on average; 0 before the first.
+        nbytes: what one needs of a device's memory at a time, beside what is there without it; 0 if that is not known.
+    """
+
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    mean_s: float = 0.0
+    nbytes: int = 0
+    _observed: int = 0
+
+    @property
+    def expected_s(self) -> float:
+        """How long a run will take; 0 if that is not known."""
+        ordered = sorted(self.recent_s)
+        half = len(ordered) // 2
+        return (ordered[half] + ordered[~half]) / 2 if ordered else 0.0
+
+    @property
+    def likely_s(self) -> float:
+        """The time that it will hardly exceed."""
+        return max(self.expected_s, *sorted(self.recent_s)[-2:-1], 0.0)
+
+    def observe(self, taken_s: float) -> None:
+        """A run took so long."""
+        self.recent_s.append(taken_s)
+        self._observed += 1
+        if not self.mean_s:
+            self.mean_s = taken_s
+        elif self._observed <= _COLD:
+            self.mean_s = min(self.mean_s, taken_s)
+        else:
+            self.mean_s += _FRESH * (min(taken_s, _FAR * self.mean_s) - self.mean_s)
+
+
+__all__ = ["RunCost"]

@@ -1,0 +1,338 @@
+"""Which runs may start, which wait, and which are refused: a pure state machine, with no clock and no event loop in it.
+
+Runs that wait stand in one line a priority, by their deadlines, and of equal ones as they came.
+
+============ ============================================================ ==============================================
+event        state                                                        what happens
+============ ============================================================ ==============================================
+`offer`      there is room, and nobody waits                              it starts
+`offer`      as above, and it would end too late beside those in flight   it is refused: `OverloadedError`
+`offer`      it would end too late after those before it                  it is refused: `OverloadedError`
+`offer`      too many wait, and nobody gives way                          it is refused: `OverloadedError`
+`offer`      too many wait, and others give way                           it waits; they are refused: `OverloadedError`
+`offer`      else                                                         it waits
+`withdraw`   it waits                                                     it leaves; the others are as they were
+`end`        it is in flight                                              what it took is learnt; there is room
+`decide`     there is room, and some wait                                 the first of the line whose turn it is starts
+`decide`     as above, and it would end too late now                      it is not started: `DeadlineExceeded`
+============ ============================================================ ==============================================
+
+There is room while fewer than `max_runs` are in flight and, with a `memory_limit`, what runs of its kind needed before
+fits beside what is reserved for those in flight. While nothing is in flight any run starts, whatever is expected of it:
+that is how a wrong expectation is corrected.
+
+It is the turn of the line with the lowest priority number, but for an eighth of the time: whatever starts, a seventh of
+the time that it is expected to take is owed to each other line, and one that is owed what its first run is expected to
+take goes next. For places in the queue it is the same: those of higher numbers give way, the last of the line with the
+highest number first, down to an eighth of the places; and a line that has less than that makes any other give way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+
+from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.run_cost import RunCost
+
+_SHARE = 1 / 8
+"""Of the time, and of the places, that is each line's own."""
+
+_LEAST_RETRY_S = 0.01
+
+_UNKNOWN_S = 1e-6
+"""What a run counts as while no run has told how long one takes."""
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRun:
+    """One run, from when it is asked for until it has ended.
+
+    Attributes:
+        cost: what such runs take; None for one of a kind that has never been run.
+        priority: lower ones go first.
+        deadline_s: when it has to have ended; infinity for no matter when.
+        nbytes: of what is fed to it, held while it waits.
+        charge_s: what such runs take on average, as was known when it was offered; 0 if nothing was.
+        reserved: bytes of memory that it counts as while it is in flight.
+        arrival: how many were offered before it.
+        started_s: when it began.
+    """
+
+    cost: RunCost | None
+    priority: int = 0
+    deadline_s: float = inf
+    nbytes: int = 0
+    charge_s: float = 0.0
+    reserved: int = 0
+    arrival: int = 0
+    started_s: float = 0.0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody wants it any more; it will be withdrawn."""
+        return False
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Orders a line."""
+        return self.deadline_s, self.arrival
+
+    def is_late(self, start_s: float) -> bool:
+        """Whether it would end too late if it started then, as far as can be expected."""
+        return start_s + (0.0 if self.cost is None else self.cost.expected_s) > self.deadline_s
+
+    def may_be_late(self, start_s: float) -> bool:
+        """Whether it might well end too late if it started then."""
+        return start_s + (0.0 if self.cost is None else self.cost.likely_s) > self.deadline_s
+
+
+R = TypeVar("R", bound=QueuedRun)
+
+
+@dataclass(slots=True)
+class _PriorityLine(Generic[R]):
+    """Runs of one priority that wait, and what each of them is expected to take; 0 if that is not known."""
+
+    owed_s: float = 0.0
+    runs: list[R] = field(default_factory=list)
+    costs_s: list[float] = field(default_factory=list)
+    nbytes: int = 0
+
+    def index(self, run: R) -> int:
+        return bisect_left(self.runs, run.place, key=lambda other: other.place)
+
+    def insert(self, run: R) -> None:
+        index = self.index(run)
+        self.runs.insert(index, run)
+        self.costs_s.insert(index, run.charge_s)
+        self.nbytes += run.nbytes
+
+    def remove(self, run: R) -> None:
+        index = self.index(run)
+        del self.runs[index], self.costs_s[index]
+        self.nbytes -= run.nbytes
+
+
+@dataclass(slots=True, eq=False)
+class RunQueue(Generic[R]):
+    """Runs that are in flight, and those that wait.
+
+    Invariant, after `decide`: nobody waits while there is room.
+
+    Args:
+        max_runs: most in flight.
+        max_queued: most that wait; None for no limit.
+        max_queued_bytes: most bytes of what is fed to those that wait; None for no limit.
+        memory_limit: bytes that those in flight may need; None for no matter how many.
+    """
+
+    max_runs: int
+    max_queued: int | None = None
+    max_queued_bytes: int | None = None
+    memory_limit: int | None = None
+    in_flight: dict[R, None] = field(default_factory=dict)
+    queued: int = 0
+    queued_bytes: int = 0
+    _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict)
+    _refused: list[tuple[R, AsyncflowError]] = field(default_factory=list)
+    """Those that gave way, until `decide` tells of them."""
+    _reserved: int = 0
+    _offered: int = 0
+    _mean_s: float = 0.0
+    """Of all runs, for those of which nothing is known."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a run that is offered now need not wait, as far as its memory is not concerned."""
+        return not self.queued and len(self.in_flight) < self.max_runs
+
+    def offer(self, run: R, now_s: float) -> bool:
+        """Whether a run starts; else it waits for what `decide` will say.
+
+        Raises:
+            OverloadedError: it may not wait.
+        """
+        cost = run.cost
+        if cost is not None:
+            run.charge_s, run.reserved = cost.mean_s, cost.nbytes
+        if not self.queued and self._has_room(run):
+            if self.in_flight and run.deadline_s < inf and run.is_late(now_s):
+                self._refuse(run, now_s, "would take too long to end in time")
+            self._start(run, now_s)
+            return True
+        run.arrival = self._offered = self._offered + 1
+        if run.deadline_s < inf and run.may_be_late(now_s + self.wait_s(run, now_s)):
+            self._refuse(run, now_s, "would have to wait too long to end in time")
+        self._make_way(run, now_s)
+        self._lines.setdefault(run.priority, _PriorityLine()).insert(run)
+        self.queued += 1
+        self.queued_bytes += run.nbytes
+        return False
+
+    def withdraw(self, run: R) -> None:
+        """A run no longer waits; nothing happens to one that does not."""
+        line = self._lines.get(run.priority)
+        if line is None or run not in line.runs[(index := line.index(run)) : index + 1]:
+            return
+        line.remove(run)
+        self.queued -= 1
+        self.queued_bytes -= run.nbytes
+        if not line.runs:
+            del self._lines[run.priority]
+
+    def begin(self, run: R, cost: RunCost, now_s: float) -> None:
+        """All that a run in flight needs is there: the time from now on is its own."""
+        run.cost, run.charge_s, run.started_s = cost, cost.mean_s, now_s
+        self._reserved += cost.nbytes - run.reserved
+        run.reserved = cost.nbytes
+
+    def end(self, run: R) -> None:
+        """A run is in flight no more."""
+        del self.in_flight[run]
+        self._reserved -= run.reserved
+
+    def learn(self, taken_s: float) -> None:
+        """A run took so long; its own cost is told by whoever knows its kind."""
+        self._mean_s += (taken_s - self._mean_s) / 8
+
+    def decide(self, now_s: float) -> Iterator[tuple[R, AsyncflowError | None]]:
+        """Of those that wait, each whose turn has come: it has started, or it never will, for this reason."""
+        while self._refused:
+            yield self._refused.pop()
+        while self.queued and len(self.in_flight) < self.max_runs:
+            line = self._next_line()
+            run = line.runs[0]
+            if run.is_gone:
+                self.withdraw(run)
+            elif run.may_be_late(now_s):
+                self.withdraw(run)
+                yield run, too_late()
+            elif not self._has_room(run):
+                return
+            else:
+                charge_s = self._charge_s(run)
+                for other in self._lines.values():
+                    if other is not line:
+                        other.owed_s += charge_s * _SHARE / (1 - _SHARE)
+                line.owed_s = max(0.0, line.owed_s - charge_s)
+                self.withdraw(run)
+                self._start(run, now_s)
+                yield run, None
+
+    def waiting(self) -> list[R]:
+        """Those that wait, by their lines."""
+        return [run for _, line in sorted(self._lines.items()) for run in line.runs]
+
+    def wait_s(self, run: R, now_s: float) -> float:
+        """How long a run that is offered now would wait, as far as can be expected of those that are there."""
+        left_s = sum(max(0.0, other.started_s + self._charge_s(other) - now_s) for other in self.in_flight)
+        before_s = own_s = 0.0
+        behind = 0
+        for priority, line in self._lines.items():
+            if priority < run.priority:
+                before_s += self._total_s(line.costs_s)
+            elif priority > run.priority:
+                behind += 1
+            else:
+                own_s = self._total_s(line.costs_s[: line.index(run)])
+        # Each line behind takes its share, and this one gets its own whatever stands before it.
+        before_s = (before_s + own_s) / max(1 - behind * _SHARE, _SHARE)
+        with_share_s = own_s / _SHARE + self._charge_s(run) * (1 / _SHARE - 1)
+        return (left_s + min(before_s, with_share_s)) / self.max_runs
+
+    def _charge_s(self, run: R) -> float:
+        return run.charge_s or self._mean_s or _UNKNOWN_S
+
+    def _total_s(self, costs_s: list[float]) -> float:
+        return sum(costs_s) + costs_s.count(0.0) * self._mean_s
+
+    def _has_room(self, run: R) -> bool:
+        if not self.in_flight:
+            return True
+        if len(self.in_flight) >= self.max_runs:
+            return False
+        return self.memory_limit is None or self._reserved + run.reserved <= self.memory_limit
+
+    def _start(self, run: R, now_s: float) -> None:
+        self.in_flight[run] = None
+        self._reserved += run.reserved
+        run.started_s = now_s
+
+    def _next_line(self) -> _PriorityLine[R]:
+        lines = self._lines
+        if len(lines) == 1:
+            return next(iter(lines.values()))
+        first = lines[min(lines)]
+        found, most_s = first, 0.0
+        for line in lines.values():
+            over_s = line.owed_s - self._charge_s(line.runs[0])
+            if line is not first and over_s >= most_s:
+                found, most_s = line, over_s
+        return found
+
+    def _part(self, count: int, nbytes: int) -> float:
+        """How much of the places is taken by so many runs with so many bytes."""
+        places = 0.0 if self.max_queued is None else count / (self.max_queued or 0.5)
+        space = 0.0 if self.max_queued_bytes is None else nbytes / (self.max_queued_bytes or 0.5)
+        return max(places, space)
+
+    def _make_way(self, run: R, now_s: float) -> None:
+        """Has others give way, so that a run may wait.
+
+        Raises:
+            OverloadedError: nobody does.
+        """
+        count, nbytes = self.queued + 1, self.queued_bytes + run.nbytes
+        if self._part(count, nbytes) <= 1:
+            return
+        line = self._lines.get(run.priority)
+        held, held_bytes = (0, 0) if line is None else (len(line.runs), line.nbytes)
+        own_part = self._part(held + 1, held_bytes + run.nbytes)
+        giving: list[R] = []
+        for priority in sorted(self._lines, reverse=True):
+            if priority == run.priority or (priority < run.priority and own_part > _SHARE):
+                continue
+            other = self._lines[priority]
+            left, left_bytes = len(other.runs), other.nbytes
+            while self._part(count, nbytes) > 1 and self._part(left, left_bytes) > _SHARE:
+                left -= 1
+                giving.append(other.runs[left])
+                left_bytes -= giving[-1].nbytes
+                count, nbytes = count - 1, nbytes - giving[-1].nbytes
+        if self._part(count, nbytes) > 1:
+            limits = [] if self.max_queued is None else [f"max_queued={self.max_queued}"]
+            if self.max_queued_bytes is not None:
+                limits.append(f"max_queued_bytes={self.max_queued_bytes}, of {self.queued_bytes} + {run.nbytes}")
+            self._refuse(run, now_s, f"would have to wait, as {self.queued} do ({'; '.join(limits)})")
+        for other_run in giving:
+            self.withdraw(other_run)
+            why = f"had to give way to one of priority {run.priority}, as many wait"
+            self._refused.append((other_run, self._overloaded(other_run, now_s, why)))
+
+    def _refuse(self, run: R, now_s: float, why: str) -> NoReturn:
+        raise self._overloaded(run, now_s, why)
+
+    def _overloaded(self, run: R, now_s: float, why: str) -> OverloadedError:
+        retry_after_s = max(self.wait_s(run, now_s), _LEAST_RETRY_S)
+        runs = len(self.in_flight)
+        return OverloadedError(
+            f"the session is busy with {runs} runs (max_runs={self.max_runs}), and this one {why}; it did not start; "
+            f"ask again in {retry_after_s:.2g} s, or ask another",
+            retry_after_s=retry_after_s,
+            runs=runs,
+            queued=self.queued,
+        )
+
+
+def too_late() -> DeadlineExceeded:
+    """The error of a run that has waited until its time was up."""
+    return DeadlineExceeded("the run waited too long for others to end within its timeout=; it did not start")
+
+
+__all__ = ["QueuedRun", "RunQueue", "too_late"]
