@@ -92,6 +92,7 @@ class Op:
         needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
         is_async: the kernel may suspend its firing. A user's gives an awaitable; the library's own gives its result, or
             a place in line (`asyncflow.state.waiting.lines`), and is called on the event loop.
+        waits_in_line: such a kernel may give a place in line though no resource among its attributes has lines.
         is_random: two nodes with equal inputs are not interchangeable.
         is_user: the kernel is the user's own code: its outputs are checked on every firing.
         is_repeatable: such a kernel gives the same again and changes nothing, so that a gradient may run it once more.
@@ -132,6 +133,7 @@ class Op:
     effects: Callable[[Node], Effects] | None = None
     needs_context: bool = False
     is_async: bool = False
+    waits_in_line: bool = False
     is_random: bool = False
     is_user: bool = False
     is_repeatable: bool = False

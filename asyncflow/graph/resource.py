@@ -60,8 +60,8 @@ class Resource:
 
 
 def waits_in_line(node: Node) -> bool:
-    """Whether the kernel of `node` gives its result or, in place of it, a place in a line of a resource's state."""
-    return any(resource.waits for resource in resources_of(node))
+    """Whether the kernel of `node` gives its result or, in place of it, a place in line, as of a resource's state."""
+    return node.op.waits_in_line or any(resource.waits for resource in resources_of(node))
 
 
 def resources_of(node: Node) -> Iterator[Resource]:

@@ -1,18 +1,20 @@
 """``while_loop(pool=)``: a loop whose activations, of any runs, are the rows of one state that is stepped together.
 
 A pooled loop is one node, which waits as a coroutine does. Predicate and body are built over many activations, as two
-graphs of their own: `check` gives which of those that join go on at all, `step` the next loop variables and which of
-those that were stepped go on. A step is a run of that graph, in the session of the activations.
+graphs of their own: `check` gives which of those that join go on at all, and `steps` makes a number of steps with
+them, or as many as come before one of them ends. One activation that has the pool to itself is stepped by `alone`, the
+same over its own values, so that it costs what the loop costs by itself.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.control.body import join_captures
-from asyncflow.control.while_loop import install_pooling
+from asyncflow.control.while_loop import install_pooling, while_loop
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import add_control_input, placeholder
+from asyncflow.graph.build import add_control_input, as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
@@ -28,13 +30,15 @@ from asyncflow.lift.batched import (
     reads,
     variables_of,
 )
-from asyncflow.lift.lifting import lift
+from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.ops.batch import Pool
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
+from asyncflow.ops.logic import logical_and
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
 from asyncflow.ops.shape import shape
+from asyncflow.ops.utility import all as all_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Attrs, Node, Tensor
@@ -52,8 +56,10 @@ class SharedLoop:
         has_rows: of each input, whether each activation has one of its own.
         specs: of the loop variables of one activation.
         is_repeatable: computing a step again does no harm.
-        check: from all inputs to whether an activation goes on.
-        step: from all inputs to the next loop variables, and whether it goes on.
+        check: from all inputs to whether each activation goes on.
+        steps: from the most steps to make, flags for as many activations, and all inputs, to the next loop variables,
+            flags of activations that go on, and how many steps were made.
+        alone: the same of one activation.
     """
 
     why_no_text = NO_TEXT.format("a loop with a pool")
@@ -67,59 +73,91 @@ class SharedLoop:
         self.is_repeatable = is_repeatable(condition) and is_repeatable(body)
         self._places = tuple(kept)
         self._condition, self._body = condition, body
-        self.check = self._built(steps=False)
-        self.step = self._built(steps=True)
+        self.check = self._checking()
+        self.steps = self._stepping(is_one=False)
 
     def __repr__(self) -> str:
         return f"<pooled loop {self.label}, at most {self.pool.capacity}>"
 
-    def _built(self, *, steps: bool) -> BodyProgram:
-        body, condition = self._body, self._condition
-        outer = {inner: outer.node for outer, inner in body.captures.items() if outer.node.op is CONSTANT}
+    @cached_property
+    def alone(self) -> BodyProgram:
+        """See the class."""
+        return self._stepping(is_one=True)
+
+    def _given(self, *, is_one: bool = False) -> dict[int, LiftedValue]:
+        """Placeholders for the inputs, by their places."""
+        given = {}
+        for place, has_rows in zip(self._places, self.has_rows, strict=True):
+            x = self._body.inputs[place]
+            is_many = has_rows and not is_one
+            given[place] = LiftedValue(placeholder(x.dtype, (None, *(x.shape or ())) if is_many else x.shape), is_many)
+        return given
+
+    def _known(self, part: Subgraph, given: Mapping[int, LiftedValue]) -> dict[Tensor, LiftedValue]:
+        outer = {inner: outer.node for outer, inner in self._body.captures.items() if outer.node.op is CONSTANT}
+        constants = known_constants(outer)
+        return {x: given[k] if k in given else constants[self._body.inputs[k]] for k, x in enumerate(part.inputs)}
+
+    def _checking(self) -> BodyProgram:
+        condition = self._condition
         with Graph() as graph:
-            constants = known_constants(outer)
-            given: dict[int, LiftedValue] = {}
-            for place, has_rows in zip(self._places, self.has_rows, strict=True):
-                x = body.inputs[place]
-                extents = (None, *(x.shape or ())) if has_rows else x.shape
-                given[place] = LiftedValue(placeholder(x.dtype, extents), has_rows)
+            given = self._given()
             feeds = tuple(value.tensor for value in given.values())
             count = shape(feeds[0])[0]
+            goes_on = lift(condition, self._known(condition, given), condition.results, count, self.label)
+        return BodyProgram(graph, feeds, tuple(goes_on))
 
-            def known(part: Subgraph) -> dict[Tensor, LiftedValue]:
-                places = enumerate(part.inputs)
-                return {x: given[k] if k in given else constants[body.inputs[k]] for k, x in places}
+    def _stepping(self, *, is_one: bool) -> BodyProgram:
+        with Graph() as graph:
+            given = self._given(is_one=is_one)
+            inputs = tuple(value.tensor for value in given.values())
+            most, flags = placeholder("int64", ()), placeholder("bool", () if is_one else (None,))
+            count = 1 if is_one else shape(inputs[0])[0]
 
-            if not steps:
-                return BodyProgram(
-                    graph, feeds, tuple(lift(condition, known(condition), condition.results, count, self.label))
-                )
-            following = lift(body, known(body), body.results, count, self.label)
-            given.update({k: LiftedValue(x, has_rows=True) for k, x in enumerate(following)})
-            goes_on = lift(condition, known(condition), condition.results, count, f"{self.label}/again")
-        return BodyProgram(graph, feeds, (*following, *goes_on))
+            def step(made: Tensor, _: Tensor, __: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+                inside = {**given, **{k: LiftedValue(x, not is_one) for k, x in enumerate(values)}}
+                following = self._values(self._body, inside, count, is_one=is_one)
+                inside.update({k: LiftedValue(x, not is_one) for k, x in enumerate(following)})
+                (again,) = self._values(self._condition, inside, count, is_one=is_one, label=f"{self.label}/again")
+                return made + 1, (again if is_one else all_of(again)), again, *following
+
+            made, _, again, *last = while_loop(
+                lambda made, all_go_on, *_: logical_and(made < most, all_go_on),
+                step,
+                (as_tensor(0), as_tensor(True), flags, *inputs[: self.n_vars]),
+            )
+        return BodyProgram(graph, (most, flags, *inputs), (*last, again, made))
+
+    def _values(
+        self, part: Subgraph, given: Mapping[int, LiftedValue], count: int | Tensor, *, is_one: bool, label: str = ""
+    ) -> list[Tensor]:
+        """The results of predicate or body."""
+        label = label or self.label
+        known = self._known(part, given)
+        if not is_one:
+            return lift(part, known, part.results, count, label)
+        rows = RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=label)
+        found = Lifting(rows, label).values(part, known, part.results)
+        return [value.tensor[0] if value.has_rows else value.tensor for value in found]
 
 
 def _specs(*inputs: Spec, shared: SharedLoop, **variables: object) -> tuple[Spec, ...]:
     return shared.specs
 
 
-_gatherers: list[Callable[[SharedLoop, tuple[Array, ...]], Awaitable[Sequence[Array]]]] = []
+_gatherers: list[Callable[[SharedLoop, tuple[Array, ...]], Value]] = []
 
 
-def install_pool_gatherer(gather: Callable[[SharedLoop, tuple[Array, ...]], Awaitable[Sequence[Array]]]) -> None:
-    """Tells who steps activations; the runtime does, which nothing here may know."""
+def install_pool_gatherer(gather: Callable[[SharedLoop, tuple[Array, ...]], Value]) -> None:
+    """Tells who steps activations, and gives places in line; the runtime does, which nothing here may know."""
     _gatherers[:] = [gather]
 
 
 def _kernel(xp: Namespace, *, shared: SharedLoop, **variables: object) -> Kernel:
-    async def call(*inputs: Array) -> Value:
-        return tuple(await _gatherers[0](shared, inputs))
-
-    return call
+    return lambda *inputs: _gatherers[0](shared, inputs)
 
 
-POOLED = define("pooled_while", _specs, _kernel, is_async=True, effects=reads)
+POOLED = define("pooled_while", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads)
 """A pooled loop; its inputs are initial values and what predicate and body capture."""
 
 

@@ -2,27 +2,32 @@
 
 Values stand in slabs, one for each input that activations have of their own, the rows that are stepped first. One that
 ends is replaced by the last of them, so a step works on a prefix and nothing is gathered: joining costs a row that is
-copied in, leaving one that is copied out, and one that takes its place.
+copied in, leaving one that is copied out, and one that takes its place. Activations whose values have other shapes
+stand in slabs of their own, a group, which is a step of its own.
 
 ======================== =============================================================================================
 event                    what happens
 ======================== =============================================================================================
 `join`                   the activation waits
-`admit`                  those that wait are rows behind the others, as far as there is room, first come first served
+`admit`                  those that wait are rows behind the others, as far as there is room, by rank
 `settle`                 rows that do not go on leave, with their variables as results
-`advance`                all rows have their next variables; then as `settle`
-`remove`                 a row leaves, without results: it failed, or nobody wants it any more
+`advance`                all rows of a group have their next variables; then as `settle`; rows that have become as
+                         large as those of another group join that
+`give_up`                nobody wants an activation any more: it leaves with the next `drop`, without results
+`park`                   a row leaves with all its values, and waits to `join` again
 ======================== =============================================================================================
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
+
+from asyncflow.errors import InternalError
 
 if TYPE_CHECKING:
     from asyncflow.values import Array
@@ -30,22 +35,122 @@ if TYPE_CHECKING:
 _FIRST_ROWS = 4
 
 
-@dataclass(slots=True, eq=False)
-class Activation:
+class Activation(Protocol):
     """One activation of the loop.
 
     Attributes:
-        inputs: initial values of its variables, and what it captures.
+        inputs: values of its variables, and what it captures; while it is no row.
+        number: of its arrival, the last time that it joined.
+        rank: those with a smaller one are rows first.
         is_gone: nobody wants its results any more.
+        is_checked: it is known to go on.
         since: how many steps the pool had made when it joined.
     """
 
     inputs: Sequence[Array]
-    is_gone: bool = False
-    since: int = 0
+    number: int
+    rank: tuple[float, ...]
+    is_gone: bool
+    is_checked: bool
+    since: int
 
 
 A = TypeVar("A", bound=Activation)
+
+
+class RowGroup(Generic[A]):
+    """Activations whose values have equal shapes.
+
+    Args:
+        has_rows: of each input, whether each activation has its own.
+        n_vars: how many inputs are variables; they come first.
+        most: rows that it will have at most.
+        is_watched: rows carry the number of their owner, which is looked at when they leave.
+
+    Invariant: ``rows[k]`` is whose values stand in row k of every slab.
+    """
+
+    def __init__(self, has_rows: Sequence[bool], n_vars: int, most: int, *, is_watched: bool) -> None:
+        self.rows: list[A] = []
+        self._own = [place for place, own in enumerate(has_rows) if own]
+        self._n_vars, self._most = n_vars, most
+        self._slabs: list[Array] = []
+        self._room = self._row_size = 0
+        self._owners: Array | None = np.empty(0, np.int64) if is_watched else None
+        self._views: tuple[int, int, list[Array]] | None = None
+
+    def inputs(self, first: int, end: int) -> list[Array]:
+        """The inputs of a range of rows: parts of slabs, which the next change of rows may write to."""
+        if self._views is None or self._views[:2] != (first, end):
+            views = list(self.rows[first].inputs)
+            for place, slab in zip(self._own, self._slabs, strict=True):
+                views[place] = slab[first:end]
+            self._views = first, end, views
+        return self._views[2]
+
+    def values(self, row: int) -> list[Array]:
+        """Copies of the inputs of one row."""
+        found = list(self.rows[row].inputs)
+        for place, slab in zip(self._own, self._slabs, strict=True):
+            found[place] = slab[row, ...].copy()  # the slab goes on changing
+        return found
+
+    def size(self) -> int:
+        """How many elements its rows have."""
+        return len(self.rows) * self._row_size
+
+    def shapes(self) -> Hashable:
+        """The shapes of the values of a row."""
+        return tuple(slab.shape[1:] for slab in self._slabs)
+
+    def add(self, activation: A, values: Sequence[Array]) -> None:
+        """A row behind the others."""
+        row = len(self.rows)
+        if row == self._room:
+            self._grow(values)
+        for place, slab in zip(self._own, self._slabs, strict=True):
+            slab[row] = values[place]
+        if self._owners is not None:
+            self._owners[row] = activation.number
+        self.rows.append(activation)
+
+    def remove(self, row: int) -> A:
+        """A row leaves; the last one takes its place."""
+        removed, last = self.rows[row], self.rows.pop()
+        if self._owners is not None and self._owners[row] != removed.number:
+            raise InternalError(f"row {row} of a pooled loop holds the values of another activation")
+        if last is not removed:
+            self.rows[row] = last
+            for slab in self._slabs if self._owners is None else (*self._slabs, self._owners):
+                slab[row] = slab[len(self.rows)]
+        return removed
+
+    def write(self, following: Sequence[Array]) -> bool:
+        """Takes the next variables of all rows; whether they have become of other shapes."""
+        rows = len(self.rows)
+        # What is a view may look into a slab that is written to before it.
+        following = [values if values.base is None else values.copy() for values in following]
+        has_changed = False
+        for place, values in enumerate(following):
+            slab = self._slabs[place]
+            if values.shape[1:] == slab.shape[1:]:
+                slab[:rows] = values
+            else:
+                self._slabs[place], self._room, self._views, has_changed = values, rows, None, True
+        return has_changed
+
+    def _grow(self, values: Sequence[Array]) -> None:
+        rows = len(self.rows)
+        self._room = min(max(2 * rows, _FIRST_ROWS), self._most)
+        self._views = None
+        arrays = [np.asarray(values[place]) for place in self._own]
+        slabs = [np.empty((self._room, *array.shape), array.dtype) for array in arrays]
+        for larger, slab in zip(slabs, self._slabs, strict=False):  # there are none at first
+            larger[:rows] = slab[:rows]
+        self._slabs = slabs
+        self._row_size = sum(array.size for array in arrays)
+        if self._owners is not None:
+            self._owners = np.resize(self._owners, self._room)
 
 
 class PoolRows(Generic[A]):
@@ -55,98 +160,145 @@ class PoolRows(Generic[A]):
         capacity: most rows.
         n_vars: how many inputs are variables; they come first.
         has_rows: of each input, whether each activation has its own.
-
-    Invariant: ``rows[k]`` is whose values stand in row k of every slab.
+        is_watched: rows carry the number of their owner, which is looked at when they leave.
     """
 
-    def __init__(self, capacity: int, n_vars: int, has_rows: Sequence[bool]) -> None:
-        self.rows: list[A] = []
+    def __init__(self, capacity: int, n_vars: int, has_rows: Sequence[bool], *, is_watched: bool = False) -> None:
+        self.groups: dict[Hashable, RowGroup[A]] = {}
+        """By the shapes of their values."""
+        self.live = 0
+        """How many rows there are."""
         self.steps = 0
         """How many there have been."""
-        self.waiting: deque[A] = deque()
-        self._capacity, self._n_vars, self._has_rows = capacity, n_vars, has_rows
-        self._slabs: list[Array] = []
+        self._waiting: list[tuple[tuple[float, ...], int, A]] = []
+        self._arrivals = count()
+        self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
+        self._own = [place for place, own in enumerate(has_rows) if own]
+        self._has_gone = False
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody is there."""
-        return not (self.rows or self.waiting)
+        return not (self.live or self._waiting)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._waiting)
+
+    def everybody(self) -> Iterator[A]:
+        """Rows, and those that wait."""
+        for group in self.groups.values():
+            yield from group.rows
+        for *_, activation in self._waiting:
+            yield activation
 
     def join(self, activation: A) -> None:
-        """One waits for its first step."""
-        self.waiting.append(activation)
+        """One waits for its first step, or for its next one."""
+        activation.number = next(self._arrivals)
+        heapq.heappush(self._waiting, (activation.rank, activation.number, activation))
 
-    def admit(self) -> int:
-        """How many rows were there before those that are new now."""
-        before = len(self.rows)
-        while self.waiting and len(self.rows) < self._capacity:
-            activation = self.waiting.popleft()
-            if not activation.is_gone:
-                self._write(activation)
-        return before
+    def give_up(self, activation: A) -> None:
+        """Nobody wants its results any more."""
+        activation.is_gone = self._has_gone = True
 
-    def inputs(self, first: int, end: int) -> list[Array]:
-        """The inputs of a range of rows: parts of slabs, which the next change of rows may write to."""
-        some = self.rows[first].inputs
-        pairs = zip(self._slabs, self._has_rows, some, strict=True)
-        return [slab[first:end] if has_rows else same for slab, has_rows, same in pairs]
+    def admit(self) -> list[tuple[RowGroup[A], int]]:
+        """Groups with rows that are new and not known to go on, and the first of these."""
+        fresh: dict[Hashable, list[A]] = {}
+        while self._waiting and self.live < self._capacity:
+            activation = heapq.heappop(self._waiting)[2]
+            if activation.is_gone:
+                continue
+            self.live += 1
+            key: Hashable = tuple([np.shape(activation.inputs[place]) for place in self._own])
+            if activation.is_checked:
+                self._group(key).add(activation, activation.inputs)
+            else:
+                activation.since = self.steps
+                fresh.setdefault(key, []).append(activation)
+        found = []
+        for key, activations in fresh.items():
+            group = self._group(key)
+            found.append((group, len(group.rows)))
+            for activation in activations:
+                activation.is_checked = True
+                group.add(activation, activation.inputs)
+        return found
 
-    def settle(self, first: int, goes_on: Array) -> list[tuple[A, list[Array]]]:
+    def settle(self, group: RowGroup[A], first: int, goes_on: Array) -> list[tuple[A, list[Array]]]:
         """Has rows leave that do not go on.
 
         Args:
+            group: whose rows.
             first: the first row that the flags are about.
             goes_on: flags of it and those behind it.
 
         Returns:
             Those that have left, and their results.
         """
-        if goes_on.all():
+        if b"\0" not in goes_on.tobytes():
             return []
         ended = [first + int(row) for row in np.flatnonzero(~np.asarray(goes_on))]
-        # A row's copy: the slab goes on changing.
-        found = [(self.rows[row], [slab[row, ...].copy() for slab in self._slabs[: self._n_vars]]) for row in ended]
+        found = [(group.rows[row], group.values(row)[: self._n_vars]) for row in ended]
         for row in reversed(ended):
-            self.remove(row)
+            self.remove(group, row)
         return found
 
-    def advance(self, following: Sequence[Array], goes_on: Array) -> list[tuple[A, list[Array]]]:
-        """Takes the next variables of all rows; see `settle`."""
-        count = len(self.rows)
-        for slab, values in zip(self._slabs, following, strict=False):
-            slab[:count] = values
-        self.steps += 1
-        return self.settle(0, goes_on)
+    def advance(
+        self, group: RowGroup[A], following: Sequence[Array], goes_on: Array, steps: int = 1
+    ) -> list[tuple[A, list[Array]]]:
+        """Takes the variables of all rows of a group after so many steps; see `settle`."""
+        self.steps += steps
+        has_changed = group.write(following)
+        ended = self.settle(group, 0, goes_on)
+        if has_changed and group.rows:
+            self._regroup(group)
+        return ended
 
-    def remove(self, row: int) -> A:
-        """One leaves; the last row takes its place."""
-        removed, last = self.rows[row], self.rows.pop()
-        if last is not removed:
-            self.rows[row] = last
-            for slab, has_rows in zip(self._slabs, self._has_rows, strict=True):
-                if has_rows:
-                    slab[row] = slab[len(self.rows)]
+    def drop(self) -> None:
+        """Has rows leave that nobody wants any more."""
+        if self._has_gone:
+            self._has_gone = False
+            self.remove_where(lambda activation: activation.is_gone)
+
+    def remove_where(self, leaves: Callable[[A], bool]) -> list[A]:
+        """Has rows leave without results, and gives them."""
+        return [
+            self.remove(group, row)
+            for group in list(self.groups.values())
+            for row in reversed(range(len(group.rows)))
+            if leaves(group.rows[row])
+        ]
+
+    def park(self, group: RowGroup[A], row: int) -> A:
+        """A row leaves with all its values."""
+        activation = group.rows[row]
+        activation.inputs = group.values(row)
+        return self.remove(group, row)
+
+    def remove(self, group: RowGroup[A], row: int) -> A:
+        """A row leaves."""
+        removed = group.remove(row)
+        self.live -= 1
+        if not group.rows:
+            self.groups = {key: other for key, other in self.groups.items() if other is not group}
         return removed
 
-    def _write(self, activation: A) -> None:
-        row = len(self.rows)
-        if not self._slabs:
-            self._slabs = [self._slab(value, _FIRST_ROWS) for value in activation.inputs]
-        elif row == len(self._slabs[0]):
-            grown = [self._slab(value, min(2 * row, self._capacity)) for value in activation.inputs]
-            for slab, larger, has_rows in zip(self._slabs, grown, self._has_rows, strict=True):
-                if has_rows:
-                    larger[:row] = slab
-            self._slabs = grown
-        for slab, value, has_rows in zip(self._slabs, activation.inputs, self._has_rows, strict=True):
-            if has_rows:
-                slab[row] = value
-        activation.since = self.steps
-        self.rows.append(activation)
+    def _group(self, key: Hashable) -> RowGroup[A]:
+        group = self.groups.get(key)
+        if group is None:
+            group = RowGroup(self._has_rows, self._n_vars, self._capacity, is_watched=self._is_watched)
+            self.groups[key] = group
+        return group
 
-    def _slab(self, value: Array, count: int) -> Array:
-        array = np.asarray(value)
-        return np.empty((min(count, self._capacity), *array.shape), array.dtype)
+    def _regroup(self, group: RowGroup[A]) -> None:
+        """The values of a group have become of other shapes."""
+        self.groups = {key: other for key, other in self.groups.items() if other is not group}
+        other = self.groups.setdefault(group.shapes(), group)
+        if other is not group:
+            for row, activation in enumerate(group.rows):
+                other.add(activation, group.values(row))
+            group.rows.clear()
 
 
-__all__ = ["Activation", "PoolRows"]
+__all__ = ["Activation", "PoolRows", "RowGroup"]

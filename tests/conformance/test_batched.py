@@ -15,6 +15,7 @@ import asyncflow as af
 from asyncflow.graph.text import print_graph
 from asyncflow.runtime.batcher import BatchCall, Batcher
 from tests.conftest import OpenSession
+from tests.others import others_end
 
 WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
@@ -224,11 +225,6 @@ async def test_ops_of_users_share_calls(open_session: OpenSession) -> None:
     assert counts.members == 9
     with pytest.raises(af.GraphError, match="batch= of f is an"):
         af.op(outputs=af.spec("int64", ()), name="f", batch=3)(lambda x: x)  # type: ignore[call-overload]
-
-
-async def others_end() -> None:
-    """What the session does beside ends."""
-    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
 async def test_a_share_of_the_calls_is_checked(open_session: OpenSession, caplog: pytest.LogCaptureFixture) -> None:

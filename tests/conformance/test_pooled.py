@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from tests.conformance.test_batched import others_end
 from tests.conftest import OpenSession
+from tests.others import others_end
 
 WEIGHTS = np.linspace(-0.4, 0.4, 9, dtype=np.float32).reshape(3, 3)
 
@@ -55,6 +55,63 @@ async def test_activations_join_and_leave(open_session: OpenSession) -> None:
         await asyncio.gather(*(request() for _ in range(25)))
         counts = session.statistics().batches["steps"]
     assert 1 < counts.largest <= 4
+
+
+async def test_steps_are_neither_runs_nor_tasks() -> None:
+    """Short steps are calls on the event loop: a request is one run, all requests together need one task for steps."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
+        fetches = recurrent(x, n, capacity=16)
+    start = np.ones(3, np.float32)
+    async with af.Session(graph) as session:
+        await asyncio.gather(*(session.run(fetches, {x: start, n: k}) for k in (20, 30)))  # and steps are measured
+        before = session.statistics().completed
+        requests = [asyncio.ensure_future(session.run(fetches, {x: start, n: 30 + k})) for k in range(10)]
+        await asyncio.sleep(0)
+        others = asyncio.all_tasks() - {asyncio.current_task(), *requests}
+        assert [task.get_coro().__name__ for task in others] == ["drive"]  # type: ignore[union-attr]
+        await asyncio.gather(*requests)
+        assert session.statistics().completed == before + len(requests) + 1  # one that says who goes on at all
+
+
+async def test_one_that_is_alone_is_stepped_as_it_was_written() -> None:
+    """Its bits are those of the loop without a pool, and many steps share a pass of the event loop."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (64,), name="x")
+        weights = af.constant(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))
+
+        def loop(pool: af.Pool | None) -> af.Tensor:
+            found: af.Tensor = af.while_loop(
+                lambda i, _: i < 500, lambda i, s: (i + 1, af.tanh(s @ weights + x)), (0, x), pool=pool
+            )[1]
+            return found
+
+        fetches = loop(None), loop(af.Pool())
+    value = np.linspace(-1, 1, 64, dtype=np.float32)
+    async with af.Session(graph) as session:
+        await session.run(fetches, {x: value})
+        passes = 0
+
+        async def count() -> None:
+            nonlocal passes
+            while True:
+                passes += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.ensure_future(count())
+        alone, pooled = await session.run(fetches, {x: value})
+        counting.cancel()
+        assert alone.tobytes() == pooled.tobytes()
+        assert passes < 250
+
+
+async def test_variables_that_change_places(open_session: OpenSession) -> None:
+    with af.Graph() as graph:
+        x, n = af.placeholder("int64", (), name="x"), af.placeholder("int64", (), name="n")
+        y = af.while_loop(lambda i, a, b: i < n, lambda i, a, b: (i + 1, b, a), (0, x, x + 1), pool=af.Pool())[1:]
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {x: k, n: k}) for k in range(6)))
+    assert found == [(k, k + 1) if k % 2 == 0 else (k + 1, k) for k in range(6)]
 
 
 async def test_loops_in_loops_and_branches_share_a_pool(open_session: OpenSession) -> None:

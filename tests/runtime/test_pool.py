@@ -2,70 +2,252 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import deepcopy
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from asyncflow.runtime.pool import Activation, PoolRows
+from asyncflow.errors import InternalError
+from asyncflow.runtime.pool import PoolRows, RowGroup
+
+Array = np.ndarray[Any, Any]
 
 
-class Counting(Activation):
+class Counting:
     """Goes on while its variable is below its limit; its own number stands beside it, so that a mix-up shows."""
 
-    def __init__(self, name: int, start: int, limit: int, by: np.ndarray[Any, Any]) -> None:
-        super().__init__((np.array(start), np.array([name, start]), np.array(limit), by))
+    def __init__(self, name: int, start: int, limit: int, by: Array, rank: tuple[float, ...] = ()) -> None:
+        self.inputs = [np.array(start), np.array([name, start]), np.array(limit), by]
         self.name, self.start, self.limit = name, start, limit
+        self.rank = rank
+        self.is_gone = self.is_checked = False
+        self.number = self.since = 0
+
+    def expected(self, by: int) -> tuple[int, list[int]]:
+        value = self.start
+        while value < self.limit:
+            value += by
+        return value, [self.name, value]
 
 
-def expected(each: Counting, by: int) -> tuple[int, list[int]]:
-    value = each.start
-    while value < each.limit:
-        value += by
-    return value, [each.name, value]
+HAS_ROWS = (True, True, True, False)
+Ended = list[tuple[Counting, list[Array]]]
+
+
+def rows_of(pool: PoolRows[Counting]) -> list[Counting]:
+    return [each for group in pool.groups.values() for each in group.rows]
+
+
+def check(pool: PoolRows[Counting]) -> Ended:
+    """Those who have joined and do not go on at all."""
+    ended: Ended = []
+    for group, first in pool.admit():
+        value, _, limit, _ = group.inputs(first, len(group.rows))
+        ended += pool.settle(group, first, value < limit)
+    return ended
+
+
+def step_of(group: RowGroup[Counting]) -> tuple[list[Array], Array]:
+    """What a step computes, of copies: rows may change while it is under way."""
+    value, pair, limit, by = (np.array(x) for x in group.inputs(0, len(group.rows)))
+    assert [owner.name for owner in group.rows] == pair[:, 0].tolist()
+    following = value + by
+    return [following, np.stack([pair[:, 0], following], axis=1)], following < limit
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_activation_gets_its_own(seed: int) -> None:
     random = Random(seed)
     by = np.array(random.randint(1, 3))
-    pool: PoolRows[Counting] = PoolRows(random.randint(1, 6), 2, (True, True, True, False))
+    pool: PoolRows[Counting] = PoolRows(random.randint(1, 6), 2, HAS_ROWS, is_watched=True)
     found: dict[int, tuple[int, list[int]]] = {}
     gone: set[int] = set()
     made: list[Counting] = []
 
-    def take(ended: list[tuple[Counting, list[np.ndarray[Any, Any]]]]) -> None:
+    def take(ended: Ended) -> None:
         for each, (value, pair) in ended:
             assert each.name not in found
             found[each.name] = int(value), pair.tolist()
 
     while len(made) < 20 or not pool.is_empty:
         for _ in range(random.choice((0, 0, 1, 3)) if len(made) < 20 else 0):
-            made.append(Counting(len(made), random.randint(0, 5), random.randint(0, 9), by))
+            rank = (random.randint(0, 2), random.random())
+            made.append(Counting(len(made), random.randint(0, 5), random.randint(0, 9), by, rank))
             pool.join(made[-1])
-        if pool.rows and random.random() < 0.1:
-            gone.add(pool.remove(random.randrange(len(pool.rows))).name)
-        if pool.waiting and random.random() < 0.1:
-            pool.waiting[-1].is_gone = True
-            gone.add(pool.waiting[-1].name)
-        first = pool.admit()
-        if len(pool.rows) > first:
-            value, _, limit, _ = pool.inputs(first, len(pool.rows))
-            take(pool.settle(first, value < limit))
-        if pool.rows:
-            value, pair, limit, step = pool.inputs(0, len(pool.rows))
-            assert [owner.name for owner in pool.rows] == pair[:, 0].tolist()
-            following = value + step
-            take(pool.advance([following, np.stack([pair[:, 0], following], axis=1)], following < limit))
-    assert {each.name: expected(each, int(by)) for each in made if each.name not in gone} == found
+        if random.random() < 0.2 and not pool.is_empty:
+            left = random.choice(list(pool.everybody()))
+            pool.give_up(left)
+            gone.add(left.name)
+        pool.drop()
+        take(check(pool))
+        for group in list(pool.groups.values()):
+            if random.random() < 0.1:
+                pool.join(pool.park(group, random.randrange(len(group.rows))))
+            if group.rows:
+                take(pool.advance(group, *step_of(group)))
+    assert {each.name: each.expected(int(by)) for each in made if each.name not in gone} == found
+    assert not pool.groups
+
+
+class _State(NamedTuple):
+    """A pool of two rows on the way of four activations, and the step that is under way."""
+
+    pool: PoolRows[Counting]
+    members: list[Counting]
+    outcome: dict[int, str]
+    step: tuple[list[Array], Array] | None
+
+    def key(self) -> object:
+        rows = [
+            (each.name, int(x))
+            for g in self.pool.groups.values()
+            for each, x in zip(g.rows, g.inputs(0, len(g.rows))[0], strict=True)
+        ]
+        waiting = [each.name for *_, each in self.pool._waiting]
+        gone = [each.name for each in self.members if each.is_gone]
+        return str((rows, waiting, gone, sorted(self.outcome.items()), self.step is None))
+
+
+def _end(state: _State, ended: Ended) -> None:
+    for each, (value, pair) in ended:
+        assert each.name not in state.outcome or each.is_gone
+        if not each.is_gone:
+            assert (int(value), pair.tolist()) == each.expected(1)
+            state.outcome[each.name] = "ended"
+
+
+def _events(state: _State) -> Iterator[tuple[str, int]]:
+    joined = len(state.members)
+    if joined < 4:
+        yield "offer", joined
+    yield from (("cancel", each.name) for each in state.members if each.name not in state.outcome)
+    if state.step is not None:
+        yield "ends", 0
+        yield from (("fails", each.name) for each in rows_of(state.pool))
+    elif not state.pool.is_empty:
+        yield "pass", 0
+
+
+def _after(state: _State, event: str, name: int) -> _State:
+    pool, members, outcome, step = deepcopy(state)
+    state = _State(pool, members, outcome, None)
+    if event == "offer":  # of 0 to 2 steps, the last one of the highest rank
+        members.append(Counting(name, 0, (2, 0, 1, 2)[name], np.array(1), (-(name == 3),)))
+        pool.join(members[-1])
+    elif event == "cancel":  # by whoever waits, or by a deadline
+        pool.give_up(members[name])
+        outcome[name] = "gone"
+    elif event == "pass":
+        pool.drop()
+        _end(state, check(pool))
+        for group in pool.groups.values():
+            return state._replace(step=step_of(group))
+        return state
+    elif event == "ends":
+        assert step is not None
+        (group,) = pool.groups.values()
+        _end(state, pool.advance(group, *step))
+        return state
+    else:  # for one, which leaves; the others have been computed by themselves
+        assert step is not None
+        (group,) = pool.groups.values()
+        failed = next(each for each in group.rows if each.name == name)
+        if not failed.is_gone:
+            outcome[name] = "failed"
+        pool.give_up(failed)
+        _end(state, pool.advance(group, *step))
+        return state
+    return state._replace(step=step)
+
+
+def test_every_order_of_what_may_happen_to_four() -> None:
+    """Offers, cancels, steps that end and that fail for one, in whichever order: nobody is lost, nor served twice."""
+    start = _State(PoolRows(2, 2, HAS_ROWS, is_watched=True), [], {}, None)
+    seen, pending, ends = {start.key()}, [start], 0
+    while pending:
+        state = pending.pop()
+        assert state.pool.live == len(rows_of(state.pool)) <= 2
+        followers = [_after(state, *event) for event in _events(state)]
+        if not followers:
+            ends += 1
+            assert len(state.outcome) == 4
+            assert state.pool.is_empty
+            assert not state.pool.groups
+        for each in followers:
+            if each.key() not in seen:
+                seen.add(each.key())
+                pending.append(each)
+    assert ends > 10
+    assert len(seen) > 1_000
+
+
+def test_the_order_in_which_those_that_wait_are_rows() -> None:
+    """By rank, and those of one rank as they came."""
+    pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS)
+    ranks = ((0, 5.0), (0, 4.0), (-1, 9.0), (0, 4.0))
+    for name, rank in enumerate(ranks):
+        pool.join(Counting(name, 0, 1, np.array(1), rank))
+    order: list[int] = []
+    while not pool.is_empty:
+        check(pool)
+        order += [each.name for each in rows_of(pool)]
+        for group in list(pool.groups.values()):
+            pool.advance(group, *step_of(group))
+    assert order == [2, 1, 3, 0]
+
+
+def test_rows_of_other_shapes_are_groups() -> None:
+    """One whose values have become as large as those of another group goes on with that."""
+    pool: PoolRows[Counting] = PoolRows(8, 1, (True,), is_watched=True)
+    for name, length in enumerate((1, 1, 2)):
+        each = Counting(name, 0, 0, np.array(0))
+        each.inputs, each.is_checked = [np.full(length, name)], True
+        pool.join(each)
+    assert pool.admit() == []
+    short, long = pool.groups.values()
+    assert [len(short.rows), len(long.rows)] == [2, 1]
+    grown = np.concatenate([short.inputs(0, 2)[0], [[0], [1]]], axis=1)
+    assert pool.advance(short, [grown], np.array([True, True])) == []
+    assert list(pool.groups.values()) == [long]
+    assert long.inputs(0, 3)[0].tolist() == [[2, 2], [0, 0], [1, 1]]
+    ended = pool.advance(long, [long.inputs(0, 3)[0].copy()], np.array([False, True, False]))
+    assert {each.name: values[0].tolist() for each, values in ended} == {2: [2, 2], 1: [1, 1]}
+
+
+def test_a_result_that_looks_into_another_slab() -> None:
+    """Two variables that change places: what is written first is not read as what is written second."""
+    pool: PoolRows[Counting] = PoolRows(2, 2, (True, True))
+    each = Counting(0, 0, 0, np.array(0))
+    each.inputs, each.is_checked = [np.array(1), np.array(2)], True
+    pool.join(each)
+    pool.admit()
+    (group,) = pool.groups.values()
+    one, other = group.inputs(0, 1)
+    ((_, values),) = pool.advance(group, [other, one], np.array([False]))
+    assert values == [2, 1]
+
+
+def test_a_row_with_the_values_of_another_is_found_out() -> None:
+    pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS, is_watched=True)
+    for name in range(2):
+        pool.join(Counting(name, 0, 9, np.array(1)))
+    check(pool)
+    (group,) = pool.groups.values()
+    group.rows.reverse()
+    with pytest.raises(InternalError, match="another activation"):
+        pool.remove(group, 0)
 
 
 def test_a_row_is_an_array_or_a_number_like_its_variable() -> None:
-    pool: PoolRows[Activation] = PoolRows(2, 1, (True,))
-    pool.join(Activation((np.array(2, np.float32),)))
-    assert pool.admit() == 0
-    ((_, (value,)),) = pool.settle(0, np.array([False]))
+    pool: PoolRows[Counting] = PoolRows(2, 1, (True,))
+    each = Counting(0, 0, 0, np.array(0))
+    each.inputs = [np.array(2, np.float32)]
+    pool.join(each)
+    ((group, first),) = pool.admit()
+    ((_, (value,)),) = pool.settle(group, first, np.array([False]))
     assert value == 2
     assert value.dtype == np.float32
     assert value.shape == ()

@@ -46,8 +46,16 @@ class SingleCall:
         return [output] if self.node.single else [output[index] for index in self.fetched]
 
 
-def find_single_call(partitions: Sequence[Partition], devices: Sequence[Device]) -> SingleCall | None:
-    """The single call that a plan is; None if it needs the scheduler."""
+def find_single_call(
+    partitions: Sequence[Partition], devices: Sequence[Device], *, may_loop: bool = False
+) -> SingleCall | None:
+    """The single call that a plan is; None if it needs the scheduler.
+
+    Args:
+        partitions: of the plan.
+        devices: of the session.
+        may_loop: whoever calls it knows how long its loops go on.
+    """
     partition = partitions[0]
     if len(partitions) > 1 or any(d.asynchronous is not None for d in devices if d.name == partition.device):
         return None
@@ -56,7 +64,7 @@ def find_single_call(partitions: Sequence[Partition], devices: Sequence[Device])
     if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + len(partition.feeds) + partition.n_fetches:
         return None
     node = kernels[0]
-    if not (node.is_small or _may_be_short(node)) or any(other.controls for other in nodes):
+    if not (node.is_small or _may_be_short(node, may_loop)) or any(other.controls for other in nodes):
         return None
     fed: list[tuple[int, int]] = []
     for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
@@ -82,8 +90,9 @@ def find_single_call(partitions: Sequence[Partition], devices: Sequence[Device])
     return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small)
 
 
-def _may_be_short(node: PlanNode) -> bool:
+def _may_be_short(node: PlanNode, may_loop: bool) -> bool:
     """Whether the node never waits and runs no code of the user's, and the arrays fed decide how long it takes."""
     if node.region is not None:
-        return not node.region.needs_context and not any(isinstance(inner, WhileNode) for inner in node.region_nodes())
+        has_loops = any(isinstance(inner, WhileNode) for inner in node.region_nodes())
+        return not node.region.needs_context and (may_loop or not has_loops)
     return not (node.is_user or node.is_async or node.needs_context or node.crossing)

@@ -173,6 +173,8 @@ class Batches:
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
         self._known.clear()
+        if self.pools is not None:
+            self.pools.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -270,12 +272,12 @@ class Batches:
         if self._batcher.lanes:
             self._turn.wake()
 
-    def count_call(self, shared: SharedBody | SharedLoop, size: int, *, failed: int = 0) -> None:
-        """Counts a call, or a step, for so many."""
+    def count_call(self, shared: SharedBody | SharedLoop, size: int, *, calls: int = 1, failed: int = 0) -> None:
+        """Counts calls, or steps, each for so many."""
         known = self._known_of(shared)
         counts = known.counts
         known.counts = BatchStatistics(
-            counts.calls + 1, counts.members + size, max(counts.largest, size), counts.failed + failed
+            counts.calls + calls, counts.members + calls * size, max(counts.largest, size), counts.failed + failed
         )
         if self._runs.observers is not None and isinstance(shared, SharedLoop):
             self._runs.observers.pool_stepped(shared.label, size)

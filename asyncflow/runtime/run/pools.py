@@ -1,109 +1,252 @@
 """The pooled loops of a session: activations of different runs that are stepped together.
 
 Each pool is driven by one task, a step and a pass of the event loop at a time, so that others may join in between. A
-step is a run of the loop's own graph; see `asyncflow.lift.pooled`. `asyncflow.runtime.pool` keeps the rows.
+step is a call of the loop's own graph, and where that is not for the event loop, a run; see `asyncflow.lift.pooled`.
+`asyncflow.runtime.pool` keeps the rows. An activation waits in line, as for a queue: no task waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.lift.pooled import SharedLoop, install_pool_gatherer
-from asyncflow.runtime.pool import Activation, PoolRows
+from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import Turn
+from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.streams.holding import current_part
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Awaitable, Callable, Hashable, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.runtime.run.batches import Batches
-    from asyncflow.values import Array
+    from asyncflow.runtime.run.single_call import CountedCall
+    from asyncflow.values import Array, Value
 
 
-@dataclass(slots=True, eq=False)
-class PooledActivation(Activation):
-    """One activation, and who waits for it."""
+_BURST_NS = 400_000
+"""So long the steps of one pass of the event loop may take together (0.4 ms)."""
 
-    done: asyncio.Future[Sequence[Array]] = field(kw_only=True)
+_TRUE = np.True_
+
+_MOST_CALM = 5
+"""So often a pass makes up to four times as many steps as the one before, as long as nobody comes or goes."""
 
 
-class Pools:
-    """Activations of pooled loops of one session.
+class RunsSteps(Protocol):
+    """Runs the steps of pooled loops."""
+
+    def counted_call(self, plan: Plan) -> CountedCall | None:
+        """A plan as a call; None if it needs the scheduler."""
+
+    def may_call(self, plan: Plan) -> bool:
+        """Whether it may be called now, as far as other runs are concerned."""
+
+    async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
+        """The fetched values."""
+
+
+class _Steps:
+    """The steps of a pooled loop, by one of its graphs.
 
     Args:
-        batches: of the session.
-        max_iterations: of any loop; None for no limit.
+        runs: of the session.
+        plan: of the graph.
+        is_one: it is over one activation, without a row axis.
     """
 
-    def __init__(self, batches: Batches, max_iterations: int | None) -> None:
-        self._batches = batches
-        self._max_iterations = max_iterations
-        self._pools: dict[Hashable, PoolRows[PooledActivation]] = {}
+    def __init__(self, runs: RunsSteps, plan: Plan, *, is_one: bool) -> None:
+        self._runs, self._plan, self._is_one = runs, plan, is_one
+        self._call = runs.counted_call(plan)
+        self._flags = np.empty(0, bool)
 
-    async def join(self, shared: SharedLoop, inputs: tuple[Array, ...]) -> Sequence[Array]:
-        """The last loop variables of one activation.
+    def most(self, size: int) -> int:
+        """How many steps on so many elements the event loop has time for."""
+        expected_ns = inf if self._call is None else self._call.expected_ns(size)
+        return max(1, int(_BURST_NS / max(expected_ns, 1.0)))
 
-        Cancellation: it leaves before the next step.
+    def call(self, values: list[Array], size: int, most: int) -> list[Array] | None:
+        """Next variables, who goes on, and how many steps were made; None if that takes too long for the event loop."""
+        call = self._call
+        if call is None or call.expected_ns(size) > INLINE_LIMIT_NS or not self._runs.may_call(self._plan):
+            return None
+        return self._rows_of(call([most, *self._given(values)], size))
 
-        Raises:
-            Exception: a step of this activation failed.
-        """
-        activation = PooledActivation(inputs, done=asyncio.get_running_loop().create_future())
-        key = (shared, *common_values(shared.has_rows, inputs))
-        pool = self._pools.get(key)
-        if pool is None:
-            pool = self._pools[key] = PoolRows(shared.pool.capacity, shared.n_vars, shared.has_rows)
-            self._batches.beside(self._drive(key, shared, pool))
-        pool.join(activation)
+    def _given(self, values: list[Array]) -> list[Array]:
+        if self._is_one:
+            return [_TRUE, *(value[0] for value in values)]
+        count = len(values[0])
+        if len(self._flags) < count:
+            self._flags = np.ones(2 * count, bool)
+        return [self._flags[:count], *values]
+
+    async def run(self, values: list[Array]) -> list[Array]:
+        """The same of one step, wherever that is."""
+        return self._rows_of(await self._runs.run_batch(self._plan, [np.array(1), *self._given(values)]))
+
+    def _rows_of(self, found: list[Array]) -> list[Array]:
+        return [*(np.asarray(value)[np.newaxis] for value in found[:-1]), found[-1]] if self._is_one else found
+
+
+class _Code(NamedTuple):
+    """A pooled loop, compiled."""
+
+    check: Plan
+    many: _Steps
+    one: _Steps
+
+
+class PooledActivation(PlaceInLine):
+    """One activation, which is the place of its firing in line.
+
+    Attributes:
+        outcome: its results, or why there are none; None before.
+        others: see `Activation`.
+    """
+
+    is_called_outside = True
+
+    __slots__ = ("inputs", "is_checked", "is_gone", "number", "outcome", "rank", "since")
+
+    def __init__(self, pool: LoopPool, inputs: Sequence[Array]) -> None:
+        super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
+        self.inputs = inputs
+        self.rank: tuple[float, ...] = ()
+        self.is_gone = self.is_checked = False
+        self.number = self.since = 0
+        self.outcome: Sequence[Array] | Exception | None = None
+
+
+class LoopPool(LinedState):
+    """One pool: activations of one loop for which what they have in common is the same.
+
+    Args:
+        pools: those of the session.
+        key: names it among them.
+        shared: the loop.
+    """
+
+    def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop) -> None:
+        super().__init__()
+        self.shared = shared
+        self._pools, self._batches, self._key = pools, pools.batches, key
+        self._rows: PoolRows[PooledActivation] = PoolRows(
+            shared.pool.capacity, shared.n_vars, shared.has_rows, is_watched=pools.is_watched
+        )
+        # For so many passes of the event loop nobody has come or gone.
+        self._calm = 0
+        # No row has made as many steps before the pool has made so many.
+        self._next_limit = inf if pools.max_iterations is None else 0
+
+    # -- as those see it who wait --------------------------------------------------------------------------------
+
+    def join(self, activation: PooledActivation) -> None:
+        """One waits for its first step."""
+        self._rows.join(activation)
+
+    def places(self) -> list[PlaceInLine]:
+        """Everybody in it."""
+        return list(self._rows.everybody())
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """The results of an activation; `NOT_YET` while it goes on."""
+        assert isinstance(place, PooledActivation)
+        outcome, place.outcome = place.outcome, None  # its memory is the run's now
+        if isinstance(outcome, Exception):
+            raise outcome
+        return NOT_YET if outcome is None else outcome
+
+    def left(self, place: PlaceInLine) -> None:
+        """Nobody wants an activation any more."""
+        assert isinstance(place, PooledActivation)
+        self._rows.give_up(place)
+
+    def describe(self) -> str:
+        """How many there are."""
+        return f"{self._rows.live} of at most {self.shared.pool.capacity} are stepped together"
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    async def drive(self) -> None:
+        """Steps until nobody is there."""
+        rows = self._rows
+        failure = None
         try:
-            return await activation.done
-        except asyncio.CancelledError:
-            activation.is_gone = True
-            raise
-
-    async def _drive(self, key: Hashable, shared: SharedLoop, pool: PoolRows[PooledActivation]) -> None:
-        """Steps a pool until nobody is in it."""
-        try:
-            check, step = await self._batches.plan_of(shared.check), await self._batches.plan_of(shared.step)
-            while not pool.is_empty:
-                self._drop(shared, pool)
-                first = pool.admit()
-                if len(pool.rows) > first:
-                    _deliver(pool.settle(first, await self._flags(shared, pool, check, first)))
-                if pool.rows:
-                    await self._step(shared, pool, step)
+            code = await self._pools.code_of(self.shared)
+            while True:
+                before = rows.live
+                rows.drop()
+                for group, first in rows.admit():
+                    await self._check(code.check, group, first)
+                if rows.steps >= self._next_limit:
+                    self._end_endless()
+                for group in list(rows.groups.values()):
+                    steps = code.one if rows.live == 1 else code.many
+                    if group.rows and not self._step_now(steps, group):
+                        await self._step(steps, group)
+                # Who has left may be about to join again.
+                self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
+                if rows.is_empty:
+                    break
                 await asyncio.sleep(0)  # others may join
         except Exception as error:  # no plan, or the session closes
-            for activation in (*pool.rows, *pool.waiting):
-                _fail(activation, error)
+            failure = error
         finally:
-            del self._pools[key]
+            self._pools.forget(self._key)
+        if failure is not None:  # whoever is told may well ask again, of another pool
+            self._end(list(rows.everybody()), failure)
 
-    async def _flags(self, shared: SharedLoop, pool: PoolRows[PooledActivation], check: Plan, first: int) -> Array:
-        """Which of those that joined go on; who fails does not."""
-        end = len(pool.rows)
-        found = await self._computed(shared, pool, check, first, end)
-        return np.zeros(end - first, bool) if found is None else found[0]
+    async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
+        """Has those leave that have joined a group and do not go on at all."""
+        end = len(group.rows)
+        found = await self._halved(group, first, end, lambda values: self._batches.compute(check, values))
+        goes_on = np.zeros(end - first, bool) if found is None else found[0]
+        self._deliver(self._rows.settle(group, first, goes_on))
 
-    async def _step(self, shared: SharedLoop, pool: PoolRows[PooledActivation], step: Plan) -> None:
-        count = len(pool.rows)
-        self._batches.count_call(shared, count)
-        found = await self._computed(shared, pool, step, 0, count)
+    def _step_now(self, steps: _Steps, group: RowGroup[PooledActivation]) -> bool:
+        """Steps a group, once or, while all is calm, often; not if that takes too long for the event loop, or fails."""
+        count, size = len(group.rows), group.size()
+        most: float = 1
+        if self._calm and self.shared.is_repeatable:
+            most = min(4**self._calm, steps.most(size), self._next_limit - self._rows.steps)
+        try:
+            found = steps.call(group.inputs(0, count), size, int(most))
+        except Exception:
+            if self.shared.is_repeatable:
+                return False  # whose fault it was is found step by step
+            raise
+        if found is not None:
+            self._advance(group, found)
+        return found is not None
+
+    async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
+        """Steps a group once, wherever that is."""
+        count = len(group.rows)
+        found = await self._halved(group, 0, count, steps.run)
         if found is None:
-            pool.settle(0, np.zeros(count, bool))
+            self._rows.settle(group, 0, np.zeros(count, bool))
         else:
-            *following, goes_on = found
-            _deliver(pool.advance(following, goes_on))
+            self._advance(group, found)
 
-    async def _computed(
-        self, shared: SharedLoop, pool: PoolRows[PooledActivation], plan: Plan, first: int, end: int
+    def _advance(self, group: RowGroup[PooledActivation], found: list[Array]) -> None:
+        *following, goes_on, made = found
+        self._batches.count_call(self.shared, len(group.rows), calls=int(made))
+        self._deliver(self._rows.advance(group, following, goes_on, int(made)))
+
+    async def _halved(
+        self,
+        group: RowGroup[PooledActivation],
+        first: int,
+        end: int,
+        compute: Callable[[list[Array]], Awaitable[list[Array]]],
     ) -> list[Array] | None:
         """Values for a range of rows; None if there are none for any of them.
 
@@ -111,56 +254,106 @@ class Pools:
         one fails alone, and has zeros, by which it does not go on.
         """
         try:
-            return await self._batches.compute(plan, pool.inputs(first, end))
+            return await compute(group.inputs(first, end))
         except Exception as error:
-            if end - first == 1 or not shared.is_repeatable:
-                for activation in pool.rows[first:end]:
-                    _fail(activation, error)
+            if end - first == 1 or not self.shared.is_repeatable:
+                self._end(group.rows[first:end], error)
                 return None
         middle = (first + end) // 2
-        halves = [(at, await self._computed(shared, pool, plan, at, to)) for at, to in ((first, middle), (middle, end))]
+        halves = [(at, await self._halved(group, at, to, compute)) for at, to in ((first, middle), (middle, end))]
         known = next((values for _, values in halves if values is not None), None)
         if known is None:
             return None
-        whole = [np.zeros((end - first, *value.shape[1:]), value.dtype) for value in known]
-        for at, values in halves:
-            for rows, value in zip(whole, values or (), strict=False):
-                rows[at - first : at - first + len(value)] = value
+        whole = [np.zeros((end - first, *value.shape[1:]), value.dtype) if value.ndim else value for value in known]
+        for at, found in halves:
+            for rows, value in zip(whole, found or (), strict=False):
+                if rows.ndim:
+                    rows[at - first : at - first + len(value)] = value
         return whole
 
-    def _drop(self, shared: SharedLoop, pool: PoolRows[PooledActivation]) -> None:
-        """Removes who is gone, or has made too many steps."""
-        if self._max_iterations is None and not any(activation.is_gone for activation in pool.rows):
-            return
-        limit = self._max_iterations
-        for row in reversed(range(len(pool.rows))):
-            activation = pool.rows[row]
-            if activation.is_gone:
-                pool.remove(row)
-            elif limit is not None and pool.steps - activation.since >= limit:
-                _fail(pool.remove(row), TooManyIterations(LoopIdentity(shared.label), limit))
+    def _end_endless(self) -> None:
+        """Ends those that have made too many steps."""
+        limit, rows = self._pools.max_iterations, self._rows
+        assert limit is not None
+        endless = rows.remove_where(lambda activation: rows.steps - activation.since >= limit)
+        for activation in endless:
+            self._end([activation], TooManyIterations(LoopIdentity(self.shared.label), limit))
+        self._next_limit = limit + min((activation.since for activation in rows.everybody()), default=rows.steps)
 
+    def _deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
+        ended.reverse()
+        while ended:  # and nobody's results are kept until others have used theirs
+            self._tell(*ended.pop())
 
-def _deliver(ended: Sequence[tuple[PooledActivation, list[Array]]]) -> None:
-    for activation, results in ended:
-        if not activation.done.done():
-            activation.done.set_result(results)
-
-
-def _fail(activation: PooledActivation, error: Exception) -> None:
-    if not activation.done.done():
+    def _end(self, activations: Sequence[PooledActivation], error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        activation.done.set_exception(cause)
+        for activation in activations:
+            self._tell(activation, cause)
+
+    def _tell(self, activation: PooledActivation, outcome: Sequence[Array] | Exception) -> None:
+        if not (activation.is_gone or activation.is_called):
+            activation.outcome = outcome
+            del outcome
+            with self.lock:
+                self.call(activation)
+            self.wake_called()
 
 
-async def _gather(shared: SharedLoop, inputs: tuple[Array, ...]) -> Sequence[Array]:
+class Pools:
+    """The pools of a session in which somebody is.
+
+    Args:
+        runs: of the session.
+        batches: likewise.
+        max_iterations: of any loop; None for no limit.
+        is_watched: rows carry the number of their owner.
+    """
+
+    def __init__(self, runs: RunsSteps, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
+        self.runs = runs
+        self.batches = batches
+        self.max_iterations = max_iterations
+        self.is_watched = is_watched
+        self._pools: dict[Hashable, LoopPool] = {}
+        self._code: WeakKeyDictionary[SharedLoop, _Code] = WeakKeyDictionary()
+
+    def join(self, shared: SharedLoop, inputs: tuple[Array, ...]) -> PooledActivation:
+        """The place in line of one activation, whose results are its last loop variables."""
+        key = (shared, *common_values(shared.has_rows, inputs))
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = LoopPool(self, key, shared)
+            self.batches.beside(pool.drive())
+        activation = PooledActivation(pool, inputs)
+        pool.join(activation)
+        return activation
+
+    async def code_of(self, shared: SharedLoop) -> _Code:
+        """The compiled form of a loop."""
+        code = self._code.get(shared)
+        if code is None:
+            check, many, one = [await self.batches.plan_of(each) for each in (shared.check, shared.steps, shared.alone)]
+            code = _Code(check, _Steps(self.runs, many, is_one=False), _Steps(self.runs, one, is_one=True))
+            self._code[shared] = code
+        return code
+
+    def clear(self) -> None:
+        """Forgets the plans: the session has closed."""
+        self._code.clear()
+
+    def forget(self, key: Hashable) -> None:
+        """Nobody is in a pool any more."""
+        del self._pools[key]
+
+
+def _gather(shared: SharedLoop, inputs: tuple[Array, ...]) -> Value:
     part = current_part()
     assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
     pools = part.owner.batches.pools
     assert pools is not None
-    return await pools.join(shared, inputs)
+    return pools.join(shared, inputs)
 
 
 install_pool_gatherer(_gather)
 
-__all__ = ["Pools"]
+__all__ = ["LoopPool", "PooledActivation", "Pools"]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from asyncflow.compiler.lowering.single_call import find_single_call
 from asyncflow.compiler.program.request import tell_watchers
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.runtime.observer import start_observed
@@ -21,7 +22,7 @@ from asyncflow.runtime.run.cuts import Cuts
 from asyncflow.runtime.run.memory_turns import MemoryTurns
 from asyncflow.runtime.run.pools import Pools
 from asyncflow.runtime.run.run import Run
-from asyncflow.runtime.run.single_call import quiet_context, run_single_call
+from asyncflow.runtime.run.single_call import CountedCall, quiet_context, run_single_call
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.values.copies import CopyThread
@@ -101,7 +102,7 @@ class Runs:
         """Runs are on this event loop from now on."""
         self._turn = Turn(loop)
         self.batches = self._turn.batches = Batches(self._turn, self, self._options.seed or 0)
-        self.batches.pools = Pools(self.batches, self._options.max_iterations)
+        self.batches.pools = Pools(self, self.batches, self._options.max_iterations, is_watched=self._options.debug)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -414,8 +415,19 @@ class Runs:
         assert self._turn is not None
         if plan.single_call is None:
             return None
-        found = self._run_single_call(plan, plan.single_call, list(values), None, self._turn.loop.time())
+        found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0)
         return cast("list[Array] | None", found)
+
+    def counted_call(self, plan: Plan) -> CountedCall | None:
+        """The steps of a pooled loop as calls; None if they need the scheduler."""
+        devices = list(self._devices.values())
+        call = None if self._options.debug else find_single_call(plan.partitions, devices, may_loop=True)
+        return None if call is None else CountedCall(call, self._devices[plan.partitions[0].device], self._quiet)
+
+    def may_call(self, plan: Plan) -> bool:
+        """Whether a body may be computed here and now, as far as other runs are concerned."""
+        is_held_up = self._atomic.claims and self._atomic.holds_up(plan.states)
+        return self.closed is None and not is_held_up and current_trace() is None
 
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values of a body: a part of the runs that it computes for, also while these are drained."""

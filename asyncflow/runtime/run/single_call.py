@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextvars import Context
+from math import inf
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.devices.protocol import Device
-    from asyncflow.values import Value
+    from asyncflow.values import Array, Value
 
 _MOST_ELEMENTS = 1 << 16
 """Beside a kernel on more of them, what the executor costs is nothing."""
@@ -72,6 +73,48 @@ def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Seq
         failure = as_kernel_error(error, node, "", inputs, device.name)
         raise failure from failure.__cause__
     return results
+
+
+class CountedCall:
+    """A single call that makes as many steps as it is told, and so takes as long as whoever calls it wants.
+
+    Args:
+        call: whose first feed is that number, and whose last result is how many steps were made.
+        device: where it runs.
+        quiet: a context without floating-point warnings.
+    """
+
+    def __init__(self, call: SingleCall, device: Device, quiet: Context) -> None:
+        self._call, self._device, self._quiet = call, device, quiet
+
+    def expected_ns(self, size: int) -> float:
+        """How long a step on so many elements takes; infinite if that was never measured."""
+        cost = self._call.node.cost
+        return inf if cost is None else cost.predict_ns(size)
+
+    def __call__(self, feeds: Sequence[Value], size: int) -> list[Array]:
+        """The fetched values for these fed ones, of so many elements.
+
+        Raises:
+            KernelError: a kernel failed.
+            OutOfMemoryError: its results pass the device's limit.
+        """
+        node, memory = self._call.node, self._device.memory
+        inputs = self._call.inputs(feeds)
+        started = perf_counter_ns()
+        try:
+            output = self._quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
+            if node.region is not None and node.region.is_generator:
+                output = self._quiet.run(_outputs, output)
+            taken_ns = perf_counter_ns() - started
+            results = cast("list[Array]", self._call.results(output))
+            for value in results if memory.limit is not None else ():
+                memory.track(value, node.name)
+        except BaseException as error:
+            failure = as_kernel_error(error, node, "", inputs, self._device.name)
+            raise failure from failure.__cause__
+        node.cost.observe(size, taken_ns // max(int(results[-1]), 1))
+        return results
 
 
 def _outputs(region: Generator[object, int | None, Value]) -> Value:

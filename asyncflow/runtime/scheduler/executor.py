@@ -374,7 +374,8 @@ class Executor:
             )
         if node.waits_in_line:
             began = 0 if self.recorder is None else self.recorder.now()
-            result = node.kernel(*inputs)  # type: ignore[misc]
+            # In the run's context, as a pooled loop asks whose activation it is.
+            result = self.run.context.run(node.kernel, *inputs)  # type: ignore[arg-type]
             if isinstance(result, PlaceInLine):
                 if self._waits is None:
                     self._waits = Waits(self)

@@ -1,7 +1,7 @@
 """The firings of one executor that wait in lines of states, such as queues: no task, and no thread, waits for them.
 
 A firing that is called goes on at once, on the stack of whoever made that so; what comes of it is done in the
-next turn.
+next turn, unless that is outside of all firings.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ class Waits:
                     return
                 waiting = self._ended(place, result, "ok")
                 executor.complete(waiting.node, waiting.iteration, waiting.inputs, result)
-            self._go_on()
+                del result, waiting  # the run may need their memory
+            if place.is_called_outside:
+                executor.go_on()
+            else:
+                self._go_on()
         except BaseException as error:
             executor.broken(error)
 

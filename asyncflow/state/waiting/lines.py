@@ -28,7 +28,10 @@ class PlaceInLine:
     Attributes:
         what: is waited for, for people, such as ``dequeue_many(64) of queue 'q'``.
         finish: makes the result of what the state gives.
+        is_called_outside: it is called by what is no firing, so that a firing may go on there and then.
     """
+
+    is_called_outside = False
 
     __slots__ = ("finish", "is_called", "state", "wake", "what")
 
