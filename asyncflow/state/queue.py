@@ -164,12 +164,13 @@ class QueueState(LinedState):
         place: QueuePlace | None = None
         taken: list[Element] = []
         with self.lock:
-            self.check()
+            if self.ended is not None:
+                self.check()
             if self._takers or not self._may_take(count, or_fewer):
                 place = QueuePlace(self, what, finish, count, or_fewer=or_fewer)
                 self._takers.append(place)
             else:
-                taken = self._taken(count, or_fewer, what)
+                taken = self._taken(count, or_fewer, what) if self.is_closed else self.elements.remove(count)
             if self._putters:
                 self._settle()
         if self.to_wake:

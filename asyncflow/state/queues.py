@@ -508,6 +508,8 @@ def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
 
 
 def _element(values: Sequence[Nest]) -> Element:
+    if len(values) == 1 and not isinstance(values[0], np.ndarray):
+        return tuple(values)
     return tuple([immutable(value) if isinstance(value, np.ndarray) else value for value in values])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.compiler.stages import regions_made
 from tests.conformance.gates import Gate, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 INT = af.spec("int64", ())
 
@@ -121,6 +122,50 @@ def test_what_needs_no_barrier_does_not_wait_for_one(graph: af.Graph, x: af.Tens
     beside = -(x * 2)
     behind = -(answer + beside)
     assert members(regions_made(graph, [behind, beside])) == ["multiply negative", "add negative_1"]
+
+
+Build = Callable[[af.Queue, af.Variable], af.Tensor]
+
+
+def looping(body: Callable[..., Any], **options: Any) -> af.Tensor:
+    """A loop that adds up what its body gives."""
+    loop = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + body(i)), (0, 0), name="loop", **options)
+    return loop[1]
+
+
+def and_then(*nodes: Any) -> af.Tensor:
+    with af.control_dependencies(nodes):
+        return af.constant(0) + 0
+
+
+WAITING: dict[str, tuple[bool, Build]] = {
+    "takes": (True, lambda q, v: looping(lambda i: q.dequeue())),
+    "puts": (True, lambda q, v: looping(lambda i: and_then(q.enqueue(i)))),
+    "takes and computes": (True, lambda q, v: looping(lambda i: af.cond(i > 1, lambda: i, lambda: -i) * q.dequeue())),
+    "puts and takes": (False, lambda q, v: looping(lambda i: and_then(q.enqueue(i)) + q.dequeue())),
+    "takes at times": (False, lambda q, v: looping(lambda i: af.cond(i > 1, q.dequeue, lambda: i))),
+    "takes and writes": (False, lambda q, v: looping(lambda i: q.dequeue() + v.assign_add(i))),
+    "takes in an inner loop": (False, lambda q, v: looping(lambda i: looping(lambda k: q.dequeue()))),
+    "takes many": (False, lambda q, v: looping(lambda i: af.sum(q.dequeue_many(10**6)))),
+    "asks": (False, lambda q, v: looping(lambda i: ask(q.dequeue()))),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_loop_that_waits_in_turn_is_a_region_by_itself(graph: af.Graph, x: af.Tensor, name: str) -> None:
+    """One that would hold up anything while it waits is none, and nothing else joins it."""
+    is_region, build = WAITING[name]
+    total = build(af.FIFOQueue(10, INT, name="q"), af.Variable(0, name="v"))
+    made = regions_made(graph, [-(x * 2), -(total + 1)])
+    assert members(made) == ["multiply negative", *["loop"] * is_region, "add negative_1"]
+
+
+@pytest.mark.parametrize(("parallel_iterations", "expected"), [(1, ["loop"]), (32, [])])
+def test_unordered_iterations_do_not_wait_in_turn(parallel_iterations: int, expected: list[str]) -> None:
+    queue = af.FIFOQueue(10, INT, name="q")
+    with af.Graph(effects="unordered") as graph:
+        total = looping(lambda i: queue.dequeue(), parallel_iterations=parallel_iterations)
+    assert members(regions_made(graph, [total])) == expected
 
 
 def test_a_region_is_convex(graph: af.Graph, x: af.Tensor) -> None:

@@ -16,7 +16,7 @@ import pytest
 import asyncflow as af
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import assert_baseline
-from tests.faults.kernels import INT, raising, ticks
+from tests.faults.kernels import INT, raising, ticks, until
 from tests.patience import PATIENCE_S
 
 Run = Callable[..., Awaitable[Any]]
@@ -320,3 +320,82 @@ async def test_a_trace_shows_who_waits(session: af.Session, graph: af.Graph) -> 
     assert [firing.status for firing in firings] == ["ok", "ok", "cancelled"]
     assert firings[0].stream == "async"
     assert firings[0].awaiting_ns >= firings[0].computing_ns == 0
+
+
+# -- loops that wait as a whole ----------------------------------------------------------------------------------------
+
+
+def _filling(queue: af.Queue, n: Any) -> af.Tensor:
+    def body(i: Any) -> Any:
+        queue.enqueue(i)
+        return i + 1
+
+    return af.while_loop(lambda i: i < n, body, (0,), name="fill")[0]
+
+
+def _draining(queue: af.Queue, n: Any) -> af.Tensor:
+    return af.while_loop(lambda i, s: i < n, lambda i, s: (i + 1, s * 3 + queue.dequeue()), (0, 0), name="drain")[1]
+
+
+@pytest.mark.parametrize("end", ["timeout", "cancel", "failure", "close"])
+async def test_f18_a_loop_that_waits_is_stopped(session: af.Session, graph: af.Graph, end: str) -> None:
+    """FAULTS F18: what it had put in is there, it has put in nothing more, and whoever comes next is served."""
+    queue = af.FIFOQueue(3, INT, name="q")
+    fill = _filling(queue, 10)
+    if end == "timeout":
+        with pytest.raises(af.DeadlineExceeded, match=r"fill/body/q/enqueue: enqueue of queue 'q' \(3 of 3 elements"):
+            await session.run(fill, timeout=0.05)
+    elif end == "failure":
+        with pytest.raises(SystemExit):
+            await session.run((fill, raising(SystemExit, on_thread=True)(1)))
+    else:
+        task = asyncio.ensure_future(session.run(fill))
+        await until(lambda: queue.size_nowait() == 3)
+        await ticks(3)
+        if end == "cancel":
+            task.cancel()
+        else:
+            queue.close_nowait(cancel_pending=True)
+        with pytest.raises(asyncio.CancelledError if end == "cancel" else af.QueueClosedError):
+            await task
+    assert_baseline(session)
+    puts = [] if end == "close" else [asyncio.ensure_future(queue.put(7))]
+    assert [int(x) for x in await queue.get_many(3)] == [0, 1, 2]
+    await asyncio.gather(*puts)
+    assert [int(await queue.get()) for _ in puts] == [7] * len(puts)
+    assert queue.size_nowait() == 0
+
+
+async def test_f18_loops_cancelled_in_each_pass_of_the_loop(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F18: one that drains, whenever the cancel comes, has taken from the front, and the next goes on there."""
+    queue = af.FIFOQueue(2, INT, name="q")
+    fill, drain = _filling(queue, 40), _draining(queue, 10**6)
+    for passes in range(6):
+        draining = asyncio.ensure_future(session.run(drain))
+        filling = asyncio.ensure_future(session.run(fill))
+        await ticks(passes)
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+        left = []
+        while not filling.done() or queue.size_nowait():
+            left += [int(x) for x in await queue.get_up_to(queue.size_nowait())] if queue.size_nowait() else []
+            await asyncio.sleep(0)
+        assert left == list(range(40 - len(left), 40))
+        assert_baseline(session)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 100])
+async def test_loops_of_two_runs_hand_over(session: af.Session, graph: af.Graph, capacity: int) -> None:
+    """Each element in its place, however often the two wait for one another, and whoever begins."""
+    queue = af.FIFOQueue(capacity, INT, name="q")
+    fill, drain = _filling(queue, 30), _draining(queue, 30)
+    expected = 0
+    for k in range(30):
+        expected = expected * 3 + k
+    expected = (expected + 2**63) % 2**64 - 2**63
+    for fetches in ([fill, drain], [drain, fill]):
+        found = await asyncio.gather(*[session.run(fetch) for fetch in fetches])
+        assert sorted(found) == sorted([30, expected])
+    assert await session.run((drain, fill)) == (expected, 30)
+    assert_baseline(session)

@@ -17,6 +17,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.runtime.scheduler import sliced_region
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine
 from tests.conftest import assert_baseline
 from tests.faults.kernels import DEADLINES_S, until
 from tests.patience import PATIENCE_S
@@ -162,6 +163,23 @@ def test_the_budget_starts_again_where_a_loop_begins(clock: Clock) -> None:
     firing.run_slice()
     assert firing.budget == 1
     assert not firing.is_heavy
+
+
+def test_waiting_says_nothing_about_the_budget(clock: Clock) -> None:
+    """Of a slice that ended early, as somebody has to be waited for, nobody knows how many iterations it had."""
+
+    def waiting() -> Generator[Any, int | None, tuple[Any, ...]]:
+        while True:
+            clock.pass_(100)
+            yield PlaceInLine(LinedState(), "a turn", str)
+
+    firing = firing_of(waiting())
+    firing.run_slice()
+    firing.budget = 50
+    for _ in range(5):
+        firing.run_slice()
+        assert firing.place is not None
+        assert firing.budget == 50
 
 
 def test_a_heavy_iteration_is_noticed_at_once(clock: Clock) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from benchmarks.walks import walk_of
 from tests.conftest import OpenSession
 from tests.faults.kernels import until
 
@@ -511,3 +512,26 @@ async def test_rows_put_in_by_a_loop(session: af.Session, graph: af.Graph) -> No
     mapped = af.map_fn(lambda row: row + queue.dequeue(), af.constant([10, 20, 30]))
     await session.run(queue.enqueue_many([1, 2, 3]))
     assert (await session.run(mapped)).tolist() == [11, 22, 33]
+
+
+async def test_a_hand_over_is_a_few_calls() -> None:
+    """Who can be served at once costs neither a task nor a future, and in a loop nothing is interpreted."""
+    queue, count = af.FIFOQueue(1000, INT, name="q"), 200
+    with af.Graph() as graph:
+
+        def fill(i: Any) -> Any:
+            queue.enqueue(i)
+            return i + 1
+
+        filled = af.while_loop(lambda i: i < count, fill, (0,))[0]
+        drained = af.while_loop(lambda i, s: i < count, lambda i, s: (i + 1, s + queue.dequeue()), (0, 0))[1]
+        pairs = [(queue.enqueue(1), queue.dequeue()) for _ in range(count)]
+        with af.control_dependencies([each for put, taken in pairs for each in (put, taken.node)]):
+            last = af.constant(1) + 0
+    async with af.Session(graph) as session:
+        loops = await walk_of(lambda: session.run((filled, drained)))
+        nodes = await walk_of(lambda: session.run(last))
+    assert loops.total() < 10 * count
+    assert nodes.total() < 33 * count
+    for walk in (loops, nodes):
+        assert not [name for name in walk if "granted" in name or "coroutines" in name or "Waits" in name]

@@ -82,8 +82,10 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
 
 def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
     """Whether the node can write its result to a buffer that it is given, and that is worth it."""
+    if not (takes_out(kernel) and node.single):
+        return False
     spec = node.outputs[0].spec
-    return takes_out(kernel) and node.single and is_static(spec.shape) and not is_small_spec(spec)
+    return is_static(spec.shape) and not is_small_spec(spec)
 
 
 def carried_results(

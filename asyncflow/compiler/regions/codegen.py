@@ -4,7 +4,7 @@ Values of rank 0 are NumPy scalars and combine by Python operators, which give t
 ufuncs. Loop variables are local variables. A region with loops is a generator: at every back edge it counts down the
 budget it was given, and yields when that is spent, so that whoever drives it can look at the clock, stop it, or carry
 it on elsewhere. So is one with kernels that may be long, each of which counts too, and one that may have to
-wait for saved values. Any other is a plain function.
+wait, for saved values or in a line. Any other is a plain function.
 
 Errors find their node again through the line of the generated source, and their iteration through the loop counters
 among its locals.
@@ -33,6 +33,7 @@ from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import KernelContext
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.state.waiting.lines import PlaceInLine, claimed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,6 +70,12 @@ _INFIX: dict[Callable[..., object], str] = {
 
 _SILENT = (CONSTANT, PARAMETER, NO_OP)
 """Ops that leave no line in the source."""
+
+_RESERVED = (
+    *("budget", "context", "track", "in_iteration", "must_wait", "lacks", "TooManyIterations", "RowBuffer"),
+    *("PlaceInLine", "claimed"),
+)
+"""Names of the source's own."""
 
 _serial = itertools.count(1)
 
@@ -150,8 +157,7 @@ class _Generator:
     phases: list[Phase] = field(default_factory=list)
 
     def generate(self, name: str) -> RegionCode:
-        reserved = "budget", "context", "track", "in_iteration", "must_wait", "lacks", "TooManyIterations", "RowBuffer"
-        self.taken.update(dict.fromkeys(reserved, 0))
+        self.taken.update(dict.fromkeys(_RESERVED, 0))
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = _KnownNames()
@@ -308,6 +314,8 @@ class _Generator:
             self.line(block, f"{again} must_wait({', '.join(map(self.value, waits))}):")
             self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, out)
+        if node.op.is_async:  # it waits in a line, or would be in no region
+            expression = self.granted(node, expression, block)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:
             self.line(block, expression, node)
@@ -327,6 +335,17 @@ class _Generator:
                 self.checkpoint(block)
         elif may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)
+
+    def granted(self, node: Node, expression: str, block: _KnownNames) -> str:
+        """The variable that holds what a state gives; while that is a place in line, the function yields it."""
+        self.is_generator = True
+        self.bound.update(PlaceInLine=PlaceInLine, claimed=claimed)
+        found = self.fresh(node.name, "found")
+        self.line(block, f"{found} = {expression}", node)
+        self.line(block, f"while isinstance({found}, PlaceInLine):")
+        self.line(block.deeper(), f"budget = yield {found}")
+        self.line(block.deeper(), f"{found} = claimed({found})", node)
+        return found
 
     def checkpoint(self, block: _KnownNames) -> None:
         """A place where whoever drives the function may stop it."""

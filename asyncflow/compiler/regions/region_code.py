@@ -59,7 +59,7 @@ class RegionCode:
     Attributes:
         function: takes the region's inputs (after a `KernelContext`, if `needs_context`) and gives the tuple of its
             outputs; or, if `is_generator`, a generator that does, and is sent its budget of iterations and of kernels
-            that may be long.
+            that may be long. It yields a place in line until that may be claimed.
         source: its text.
         filename: under which tracebacks show it.
         places: line number to place.

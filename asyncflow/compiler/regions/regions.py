@@ -14,7 +14,8 @@ What is before a node grows along every edge, and what is behind it shrinks, so 
 have the same before and behind. No barrier or crossing is then on the cycle, it stays in one lane, and all its nodes
 are in one cluster: regions never wait for each other in a circle, whatever the lanes are.
 
-Loops that stay primitives get regions inside their bodies, so their iterations still overlap.
+Loops that stay primitives get regions inside their bodies, so their iterations still overlap. One kind of loop that
+waits is a region by itself, and a barrier to all others: see `waits_in_turn`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_st
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
+from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.join_regions import Body, RegionCosts, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
@@ -38,6 +40,7 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
+from asyncflow.graph.resource import waits_in_line
 from asyncflow.graph.structured import StructuredNode, WhileNode
 
 _LARGEST = 400
@@ -120,6 +123,23 @@ def is_compilable(node: Node) -> bool:
     return node.op in (PARAMETER, CONSTANT) or (node.op.kernel is not None and not node.op.is_async)
 
 
+def waits_in_turn(node: WhileNode) -> bool:
+    """Whether a loop may wait as a whole, because of one node in its body, such as a dequeue.
+
+    The node's firings follow one another anyway, and the loop does nothing else that anybody could see meanwhile. What
+    it computes is small, so there is no work that could go on.
+    """
+    if node.graph.effects != "ordered" and node.parallel_iterations > 1:
+        return False
+    inside = [inner for body in node.subgraphs for inner in body.walk()]
+    others = [inner for inner in inside if not (inner.graph is node.body and waits_in_line(inner))]
+    return (
+        len(inside) == len(others) + 1
+        and all(inner.op.effects is None and (inner.subgraphs or is_compilable(inner)) for inner in others)
+        and all(is_small_spec(tensor.spec) for inner in inside for tensor in (*inner.inputs, *inner.outputs))
+    )
+
+
 def _nesting(node: Node) -> int:
     inside = [_nesting(inner) for body in node.subgraphs for inner in body.nodes]
     return 1 + max(inside, default=0) if node.subgraphs else 0
@@ -141,8 +161,11 @@ class _Clustering:
             return
         lanes = {node: self.lane(node) for node in graph.nodes}
         joins = {node for node in graph.nodes if self.may_join(node, lanes[node])}
+        alone = set[Node]()
         for node in graph.nodes:
-            if node not in joins:
+            if isinstance(node, WhileNode) and node not in joins and self.may_be_alone(node, lanes[node]):
+                alone.add(node)
+            elif node not in joins:
                 self.cluster_bodies(node)
         barriers = [node for node in graph.nodes if node not in joins and self.is_barrier(node, lanes[node])]
         if len(barriers) > _MOST_BARRIERS:
@@ -151,7 +174,7 @@ class _Clustering:
         keys = _keys(graph, barriers, crossings)
         clusters: dict[Hashable, list[Node]] = {}
         for node in graph.nodes:
-            if node in joins and node.op is not PARAMETER and not is_everywhere(node):
+            if (node in joins or node in alone) and node.op is not PARAMETER and not is_everywhere(node):
                 clusters.setdefault((lanes[node], keys[node]), []).append(node)
         cut = [part for cluster in clusters.values() for part in _cut(cluster)]
         chosen = [part for part in self.joined(body, cut, lanes) if _worthwhile(part)]
@@ -207,6 +230,15 @@ class _Clustering:
             and lane.device not in self.asynchronous
             and is_compilable(node)
             and (lane.device not in self.enqueuing or self.never_waits(node))
+            and _nesting(node) <= _DEEPEST
+        )
+
+    def may_be_alone(self, node: WhileNode, lane: ComputeStream | None) -> bool:
+        return (
+            lane is not None
+            and lane.device not in self.asynchronous
+            and lane.device not in self.enqueuing
+            and waits_in_turn(node)
             and _nesting(node) <= _DEEPEST
         )
 

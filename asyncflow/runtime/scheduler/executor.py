@@ -345,8 +345,8 @@ class Executor:
 
     def waiting(self) -> list[str]:
         """A line for each firing that waits for others, for messages."""
-        found = [] if self._waits is None else self._waits.describe()
-        return found + ([] if self._coroutines is None else self._coroutines.describe())
+        kinds = (self._waits, self._regions, self._coroutines)
+        return [line for kind in kinds if kind is not None for line in kind.describe()]
 
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
@@ -487,6 +487,13 @@ class Executor:
             self.check_quiet()
         elif not self.is_driven:  # else it goes on anyway
             self.run.turn.drive_now(self)
+
+    def go_on_later(self) -> None:
+        """As `go_on`, but in the next turn: the caller may be in the middle of another run, and deep in it."""
+        if self.stopped:
+            self.check_quiet()
+        elif not self.is_driven:
+            self.run.turn.enqueue(self)
 
     # -- ending --------------------------------------------------------------------------------------------------
 

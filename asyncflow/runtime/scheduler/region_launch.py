@@ -6,12 +6,14 @@ On an asynchronous device a slice launches, and the device decides whether it go
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 from asyncflow.runtime.scheduler.threads import goes_to_a_thread, submit
+from asyncflow.state.waiting.awaiting import wake_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,19 +32,27 @@ class Regions:
         suspended: those that go on when nothing else is ready.
     """
 
-    __slots__ = ("_executor", "suspended")
+    __slots__ = ("_executor", "_waiting", "suspended")
 
     def __init__(self, executor: Executor) -> None:
         self.suspended: deque[SlicedRegion] = deque()
+        self._waiting: dict[SlicedRegion, None] = {}
         self._executor = executor
 
     def stop(self) -> Iterator[BaseException]:
-        """Ends those that are suspended; what they raised."""
+        """Ends those that are suspended, or wait; what they raised."""
+        self._executor.in_flight -= len(self._waiting)
+        self.suspended.extend(self._waiting)
+        self._waiting.clear()
         while self.suspended:
             try:
-                self.suspended.popleft().generator.close()
+                self.suspended.popleft().close()
             except BaseException as error:
                 yield error
+
+    def describe(self) -> list[str]:
+        """A line for each that waits in a line, for messages."""
+        return [firing.describe() for firing in self._waiting]
 
     def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Starts a firing: on a thread if it is known to hold one for long."""
@@ -72,7 +82,7 @@ class Regions:
                     if firing.lacks_memory:
                         executor.lacks_memory = True
                         break
-                    if device is not None:
+                    if firing.place is not None or device is not None:
                         break  # the throttle decides whether to go on
                     if firing.is_heavy or firing.is_waiting:  # looked at first: a heavy slice ends behind the deadline
                         self._record_part(firing, "inline", began, now)
@@ -86,14 +96,35 @@ class Regions:
                 firing.learn()
             else:
                 executor.record_spans(firing.spans, device, node, iteration, ended.value)
-            executor.complete(node, iteration, firing.inputs, ended.value)
+            if not executor.stopped:  # by somebody who was woken
+                executor.complete(node, iteration, firing.inputs, ended.value)
         except BaseException as error:
             self._record_part(firing, "inline", began, perf_counter_ns(), status="error")
             executor.kernel_failed(error, node, iteration, firing.inputs)
         else:
             if device is None:
                 self._record_part(firing, "inline", began, now)
+            self._put_back(firing)
+
+    def _put_back(self, firing: SlicedRegion) -> None:
+        """One that has stopped goes on later: in its turn or, with neither a task nor a thread, once it is called."""
+        executor = self._executor
+        if executor.stopped:
+            firing.close()
+        elif firing.place is None:
             self.suspended.append(firing)
+        else:
+            self._waiting[firing] = None
+            executor.in_flight += 1
+            wake_on(executor.run.turn.loop, firing.place, partial(self._wake, firing))
+
+    def _wake(self, firing: SlicedRegion) -> None:
+        executor = self._executor
+        if firing in self._waiting and not executor.run.is_stopped:  # else what is there is for others
+            del self._waiting[firing]
+            executor.in_flight -= 1
+            self.suspended.append(firing)
+            executor.go_on_later()
 
     def _on_stream(self, firing: SlicedRegion) -> None:
         executor, node, iteration = self._executor, firing.node, firing.iteration
@@ -101,10 +132,9 @@ class Regions:
         def take(result: object, error: BaseException | None, times: Times) -> None:
             status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
             self._record_part(firing, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
-            if error is None and firing.lacks_memory:  # which is not for a thread to wait for
-                executor.lacks_memory = True
-                if not executor.stopped:
-                    self.suspended.append(firing)
+            if error is None and (firing.lacks_memory or firing.place is not None):  # not for a thread to wait for
+                executor.lacks_memory |= firing.lacks_memory
+                self._put_back(firing)
             elif error is None and not executor.stopped:
                 firing.learn(times.computed_ns)
                 executor.complete(node, iteration, firing.inputs, result)

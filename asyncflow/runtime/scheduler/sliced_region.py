@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.working_set import WorkingSet
+from asyncflow.state.waiting.lines import PlaceInLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -60,7 +61,7 @@ class SlicedRegion:
     node: PlanNode
     iteration: Iteration
     inputs: Sequence[Value]
-    generator: GeneratorType[bool | WorkingSet | None, int | None, tuple[Value, ...]]
+    generator: GeneratorType[bool | WorkingSet | PlaceInLine | None, int | None, tuple[Value, ...]]
     spans: Spans | None = None
     """What an asynchronous device records of it; None if the run is not traced."""
     clock: Callable[[], int] | None = None
@@ -73,6 +74,8 @@ class SlicedRegion:
     """It has stopped before it waits for a saved value, which is for a thread."""
     lacks_memory: bool = field(default=False, init=False)
     """It has stopped before an iteration for which memory is short."""
+    place: PlaceInLine | None = field(default=None, init=False)
+    """Where it has stopped until it is called."""
     is_suspect: bool = field(init=False)
     """An earlier slice may have, in this firing or the one before."""
     is_unsettled: bool = field(default=False, init=False)
@@ -134,9 +137,13 @@ class SlicedRegion:
         now = clock()
         begins_loop = why is True
         self.is_waiting, self.lacks_memory = why is False, isinstance(why, WorkingSet)
+        self.place = why if isinstance(why, PlaceInLine) else None
         self._note_phase(before, now)
         taken, spent = self._take_time(before, now, busy_ns)
         self.is_watched = (self.is_suspect and not self.is_proved) or begins_loop
+        if self.place is not None:
+            self.budget = spent  # at most: nobody knows
+            return now
         # What iterations took so far says nothing about those of another loop.
         self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
         return now
@@ -210,13 +217,26 @@ class SlicedRegion:
         try:
             while not is_stopped():
                 self.run_slice()
-                if self.lacks_memory:
+                if self.lacks_memory or self.place is not None:
                     return ()
         except StopIteration as ended:
             outputs: tuple[Value, ...] = ended.value
             return outputs
-        self.generator.close()
+        self.close()
         raise Stopped
+
+    def close(self) -> None:
+        """Gives up."""
+        if self.place is not None:
+            self.place.leave()
+        self.generator.close()
+
+    def describe(self) -> str:
+        """Says what it waits for, for messages."""
+        frame, code = self.generator.gi_frame, self.node.region
+        assert self.place is not None and frame is not None and code is not None
+        source = code.places[frame.f_lineno + 1].node  # behind the yield it is claimed
+        return f"{source.name}: {self.place.describe()}\n    built at {source.location}"
 
 
 def size_of(values: Iterable[Value]) -> int:

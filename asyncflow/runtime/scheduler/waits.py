@@ -66,7 +66,7 @@ class Waits:
             if place.is_called_outside:
                 executor.go_on()
             else:
-                self._go_on()
+                executor.go_on_later()
         except BaseException as error:
             executor.broken(error)
 
@@ -77,14 +77,6 @@ class Waits:
             node, iteration, _, started = waiting
             executor.recorder.firing(node, iteration, "async", started, executor.run.turn.clock(), result, status)
         return waiting
-
-    def _go_on(self) -> None:
-        # Not here: this may be in the middle of another run, and deep in it.
-        executor = self._executor
-        if executor.stopped:
-            executor.check_quiet()
-        elif not executor.is_driven:
-            executor.run.turn.enqueue(executor)
 
     def leave(self) -> None:
         """Gives up all places: the run is being stopped, and whoever stops it looks whether it is quiet then."""

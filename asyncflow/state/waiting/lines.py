@@ -78,6 +78,12 @@ class PlaceInLine:
         return f"{self.what} ({self.state.describe()})"
 
 
+def claimed(place: PlaceInLine) -> Value | PlaceInLine:
+    """The result of a place that was called; itself, if it has to be waited for after all."""
+    result = place.claim()
+    return place if result is NOT_YET else result
+
+
 class LinedState:
     """A state that some wait for. Every change is one step under the lock, on whichever thread.
 
@@ -163,4 +169,4 @@ class LinedState:
         self.to_wake.clear()
 
 
-__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "lined_states"]
+__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "claimed", "lined_states"]
