@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +15,9 @@ import asyncflow as af
 from asyncflow.compiler.program.extract import extract
 from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.compiler.regions import regions as regions_module
-from asyncflow.compiler.regions.regions import Region, is_compilable, make_regions
+from asyncflow.compiler.regions.regions import Region, is_compilable, make_regions, waits_in_turn
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.structured import WhileNode
 from tests.compiler.stages import regions_made
 from tests.conformance.gates import Gate, settle
 
@@ -158,6 +160,14 @@ def test_a_loop_that_waits_in_turn_is_a_region_by_itself(graph: af.Graph, x: af.
     total = build(af.FIFOQueue(10, INT, name="q"), af.Variable(0, name="v"))
     made = regions_made(graph, [-(x * 2), -(total + 1)])
     assert members(made) == ["multiply negative", *["loop"] * is_region, "add negative_1"]
+
+
+def test_iterations_that_wait_in_a_pool_do_so_at_once(graph: af.Graph) -> None:
+    def pooled(x: Any) -> af.Tensor:
+        return af.while_loop(lambda i: i < x, lambda i: i + 1, (np.int64(0),), pool=af.Pool(4))[0]
+
+    loop = looping(pooled).node
+    assert isinstance(loop, WhileNode) and not waits_in_turn(loop)
 
 
 @pytest.mark.parametrize(("parallel_iterations", "expected"), [(1, ["loop"]), (32, [])])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +100,27 @@ def test_one_number_is_the_first_of_a_fresh_generator(name: str, tag: tuple[int,
         if len(tag) == 1 and name == "uniform":
             counter, key = np.array([0, 3, 1, *tag], np.uint64), np.array([2**64 - 2, 7], np.uint64)
             assert number == np.random.Generator(np.random.Philox(counter=counter, key=key)).random()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "uint32", "int64", "uint64"])
+def test_one_integer_is_that_of_a_generator(dtype: str) -> None:
+    """Of any bounds, those among which some words are drawn again included."""
+    chance, kind = Random(dtype), np.dtype(dtype)
+    bounds = np.iinfo(kind)
+    make = random.INTEGERS.kernel
+    assert make is not None
+    for run in range(300):
+        span = chance.choice((1, 2, 3, 100, 2**31 - 1, 2**31 + chance.randrange(2**30), 2**32 - 2, 2**32, 2**40))
+        low = chance.choice((0, int(bounds.min), 5))
+        if low + span > min(bounds.max + 1, 2**63 - 1):
+            continue
+        seed = chance.randrange(2**63)
+        fresh = np.random.Generator(np.random.Philox(key=[3, seed], counter=[0, run, 1, 0]))
+        expected = fresh.integers(low, low + span, None, kind.type)
+        found = make(np, seed=seed, shape=(), dtype=kind)(
+            KernelContext(3, run, (0,), None), np.int64(low), np.int64(low + span)
+        )
+        assert (found, type(found)) == (expected, type(expected))
 
 
 def test_a_draw_that_fails_spoils_no_other() -> None:

@@ -37,7 +37,7 @@ from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.resource import waits_in_line
@@ -132,7 +132,8 @@ def waits_in_turn(node: WhileNode) -> bool:
     if node.graph.effects != "ordered" and node.parallel_iterations > 1:
         return False
     inside = [inner for body in node.subgraphs for inner in body.walk()]
-    others = [inner for inner in inside if not (inner.graph is node.body and waits_in_line(inner))]
+    # What waits without a side effect, such as a pooled loop, waits in all iterations at once.
+    others = [x for x in inside if not (x.graph is node.body and waits_in_line(x) and has_side_effect(x))]
     return (
         len(inside) == len(others) + 1
         and all(inner.op.effects is None and (inner.subgraphs or is_compilable(inner)) for inner in others)
