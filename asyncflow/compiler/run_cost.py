@@ -58,5 +58,9 @@ class RunCost:
         else:
             self.mean_s += _FRESH * (min(taken_s, _FAR * self.mean_s) - self.mean_s)
 
+    def observe_bytes(self, nbytes: int) -> None:
+        """A run needed so many bytes; more than before count at once, fewer by and by."""
+        self.nbytes = max(nbytes, self.nbytes + int(_FRESH * (nbytes - self.nbytes)))
+
 
 __all__ = ["RunCost"]

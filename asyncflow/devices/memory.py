@@ -126,6 +126,7 @@ class MemoryAccount:
         "_exact",
         "_freed",
         "_lap",
+        "_laps",
         "_limit",
         "_live",
         "_lock",
@@ -155,6 +156,7 @@ class MemoryAccount:
         self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
         self._used = 0
         self._peak = self._lap = self.total = 0
+        self._laps: dict[str, int] = {}
         self._stores = 0
         self._exact = 0
         self.advise = str
@@ -185,13 +187,17 @@ class MemoryAccount:
         """The most bytes ever held at a time."""
         return max(self._peak, self._lap)
 
-    def lap(self) -> tuple[int, int]:
-        """The most bytes held at a time since this was asked for last, and those held now."""
+    def lap(self, of: str = "iterations") -> tuple[int, int]:
+        """The most bytes held at a time since this was asked for last, by the same name, and those held now."""
         with self._lock:
             self._settle()
-            most, self._lap = self._lap, self._used
-            self._peak = max(self._peak, most)
-            return most, self._lap
+            self._laps.setdefault(of, 0)
+            for name, most in self._laps.items():
+                self._laps[name] = max(most, self._lap)
+            self._peak = max(self._peak, self._lap)
+            most = self._laps[of]
+            self._lap = self._laps[of] = self._used
+            return most, self._used
 
     def track(self, value: object, label: str = "") -> None:
         """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.

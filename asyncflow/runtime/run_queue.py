@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.run_cost import RunCost
 
 _SHARE = 1 / 8
-"""Of the time, and of the places, that is each line's own."""
+"""Of the time, and of the places, that is each line's own; of the time an equal part, where there are more lines."""
 
 _LEAST_RETRY_S = 0.01
 
@@ -197,6 +197,10 @@ class RunQueue(Generic[R]):
         del self.in_flight[run]
         self._reserved -= run.reserved
 
+    def reserved_by_others(self, run: R) -> int:
+        """Bytes that others in flight count as."""
+        return self._reserved - run.reserved
+
     def learn(self, taken_s: float) -> None:
         """A run took so long; its own cost is told by whoever knows its kind."""
         self._mean_s += (taken_s - self._mean_s) / 8
@@ -216,10 +220,10 @@ class RunQueue(Generic[R]):
             elif not self._has_room(run):
                 return
             else:
-                charge_s = self._charge_s(run)
+                charge_s, share = self._charge_s(run), min(_SHARE, 1 / len(self._lines))
                 for other in self._lines.values():
                     if other is not line:
-                        other.owed_s += charge_s * _SHARE / (1 - _SHARE)
+                        other.owed_s += charge_s * share / (1 - share)
                 line.owed_s = max(0.0, line.owed_s - charge_s)
                 self.withdraw(run)
                 self._start(run, now_s)
@@ -242,8 +246,9 @@ class RunQueue(Generic[R]):
             else:
                 own_s = self._total_s(line.costs_s[: line.index(run)])
         # Each line behind takes its share, and this one gets its own whatever stands before it.
-        before_s = (before_s + own_s) / max(1 - behind * _SHARE, _SHARE)
-        with_share_s = own_s / _SHARE + self._charge_s(run) * (1 / _SHARE - 1)
+        share = min(_SHARE, 1 / len({*self._lines, run.priority}))
+        before_s = (before_s + own_s) / (1 - behind * share)
+        with_share_s = own_s / share + self._charge_s(run) * (1 / share - 1)
         return (left_s + min(before_s, with_share_s)) / self.max_runs
 
     def _charge_s(self, run: R) -> float:

@@ -375,3 +375,61 @@ async def test_a_run_that_never_began_says_nothing_of_its_plan(graph: af.Graph) 
         admission.begin(ticket, plan)
         admission.leave(ticket, is_whole=True)
         assert len(plan.cost.recent_s) == 1
+
+
+async def test_runs_wait_for_as_much_memory_as_their_kind_needed_before(graph: af.Graph) -> None:
+    """Of 1 MB, each needs 400 kB: two at a time once one has run, and a small one beside them."""
+    gate = CoroutineGate()
+    x, number = af.placeholder("float32", (100_000,)), af.placeholder("int64", ())
+    held = x * 2
+    with af.control_dependencies([held]):
+        opened = gate.op(number)
+    with af.control_dependencies([opened]):
+        total = af.sum(held)
+    small = gate.op(number)
+    fed = np.ones(100_000, np.float32)
+    fed.flags.writeable = False
+    async with af.Session(graph, max_runs=8, memory_limit=1_000_000) as session:
+        gate.opened.set()
+        assert await session.run(total, {x: fed, number: 0}) == 200_000
+        assert session.plan(total, [x, number]).cost.nbytes == 400_000
+        gate.opened.clear()
+        runs = [asyncio.create_task(session.run(total, {x: fed, number: k})) for k in range(1, 6)]
+        await until(lambda: len(gate.started) == 3)
+        first = asyncio.create_task(session.run(small, {number: 6}, priority=-1))
+        await until(lambda: len(gate.started) == 4)
+        assert session.statistics()[0:1] + session.statistics()[5:6] == (3, 3)
+        gate.opened.set()
+        assert await asyncio.gather(*runs) == [200_000] * 5
+        assert await first == 6
+        assert session.plan(total, [x, number]).cost.nbytes >= 300_000
+        assert session.statistics().memory["cpu:0"].peak <= 1_000_000
+
+
+async def test_what_is_fed_to_runs_that_wait_is_limited(program: Program) -> None:
+    """By its bytes; those that start at once need no place."""
+    with program.graph:
+        fed = af.placeholder("float32", (None,))
+        with af.control_dependencies([program.slow]):
+            total = af.sum(fed)
+
+    def ask(session: af.Session, count: int, value: Any = None) -> Any:
+        return session.run(total, {program.x: 1, fed: np.ones(count, np.float32) if value is None else value})
+
+    async with af.Session(max_runs=1, max_queued_bytes=1000) as session:
+        async with in_flight(ask(session, 1000), lambda: program.gate.started) as first:
+            second = asyncio.create_task(ask(session, 200))
+            await until(lambda: session.statistics().queued)
+            assert session.statistics().queued_bytes == 808
+            for value in (np.ones(100, np.float32), [1.0] * 100, tuple([1.0] * 100)):
+                with pytest.raises(af.OverloadedError, match=r"as 1 do \(max_queued_bytes=1000, of 808 \+ [48]08\)"):
+                    await ask(session, 0, value)
+            third = asyncio.create_task(ask(session, 10))
+            await until(lambda: session.statistics().queued == 2)
+            assert session.statistics().queued_bytes == 856
+            third.cancel()
+            await asyncio.wait([third])
+            assert session.statistics().queued_bytes == 808
+            program.gate.opened.set()
+            assert [await first, await second] == [1000, 200]
+        assert session.statistics().queued_bytes == 0

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.runtime.session.session_options import SessionOptions
     from asyncflow.values import Value
 
@@ -46,6 +47,7 @@ class Admission:
 
     Args:
         options: of the session.
+        accounts: of the memory of its devices.
 
     Attributes:
         queue: who is in flight, and who waits.
@@ -53,13 +55,16 @@ class Admission:
         late: how many of these because their time was up before their turn.
     """
 
-    def __init__(self, options: SessionOptions) -> None:
+    def __init__(self, options: SessionOptions, accounts: Sequence[MemoryAccount] = ()) -> None:
         assert options.max_runs is not None
         self.queue: RunQueue[AdmissionTicket] = RunQueue(
             options.max_runs, options.max_queued, options.max_queued_bytes, options.memory_limit
         )
         self.refused = 0
         self.late = 0
+        self._accounts = accounts if options.memory_limit is not None else ()
+        self._held: list[int] = []
+        """Bytes of each that are there without runs."""
 
     def apply(
         self, plan: Plan | None, deadline_s: float | None, priority: int = 0, values: Sequence[Value] = ()
@@ -116,6 +121,8 @@ class Admission:
     def begin(self, ticket: AdmissionTicket, plan: Plan) -> None:
         """A run starts: all that it needs is there."""
         ticket.has_begun = True
+        if self._accounts and len(self.queue.in_flight) == 1:
+            self._held = [account.lap("runs")[1] for account in self._accounts]
         self.queue.begin(ticket, plan.cost, asyncio.get_running_loop().time())
 
     def leave(self, ticket: AdmissionTicket, *, is_whole: bool = False) -> None:
@@ -125,6 +132,8 @@ class Admission:
         if ticket not in queue.in_flight:
             queue.withdraw(ticket)
         else:
+            if self._accounts and ticket.has_begun and ticket.cost is not None:
+                ticket.cost.observe_bytes(self._needed(ticket))
             queue.end(ticket)
             cost, taken_s = ticket.cost, now_s - ticket.started_s
             # One that was stopped would have taken longer still.
@@ -133,6 +142,11 @@ class Admission:
                 queue.learn(taken_s)
         if queue.queued:
             self._settle(now_s)
+
+    def _needed(self, ticket: AdmissionTicket) -> int:
+        """Bytes that a run needed of the device on which that was most: what was there beside what others reserve."""
+        most = max(account.lap("runs")[0] - held for account, held in zip(self._accounts, self._held, strict=True))
+        return max(0, most - self.queue.reserved_by_others(ticket))
 
     def counts(self) -> tuple[int, int, int, int]:
         """How many wait, how many were refused, how many of these were late, and what is fed to those that wait."""

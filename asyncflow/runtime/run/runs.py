@@ -82,7 +82,8 @@ class Runs:
         self.in_flight: set[Run] = set()
         self.begun = 0
         self.copies = CopyThread()
-        self.admission = None if options.max_runs is None else Admission(options)
+        accounts = [device.memory for device in devices.values()]
+        self.admission = None if options.max_runs is None else Admission(options, accounts)
         self.memory_turns = None if options.memory_limit is None else MemoryTurns()
         self._devices = devices
         self._plans = plans

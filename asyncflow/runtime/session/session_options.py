@@ -92,8 +92,9 @@ class SessionOptions:
         max_iterations: most iterations of any one loop; None for no limit.
         plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
             graph goes when the graph does.
-        max_runs: most runs in flight at once; others wait their turn. None for no limit. Not counted are runs that need
-            no scheduler, as they are over at once, and those that a run asks for.
+        max_runs: most runs in flight at once; others wait their turn, with a `memory_limit` also for as much memory as
+            runs of their kind needed before. None for no limit. Not counted are runs that need no scheduler, as they
+            are over at once, and those that a run asks for.
         max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
             are refused (`OverloadedError`). None for no limit. Of runs of several priorities (`Session.run`) the less
             important ones give way.

@@ -1,0 +1,321 @@
+"""FAULTS F43-F46, without an event loop: no run is lost, started twice, or waits while there is room, in any order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import asyncflow as af
+from asyncflow.compiler.run_cost import RunCost
+from asyncflow.runtime.run_queue import QueuedRun, RunQueue
+
+
+def cost(taken_s: float = 1.0, nbytes: int = 0) -> RunCost:
+    found = RunCost(nbytes=nbytes)
+    found.observe(taken_s)
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class Caller(QueuedRun):
+    """A run with a caller who may leave before anybody has noticed."""
+
+    left: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        return self.left
+
+
+@dataclass
+class World:
+    """A queue, its runs, and what has become of each."""
+
+    queue: RunQueue[Caller]
+    runs: list[Caller]
+    now_s: float = 0.0
+    states: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.states = ["new"] * len(self.runs)
+
+    def events(self) -> Iterator[tuple[str, int]]:
+        for index, state in enumerate(self.states):
+            if state == "new":
+                yield "offer", index
+                break  # by symmetry they come in this order
+        for index, state in enumerate(self.states):
+            if state == "waiting":
+                yield "withdraw", index
+                yield "leave", index
+            if state == "left":
+                yield "withdraw", index
+            if state == "running":
+                yield "end", index
+        if self.now_s < 2:
+            yield "tick", 0
+
+    def do(self, event: str, index: int) -> None:
+        run = self.runs[index]
+        if event == "offer":
+            self.states[index] = "refused"
+            with suppress(af.OverloadedError):
+                self.states[index] = "running" if self.queue.offer(run, self.now_s) else "waiting"
+        elif event == "withdraw":
+            self.queue.withdraw(run)
+            self.queue.withdraw(run)  # the second time nothing happens
+            self.states[index] = "withdrawn"
+        elif event == "leave":
+            run.left = True
+            self.states[index] = "left"
+        elif event == "end":
+            self.queue.end(run)
+            self.states[index] = "ended"
+        else:
+            self.now_s += 1
+        for told, error in self.queue.decide(self.now_s):
+            which = self.runs.index(told)
+            assert self.states[which] == "waiting" or error is not None
+            if self.states[which] == "waiting":
+                self.states[which] = "running" if error is None else type(error).__name__
+        self.check()
+
+    def check(self) -> None:
+        queue = self.queue
+        waiting = queue.waiting()
+        counts = Counter(self.states)
+        assert len(waiting) == queue.queued == len(set(waiting))
+        assert counts["waiting"] <= len(waiting) <= counts["waiting"] + counts["left"]
+        assert {self.runs[k] for k, state in enumerate(self.states) if state == "running"} == set(queue.in_flight)
+        assert len(queue.in_flight) <= queue.max_runs
+        assert queue.max_queued is None or queue.queued <= queue.max_queued
+        assert queue.queued_bytes == sum(run.nbytes for run in waiting)
+        assert queue.max_queued_bytes is None or queue.queued_bytes <= queue.max_queued_bytes
+        reserved = sum(run.reserved for run in queue.in_flight)
+        assert queue.memory_limit is None or reserved <= queue.memory_limit or len(queue.in_flight) == 1
+        if counts["waiting"] and len(queue.in_flight) < queue.max_runs:
+            assert queue.memory_limit is not None
+            assert queue.in_flight
+            assert any(reserved + run.reserved > queue.memory_limit for run in waiting)
+        places = [(run.priority, run.deadline_s, run.arrival) for run in waiting]
+        assert places == sorted(places)
+        if not waiting and not queue.in_flight:
+            assert (queue.queued, queue.queued_bytes, queue.reserved_by_others(Caller(None))) == (0, 0, 0)
+
+
+LIMITS = [
+    {"max_runs": 1},
+    {"max_runs": 1, "max_queued": 0},
+    {"max_runs": 1, "max_queued": 1},
+    {"max_runs": 2, "max_queued": 2},
+    {"max_runs": 1, "max_queued_bytes": 10},
+    {"max_runs": 3, "memory_limit": 8, "max_queued": 3},
+]
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "alike": [{}] * 4,
+    "priorities": [{"priority": 2}, {"priority": 1}, {"priority": 1}, {"priority": 0}],
+    "deadlines": [{}, {"deadline_s": 2.5}, {"deadline_s": 1.5}, {"deadline_s": 3.5, "priority": 1}],
+    "bytes": [{"nbytes": 4}, {"nbytes": 5}, {"nbytes": 6, "priority": -1}, {"nbytes": 11}],
+    "memory": [{"cost": cost(1, 5)}, {"cost": cost(1, 4)}, {"cost": cost(1, 9)}, {"cost": cost(1, 1), "priority": -1}],
+}
+
+
+def made(limits: dict[str, int], kinds: list[dict[str, Any]], events: tuple[tuple[str, int], ...]) -> World:
+    world = World(RunQueue(**limits), [Caller(**({"cost": cost()} | kind)) for kind in kinds])
+    for event in events:
+        world.do(*event)
+    return world
+
+
+@pytest.mark.parametrize("limits", range(len(LIMITS)))
+@pytest.mark.parametrize("kinds", KINDS)
+def test_every_interleaving_of_four_runs(limits: int, kinds: str) -> None:
+    """FAULTS F43-F45: each state that four runs can come to, by offers, ends, withdrawals and time, keeps the rules."""
+    seen: set[Any] = set()
+    ends: Counter[str] = Counter()
+    paths: list[tuple[tuple[str, int], ...]] = [()]
+    while paths:
+        path = paths.pop()
+        world = made(LIMITS[limits], KINDS[kinds], path)
+        following = list(world.events())
+        if {"new", "waiting", "running", "left"}.isdisjoint(world.states):
+            ends.update(world.states)
+        for event in following:
+            after = made(LIMITS[limits], KINDS[kinds], (*path, event))
+            state = (*after.states, after.now_s)
+            if state not in seen:
+                seen.add(state)
+                paths.append((*path, event))
+    assert set(ends) <= {"ended", "refused", "withdrawn", "OverloadedError", "DeadlineExceeded"}
+    assert ends["ended"]
+
+
+def served(queue: RunQueue[Caller], classes: dict[int, float], until_s: float) -> Counter[int]:
+    """The time that each class of runs gets of one server, while each always has runs waiting; and their costs."""
+    spent: Counter[int] = Counter()
+    now_s = 0.0
+
+    def offered(priority: int) -> Caller:
+        run = Caller(cost(classes[priority]), priority)
+        queue.offer(run, now_s)
+        return run
+
+    for priority in classes:
+        for _ in range(3):
+            offered(priority)
+    while now_s < until_s:
+        (run,) = queue.in_flight
+        now_s += classes[run.priority]
+        spent[run.priority] += round(1000 * classes[run.priority])
+        queue.end(run)
+        offered(run.priority)
+        for _ in queue.decide(now_s):
+            pass
+    return spent
+
+
+@pytest.mark.parametrize("classes", [{0: 1.0, 1: 1.0}, {0: 0.1, 5: 10.0}, {0: 10.0, 5: 0.1}, {-3: 1.0, 0: 2.0, 9: 0.5}])
+def test_f46_no_priority_gets_less_than_an_eighth_of_the_time(classes: dict[int, float]) -> None:
+    """FAULTS F46: and those behind the first get no more, whatever one of their runs takes."""
+    spent = served(RunQueue(1), classes, 4000)
+    total = sum(spent.values())
+    first, *others = classes
+    for priority in others:
+        assert 0.115 <= spent[priority] / total <= 0.135, spent
+    assert spent[first] / total == pytest.approx(1 - len(others) / 8, abs=0.02)
+
+
+def test_f46_more_than_eight_priorities_share_equally() -> None:
+    spent = served(RunQueue(1), dict.fromkeys(range(10), 1.0), 4000)
+    total = sum(spent.values())
+    assert all(0.08 <= spent[priority] / total <= 0.12 for priority in range(10)), spent
+
+
+def test_f46_nothing_is_owed_to_those_who_were_not_there() -> None:
+    """A line that has just begun to wait waits its seven."""
+    queue: RunQueue[Caller] = RunQueue(1)
+    runs = [Caller(cost(), 0) for _ in range(20)]
+    for run in runs:
+        queue.offer(run, 0)
+    started = [runs[0]]
+
+    def ended() -> None:
+        queue.end(started[-1])
+        started.extend(run for run, error in queue.decide(0) if error is None)
+
+    for _ in range(8):
+        ended()
+    queue.offer(low := Caller(cost(), 1), 0)
+    for _ in range(9):
+        ended()
+    assert started.index(low) in (8 + 8, 8 + 9)
+
+
+def waits(queue: RunQueue[Caller], run: Caller) -> float:
+    """Offers a run and works the queue off, as each run's cost says; when it starts."""
+    now_s = 0.0
+    queue.offer(run, now_s)
+    ends = {other: other.started_s + other.charge_s for other in queue.in_flight}
+    while run not in queue.in_flight:
+        other = min(ends, key=lambda each: ends[each])
+        now_s = ends.pop(other)
+        queue.end(other)
+        for started, _ in queue.decide(now_s):
+            ends[started] = now_s + started.charge_s
+    return now_s
+
+
+@pytest.mark.parametrize("priority", [0, 1, 2])
+@pytest.mark.parametrize("servers", [1, 4])
+def test_how_long_a_run_waits_is_foretold(priority: int, servers: int) -> None:
+    """FAULTS F44: from what is in flight, what goes before, and the share of the other lines."""
+    queue: RunQueue[Caller] = RunQueue(servers)
+    for k in range(240):
+        queue.offer(Caller(cost(1 + k % 3), k % 3), 0.0)
+    run = Caller(cost(), priority, arrival=999)
+    foretold_s = queue.wait_s(run, 0.0)
+    assert waits(queue, run) == pytest.approx(foretold_s, rel=0.15)
+
+
+def test_how_long_a_run_waits_is_foretold_of_runs_nobody_knows() -> None:
+    """As the mean of those that have ended."""
+    queue: RunQueue[Caller] = RunQueue(1)
+    for _ in range(11):
+        queue.offer(Caller(None), 0.0)
+    assert queue.wait_s(Caller(None), 0.0) < 1e-3
+    for _ in range(60):
+        queue.learn(2.0)
+    assert queue.wait_s(Caller(None, arrival=99), 0.0) == pytest.approx(22, rel=0.01)
+
+
+def test_an_urgent_run_is_not_refused_for_those_behind_it() -> None:
+    queue: RunQueue[Caller] = RunQueue(1)
+    for _ in range(100):
+        queue.offer(Caller(cost(), deadline_s=1000), 0)
+    queue.offer(urgent := Caller(cost(), deadline_s=3), 0)
+    assert queue.waiting()[0] is urgent
+    with pytest.raises(af.OverloadedError, match="would have to wait too long to end in time") as refused:
+        queue.offer(Caller(cost(), deadline_s=1.5), 0)
+    assert refused.value.retry_after_s == pytest.approx(1)
+    with pytest.raises(af.OverloadedError) as refused:
+        queue.offer(Caller(cost(), 1, deadline_s=8), 0)
+    assert refused.value.retry_after_s == pytest.approx(8, rel=0.2)
+
+
+def test_a_full_queue_makes_way_for_what_is_more_important() -> None:
+    """The last of the line with the highest number goes; each keeps an eighth, and may claim as much."""
+    queue: RunQueue[Caller] = RunQueue(1, max_queued=16)
+
+    def offer(priority: int) -> Caller:
+        queue.offer(run := Caller(cost(), priority), 0)
+        return run
+
+    def gone() -> list[Caller]:
+        found = list(queue.decide(0))
+        for _, error in found:
+            assert isinstance(error, af.OverloadedError)
+            assert "this one had to give way to one of priority" in str(error)
+        return [run for run, _ in found]
+
+    offer(0)
+    low = [offer(5) for _ in range(16)]
+    for k in range(14):
+        offer(0)
+        assert gone() == [low[15 - k]]
+    with pytest.raises(af.OverloadedError, match=r"would have to wait, as 16 do \(max_queued=16\)"):
+        offer(0)
+    with pytest.raises(af.OverloadedError):
+        offer(5)
+    claims = [offer(9) for _ in range(2)]
+    assert [run.priority for run in gone()] == [0, 0]
+    with pytest.raises(af.OverloadedError):
+        offer(9)
+    assert queue.waiting()[-2:] == claims
+    assert Counter(run.priority for run in queue.waiting()) == {0: 12, 5: 2, 9: 2}
+
+
+def test_one_place_is_for_the_more_important() -> None:
+    queue: RunQueue[Caller] = RunQueue(1, max_queued=1)
+    queue.offer(Caller(None), 0)
+    queue.offer(low := Caller(None, 1), 0)
+    queue.offer(high := Caller(None, 0), 0)
+    assert [run for run, _ in queue.decide(0)] == [low]
+    assert queue.waiting() == [high]
+
+
+def test_bytes_make_way_too() -> None:
+    queue: RunQueue[Caller] = RunQueue(1, max_queued_bytes=100)
+    queue.offer(Caller(None), 0)
+    for _ in range(3):
+        queue.offer(Caller(None, 1, nbytes=30), 0)
+    queue.offer(Caller(None, 0, nbytes=60), 0)
+    assert len(list(queue.decide(0))) == 2
+    assert queue.queued_bytes == 90
+    with pytest.raises(af.OverloadedError, match=r"as 2 do \(max_queued_bytes=100, of 90 \+ 80\)"):
+        queue.offer(Caller(None, 0, nbytes=80), 0)
+    assert queue.queued_bytes == 90
