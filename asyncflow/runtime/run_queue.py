@@ -33,7 +33,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError
 
@@ -136,15 +136,15 @@ class RunQueue(Generic[R]):
     max_queued: int | None = None
     max_queued_bytes: int | None = None
     memory_limit: int | None = None
-    in_flight: dict[R, None] = field(default_factory=dict)
-    queued: int = 0
-    queued_bytes: int = 0
-    _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict)
-    _refused: list[tuple[R, AsyncflowError]] = field(default_factory=list)
+    in_flight: dict[R, None] = field(default_factory=dict, init=False)
+    queued: int = field(default=0, init=False)
+    queued_bytes: int = field(default=0, init=False)
+    _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict, init=False)
+    _refused: list[tuple[R, AsyncflowError]] = field(default_factory=list, init=False)
     """Those that gave way, until `decide` tells of them."""
-    _reserved: int = 0
-    _offered: int = 0
-    _mean_s: float = 0.0
+    _reserved: int = field(default=0, init=False)
+    _offered: int = field(default=0, init=False)
+    _mean_s: float = field(default=0.0, init=False)
     """Of all runs, for those of which nothing is known."""
 
     @property
@@ -163,12 +163,12 @@ class RunQueue(Generic[R]):
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
         if not self.queued and self._has_room(run):
             if self.in_flight and run.deadline_s < inf and run.is_late(now_s):
-                self._refuse(run, now_s, "would take too long to end in time")
+                raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
             return True
         run.arrival = self._offered = self._offered + 1
-        if run.deadline_s < inf and run.may_be_late(now_s + self.wait_s(run, now_s)):
-            self._refuse(run, now_s, "would have to wait too long to end in time")
+        if run.deadline_s < inf and run.may_be_late(now_s + (wait_s := self.wait_s(run, now_s))):
+            raise self._overloaded(wait_s, "would have to wait too long to end in time")
         self._make_way(run, now_s)
         self._lines.setdefault(run.priority, _PriorityLine()).insert(run)
         self.queued += 1
@@ -314,17 +314,15 @@ class RunQueue(Generic[R]):
             limits = [] if self.max_queued is None else [f"max_queued={self.max_queued}"]
             if self.max_queued_bytes is not None:
                 limits.append(f"max_queued_bytes={self.max_queued_bytes}, of {self.queued_bytes} + {run.nbytes}")
-            self._refuse(run, now_s, f"would have to wait, as {self.queued} do ({'; '.join(limits)})")
+            why = f"would have to wait, as {self.queued} do ({'; '.join(limits)})"
+            raise self._overloaded(self.wait_s(run, now_s), why)
         for other_run in giving:
             self.withdraw(other_run)
             why = f"had to give way to one of priority {run.priority}, as many wait"
-            self._refused.append((other_run, self._overloaded(other_run, now_s, why)))
+            self._refused.append((other_run, self._overloaded(self.wait_s(other_run, now_s), why)))
 
-    def _refuse(self, run: R, now_s: float, why: str) -> NoReturn:
-        raise self._overloaded(run, now_s, why)
-
-    def _overloaded(self, run: R, now_s: float, why: str) -> OverloadedError:
-        retry_after_s = max(self.wait_s(run, now_s), _LEAST_RETRY_S)
+    def _overloaded(self, wait_s: float, why: str) -> OverloadedError:
+        retry_after_s = max(wait_s, _LEAST_RETRY_S)
         runs = len(self.in_flight)
         return OverloadedError(
             f"the session is busy with {runs} runs (max_runs={self.max_runs}), and this one {why}; it did not start; "

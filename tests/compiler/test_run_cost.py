@@ -24,8 +24,28 @@ def test_nothing_is_expected_before_the_first_run() -> None:
 def test_one_run_is_told_from_the_last_five() -> None:
     cost = observed(9, 9, 9, 1, 2, 3, 4, 50)
     assert cost.expected_s == 3
-    assert cost.likely_s == 4
     assert observed(2, 4).expected_s == 3
+
+
+def test_the_time_that_a_run_will_hardly_exceed() -> None:
+    """Of times that do not vary, that time; of bounded ones, no more than the longest; of exponential ones, most."""
+    assert observed(*[2] * 9).likely_s == 2
+    dice = random.Random(2)
+    cost = observed(1, 1, 1)
+    for _ in range(300):
+        cost.observe(dice.uniform(0.5, 1.5))
+    assert 1.4 <= cost.likely_s <= 1.5
+    exceeded = 0
+    for _ in range(2000):
+        taken_s = dice.expovariate(1)
+        exceeded += taken_s > cost.likely_s
+        cost.observe(taken_s)
+    assert 0.01 <= exceeded / 2000 <= 0.06
+    for _ in range(64):
+        cost.observe(1)
+    likely_s = cost.likely_s
+    cost.observe(1e6)  # one alone says little
+    assert cost.likely_s <= max(4.0, 4 * likely_s)
 
 
 def test_a_cold_start_does_not_count_for_long() -> None:
