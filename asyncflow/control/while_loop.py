@@ -109,7 +109,9 @@ def while_loop(
             computes predicate and body once for all of them. Loop variables then keep their shapes, and what the loop
             captures is one value for all if it depends on constants alone, else each activation's own; the loop may
             read variables, which it does in each step, and neither change them nor draw random numbers or await.
-            No gradient goes through it. Results are the same within rounding.
+            No gradient goes through it. Results are the same within rounding. What `Session.stream` hands out of the
+            body comes from each activation by itself: one whose consumer is `parallel_iterations` behind is set aside,
+            and the others go on.
         name: of the node.
 
     Raises:
@@ -145,12 +147,14 @@ def while_loop(
             condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory
         )
     else:
-        node = _add_pooled[0](condition, loop_body, variables.initial, variables.specs, label, pool)
+        node = _add_pooled[0](
+            condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, pool
+        )
     result = variables.structure.unflatten(node.outputs)
     return result if maximum_iterations is None else result[1]
 
 
-_AddPooled: TypeAlias = "Callable[[Subgraph, Subgraph, Sequence[Tensor], Sequence[Spec], str, Pool], Node]"
+_AddPooled: TypeAlias = "Callable[[Subgraph, Subgraph, Sequence[Tensor], Sequence[Spec], str, int, Pool], Node]"
 _add_pooled: list[_AddPooled] = []
 
 

@@ -15,11 +15,22 @@ from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import Node, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.spec import Spec
+
+
+class PooledNode(Node):
+    """A loop whose iterations are made outside of the run that it is in, with the bodies that it was built of."""
+
+    __slots__ = ()
+
+
+def bodies_in(node: Node) -> Sequence[Graph]:
+    """The bodies of a node, in whichever way it runs them."""
+    return node.attrs["shared"].bodies if isinstance(node, PooledNode) else node.subgraphs
 
 
 class StructuredNode(Node):

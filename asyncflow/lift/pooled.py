@@ -20,6 +20,7 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import define, derivative
 from asyncflow.graph.shapes import is_static
+from asyncflow.graph.structured import PooledNode
 from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,
@@ -52,6 +53,8 @@ class SharedLoop:
     Attributes:
         label: its name.
         pool: how many activations are stepped together.
+        ahead: how many steps may have handed out what nobody has taken yet.
+        bodies: predicate and body, as they were built.
         n_vars: how many of its inputs are loop variables; the others are captures.
         has_rows: of each input, whether each activation has one of its own.
         specs: of the loop variables of one activation.
@@ -64,15 +67,20 @@ class SharedLoop:
 
     why_no_text = NO_TEXT.format("a loop with a pool")
 
-    def __init__(self, condition: Subgraph, body: Subgraph, kept: dict[int, bool], pool: Pool, label: str) -> None:
+    def __init__(
+        self, condition: Subgraph, body: Subgraph, kept: dict[int, bool], pool: Pool, ahead: int, label: str
+    ) -> None:
         self.label = label
         self.pool = pool
+        self.ahead = ahead
         self.specs = tuple(x.spec for x in body.inputs[: len(body.results)])
         self.n_vars = len(self.specs)
         self.has_rows = tuple(kept.values())
         self.is_repeatable = is_repeatable(condition) and is_repeatable(body)
+        self.bodies = condition, body
         self._places = tuple(kept)
-        self._condition, self._body = condition, body
+        self._condition, self._body = self.bodies
+        self._emitting: dict[tuple[Tensor, ...], BodyProgram] = {}
         self.check = self._checking()
         self.steps = self._stepping(is_one=False)
 
@@ -83,6 +91,22 @@ class SharedLoop:
     def alone(self) -> BodyProgram:
         """See the class."""
         return self._stepping(is_one=True)
+
+    def emitting(self, streamed: tuple[Tensor, ...]) -> BodyProgram:
+        """One step: from all inputs to the next loop variables, flags, and these values of the body."""
+        program = self._emitting.get(streamed)
+        if program is None:
+            with Graph() as graph:
+                given = self._given()
+                feeds = tuple(value.tensor for value in given.values())
+                count = shape(feeds[0])[0]
+                body = self._body
+                found = lift(body, self._known(body, given), [*body.results, *streamed], count, self.label)
+                following, emitted = found[: self.n_vars], found[self.n_vars :]
+                given.update({k: LiftedValue(x, has_rows=True) for k, x in enumerate(following)})
+                (again,) = self._values(self._condition, given, count, is_one=False, label=f"{self.label}/again")
+            program = self._emitting[streamed] = BodyProgram(graph, feeds, (*following, again, *emitted))
+        return program
 
     def _given(self, *, is_one: bool = False) -> dict[int, LiftedValue]:
         """Placeholders for the inputs, by their places."""
@@ -145,20 +169,23 @@ def _specs(*inputs: Spec, shared: SharedLoop, **variables: object) -> tuple[Spec
     return shared.specs
 
 
-_gatherers: list[Callable[[SharedLoop, tuple[Array, ...]], Value]] = []
+_gatherers: list[Callable[[SharedLoop, tuple[Array, ...], tuple[Tensor, ...]], Value]] = []
 
 
-def install_pool_gatherer(gather: Callable[[SharedLoop, tuple[Array, ...]], Value]) -> None:
+def install_pool_gatherer(gather: Callable[[SharedLoop, tuple[Array, ...], tuple[Tensor, ...]], Value]) -> None:
     """Tells who steps activations, and gives places in line; the runtime does, which nothing here may know."""
     _gatherers[:] = [gather]
 
 
-def _kernel(xp: Namespace, *, shared: SharedLoop, **variables: object) -> Kernel:
-    return lambda *inputs: _gatherers[0](shared, inputs)
+def _kernel(xp: Namespace, *, shared: SharedLoop, streamed: tuple[Tensor, ...] = (), **variables: object) -> Kernel:
+    return lambda *inputs: _gatherers[0](shared, inputs, streamed)
 
 
-POOLED = define("pooled_while", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads)
-"""A pooled loop; its inputs are initial values and what predicate and body capture."""
+POOLED = define("pooled_while", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads, node_type=PooledNode)
+"""A pooled loop; its inputs are initial values and what predicate and body capture.
+
+The attribute `streamed` is there in plans of streams alone: values of the body that are handed out in each step.
+"""
 
 
 @derivative(POOLED)
@@ -173,7 +200,13 @@ no_row_rule(POOLED, because="it steps activations of its own accord; leave out p
 
 
 def _add(
-    condition: Subgraph, body: Subgraph, initial: Sequence[Tensor], specs: Sequence[Spec], label: str, pool: Pool
+    condition: Subgraph,
+    body: Subgraph,
+    initial: Sequence[Tensor],
+    specs: Sequence[Spec],
+    label: str,
+    ahead: int,
+    pool: Pool,
 ) -> Node:
     """Adds the node of a pooled loop."""
     if not isinstance(pool, Pool):
@@ -196,7 +229,7 @@ def _add(
             raise GraphError(f"{label} cannot be pooled: it captures {x.name}, {x.spec}, whose shape is not fixed")
         outer.append(x)
     try:
-        shared = SharedLoop(condition, body, kept, pool, label)
+        shared = SharedLoop(condition, body, kept, pool, ahead, label)
     except CannotLift as reason:
         raise GraphError(f"{label} cannot be pooled: {reason}") from None
     assert body.parent is not None

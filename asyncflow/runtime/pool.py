@@ -44,7 +44,7 @@ class Activation(Protocol):
         rank: those with a smaller one are rows first.
         is_gone: nobody wants its results any more.
         is_checked: it is known to go on.
-        since: how many steps the pool had made when it joined.
+        since: how many steps the pool had made when it joined; of those that wait, the steps they have made below 0.
     """
 
     inputs: Sequence[Array]
@@ -211,10 +211,10 @@ class PoolRows(Generic[A]):
                 continue
             self.live += 1
             key: Hashable = tuple([np.shape(activation.inputs[place]) for place in self._own])
+            activation.since += self.steps
             if activation.is_checked:
                 self._group(key).add(activation, activation.inputs)
             else:
-                activation.since = self.steps
                 fresh.setdefault(key, []).append(activation)
         found = []
         for key, activations in fresh.items():
@@ -274,6 +274,7 @@ class PoolRows(Generic[A]):
         """A row leaves with all its values."""
         activation = group.rows[row]
         activation.inputs = group.values(row)
+        activation.since -= self.steps
         return self.remove(group, row)
 
     def remove(self, group: RowGroup[A], row: int) -> A:

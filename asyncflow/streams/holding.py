@@ -12,10 +12,20 @@ from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from math import inf
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple, Unpack
+
+if TYPE_CHECKING:
+    from asyncflow.values import Value
 
 _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
+
+
+class TakesItems(Protocol):
+    """Where a run hands out items."""
+
+    def offer(self, values: tuple[Value, ...], taken: Callable[[], None]) -> None:
+        """Keeps `values` until they are taken, then calls `taken`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +38,7 @@ class RunPart:
         is_over: nothing is part of it any more.
         deadline_s: when it has to have ended, in its event loop's time.
         priority: of those that wait for others, lower ones go first.
+        emitter: takes what it hands out while it goes on; None for one that hands out nothing.
     """
 
     owner: object
@@ -35,6 +46,7 @@ class RunPart:
     is_over: bool = False
     deadline_s: float = inf
     priority: int = 0
+    emitter: TakesItems | None = None
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)

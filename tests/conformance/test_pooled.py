@@ -170,7 +170,7 @@ async def test_memory_that_is_short_for_all_is_enough_for_some() -> None:
         loop = af.while_loop(lambda i, _: i < 3, lambda i, s: (i + 1, s * 0.5), (0, x), pool=af.Pool(64))
         y = af.sum(loop[1])
     value = np.ones(50_000, np.float32)
-    async with af.Session(graph, memory_limit=2_000_000) as session:
+    async with af.Session(graph, memory_limit=100_000) as session:
         assert await asyncio.gather(*(session.run(y, {x: value}) for _ in range(16))) == [6250] * 16
 
 
@@ -189,6 +189,52 @@ async def test_88_a_cancelled_activation_leaves(open_session: OpenSession) -> No
         assert isinstance(ends[1], af.DeadlineExceeded)
         del ends
         assert await session.run(y, {n: 4}) == 4
+        await others_end()
+
+
+@pytest.mark.parametrize("capacity", [1, 4])
+async def test_f18_cancelled_at_every_pass(open_session: OpenSession, capacity: int) -> None:
+    """FAULTS F18, F20: wherever it is then, one of several, the others are untouched, and it is told once."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
+        fetches = recurrent(x, n, capacity)
+    start = np.ones(3, np.float32)
+    async with open_session(graph) as session:
+        alone = [await session.run(fetches, {x: start, n: k}) for k in range(4)]
+        for passes in range(12):
+            others = [asyncio.ensure_future(session.run(fetches, {x: start, n: k})) for k in range(4)]
+            endless = asyncio.ensure_future(session.run(fetches, {x: start, n: 1 << 40}, priority=-1))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            endless.cancel()
+            endless.cancel()  # FAULTS F24: no other than once
+            with pytest.raises(asyncio.CancelledError):
+                await endless
+            for (count, last), (same_count, same) in zip(await asyncio.gather(*others), alone, strict=True):
+                assert count == same_count
+                np.testing.assert_allclose(last, same, rtol=1e-5, atol=1e-6)
+        await others_end()
+        assert session.statistics().runs == 0
+
+
+async def test_f22_timeouts_around_a_pooled_loop(open_session: OpenSession) -> None:
+    """FAULTS F22, F24: the innermost scope that is over says so; a shielded run goes on, and can be awaited."""
+    with af.Graph() as graph:
+        n = af.placeholder("int64", (), name="n")
+        y = af.while_loop(lambda i: i != n, lambda i: i + 1, 0, pool=af.Pool(8))
+    async with open_session(graph) as session:
+        for delay in (0.0, 0.02):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(100):
+                    async with asyncio.timeout(delay):
+                        await session.run(y, {n: -1})
+        run = asyncio.ensure_future(session.run(y, {n: 100}))
+        waiting = asyncio.ensure_future(asyncio.shield(run))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await run == 100
         await others_end()
 
 
@@ -233,3 +279,105 @@ def test_what_cannot_be_pooled_is_named() -> None:
                 loop()
         with pytest.raises(af.GraphError, match="capacity"):
             af.Pool(0)
+
+
+def streaming(capacity: int = 4, ahead: int = 2) -> tuple[af.Graph, af.Tensor, af.Tensor, af.Tensor, af.Tensor]:
+    """A graph, start and end of a pooled count, its squares in the body, and its last value."""
+    squares: list[af.Tensor] = []
+    with af.Graph() as graph:
+        x, n = af.placeholder("int64", (), name="x"), af.placeholder("int64", (), name="n")
+
+        def body(i: af.Tensor) -> af.Tensor:
+            squares.append(i * i)
+            return i + 1
+
+        y = af.while_loop(lambda i: i < n, body, x, pool=af.Pool(capacity), parallel_iterations=ahead, name="counting")
+    return graph, x, n, squares[0], y
+
+
+async def test_each_activation_hands_out_its_own(open_session: OpenSession) -> None:
+    """Streams of one pool, of different lengths and with plain runs among them, by consumers of any speed."""
+    graph, x, n, square, y = streaming()
+    random = Random(5)
+    async with open_session(graph) as session:
+
+        async def consume(start: int, end: int) -> list[int]:
+            found = []
+            async for value in session.stream(square, {x: start, n: end}):
+                found.append(int(value))
+                for _ in range(random.choice((0, 0, 1, 7))):
+                    await asyncio.sleep(0)
+            return found
+
+        asked = [(k, k + random.randrange(9)) for k in range(12)]
+        streams = asyncio.gather(*(consume(*each) for each in asked))
+        assert await asyncio.gather(*(session.run(y, {x: a, n: b}) for a, b in asked)) == [b for _, b in asked]
+        assert await streams == [[k * k for k in range(a, b)] for a, b in asked]
+        await others_end()
+
+
+async def test_f47_a_slow_consumer_holds_up_itself_alone() -> None:
+    """FAULTS F47: an endless loop whose items nobody takes stands still after two, outside the pool's only row."""
+    graph, x, n, square, y = streaming(capacity=1)
+    async with af.Session(graph) as session:
+        items = session.stream(square, {x: 0, n: -1 & 0xFFFF})
+        assert [int(await anext(items)) for _ in range(2)] == [0, 1]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        steps = session.statistics().batches["counting"].calls
+        assert steps <= 4  # two are taken, and two wait
+        assert await session.run(y, {x: 5, n: 9}) == 9
+        await others_end()
+        assert session.statistics().batches["counting"].calls == steps + 4
+        assert [int(await anext(items)) for _ in range(5)] == [4, 9, 16, 25, 36]
+        await items.aclose()
+        assert session.statistics().runs == 0
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+async def test_f48_a_stream_that_is_dropped(open_session: OpenSession, taken: int) -> None:
+    """FAULTS F48: by ``break`` or at once; its activation leaves, set aside or not, and the others go on."""
+    graph, x, n, square, y = streaming()
+    async with open_session(graph) as session:
+        items = session.stream(square, {x: 0, n: 1 << 40})
+        other = asyncio.ensure_future(session.run(y, {x: 0, n: 50}))
+        for _ in range(taken):
+            await anext(items)
+        await items.aclose()
+        assert await other == 50
+        await others_end()
+        assert session.statistics().runs == 0
+
+
+async def test_what_is_deeper_in_a_pooled_loop_is_not_handed_out() -> None:
+    inside: list[af.Tensor] = []
+    with af.Graph() as graph:
+
+        def body(i: af.Tensor) -> af.Tensor:
+            def double() -> af.Tensor:
+                inside.append(i * 2)
+                return inside[0]
+
+            return af.cond(i > 2, double, lambda: i + 1)
+
+        af.while_loop(lambda i: i < 9, body, 0, pool=af.Pool())
+    async with af.Session(graph) as session:
+        with pytest.raises(af.FetchError, match="in a branch or loop inside of a loop with a pool"):
+            await anext(session.stream(inside[0]))
+
+
+async def test_a_run_of_higher_priority_is_a_row_first() -> None:
+    """And of equal ones the one whose deadline is first; a deadline that is far off."""
+    with af.Graph() as graph:
+        n = af.placeholder("int64", (), name="n")
+        y = af.while_loop(lambda i: i < n, lambda i: i + 1, 0, pool=af.Pool(1))
+    ended: list[str] = []
+    async with af.Session(graph) as session:
+
+        async def request(name: str, priority: int, timeout: float | None) -> None:
+            await session.run(y, {n: 3}, priority=priority, timeout=timeout)
+            ended.append(name)
+
+        asked = [("b", 0, None), ("late", 1, None), ("a", 0, 1e6), ("first", -1, None), ("c", 0, None)]
+        await asyncio.gather(*(request(*each) for each in asked))
+    assert ended == ["first", "a", "b", "c", "late"]

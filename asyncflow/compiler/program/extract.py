@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncflow.compiler.program.shape_rules import SHAPE_BY_RULE, rule_of, shape_sources
 from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
-from asyncflow.errors import FeedError
+from asyncflow.errors import FeedError, FetchError
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import int64
@@ -22,7 +22,7 @@ from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Op
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.structured import PooledNode, StructuredNode, WhileNode, bodies_in
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.ops.shape import SHAPE
 from asyncflow.state.mutex import LOCK
@@ -88,6 +88,7 @@ def extract(
 
     Raises:
         FeedError: a needed placeholder is not fed.
+        FetchError: what is streamed is too deep inside a loop with a pool.
     """
     analysis = _Analysis(graph, feeds, streamed)
     roots: list[Tensor | Node] = [fetch for fetch in fetches if isinstance(fetch, Tensor | Node)]
@@ -105,6 +106,11 @@ class _Analysis:
         self.feeds = dict.fromkeys(feeds)
         self.streamed = streamed
         self.stream_path = _structured_nodes_around(streamed[0].graph) if streamed else []
+        if any(isinstance(node, PooledNode) for node in self.stream_path[:-1]):
+            raise FetchError(
+                f"{streamed[0].name} is in a branch or loop inside of a loop with a pool, which hands out values of "
+                f"its own body alone: stream one that is made there\n  built at {streamed[0].node.location}"
+            )
         # Nested loops ask about their inner loops again and again while their own needs grow.
         self._memo: dict[tuple[Node, tuple[int, ...]], _Inside] = {}
 
@@ -246,7 +252,7 @@ def _structured_nodes_around(body: Graph) -> list[Node]:
     """The structured nodes that enclose `body`, outermost first."""
     path: list[Node] = []
     while body.parent is not None:
-        path.insert(0, next(node for node in body.parent.nodes if any(inner is body for inner in node.subgraphs)))
+        path.insert(0, next(node for node in body.parent.nodes if any(inner is body for inner in bodies_in(node))))
         body = body.parent
     return path
 
@@ -331,7 +337,10 @@ class _Copy:
             if isinstance(node, StructuredNode):
                 self._copy_structured(node, target, need.inside[node])
             else:
-                self._add(node, target, node.inputs, node.attrs, node.specs, node.outputs)
+                attrs = node.attrs
+                if isinstance(node, PooledNode) and self.streamed and self.streamed[0].graph in bodies_in(node):
+                    attrs = {**attrs, "streamed": tuple(self.streamed)}
+                self._add(node, target, node.inputs, attrs, node.specs, node.outputs)
         if self.streamed and self.streamed[0].graph is source:
             emitted = [self.tensors[tensor] for tensor in self.streamed]
             target.add_node(EMIT, emitted, {}, (), name="emit", location=self.streamed[0].node.location)

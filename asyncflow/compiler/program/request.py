@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.structured import levels
+from asyncflow.graph.structured import bodies_in, levels
 from asyncflow.values import Value
 
 SavedValuesChoice: TypeAlias = Literal["auto", "keep", "swap", "recompute"]
@@ -39,7 +39,7 @@ class PlanRequest(NamedTuple):
     def roots(self) -> list[Fetch]:
         """All that the run has to run: fetches, streamed tensors with the loops around them, and effects."""
         around = {body for tensor in self.streamed for body in _enclosing(tensor.graph)}
-        loops = [node for body in levels(self.graph) for node in body.nodes if not around.isdisjoint(node.subgraphs)]
+        loops = [node for body in levels(self.graph) for node in body.nodes if not around.isdisjoint(bodies_in(node))]
         effects = filter(has_side_effect, self.graph.nodes) if self.all_effects else ()
         return [*self.fetches, *self.streamed, *loops, *effects]
 

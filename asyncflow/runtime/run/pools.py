@@ -8,6 +8,7 @@ step is a call of the loop's own graph, and where that is not for the event loop
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.graph.ir import Tensor
     from asyncflow.runtime.run.batches import Batches
     from asyncflow.runtime.run.single_call import CountedCall
+    from asyncflow.streams.holding import RunPart
     from asyncflow.values import Array, Value
 
 
@@ -109,17 +112,27 @@ class PooledActivation(PlaceInLine):
 
     Attributes:
         outcome: its results, or why there are none; None before.
+        streamed: values of the body that it hands out in each step.
+        untaken: how many steps handed out what nobody has taken yet.
+        is_parked: it is set aside until somebody has.
         others: see `Activation`.
     """
 
     is_called_outside = True
 
-    __slots__ = ("inputs", "is_checked", "is_gone", "number", "outcome", "rank", "since")
+    __slots__ = (
+        *("inputs", "is_checked", "is_gone", "number", "rank", "since"),
+        *("emitter", "is_parked", "outcome", "streamed", "untaken"),
+    )
 
-    def __init__(self, pool: LoopPool, inputs: Sequence[Array]) -> None:
+    def __init__(self, pool: LoopPool, inputs: Sequence[Array], part: RunPart, streamed: tuple[Tensor, ...]) -> None:
         super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
         self.inputs = inputs
-        self.rank: tuple[float, ...] = ()
+        self.rank = (part.priority, part.deadline_s)
+        self.emitter = part.emitter
+        self.streamed = streamed
+        self.untaken = 0
+        self.is_parked = False
         self.is_gone = self.is_checked = False
         self.number = self.since = 0
         self.outcome: Sequence[Array] | Exception | None = None
@@ -141,6 +154,7 @@ class LoopPool(LinedState):
         self._rows: PoolRows[PooledActivation] = PoolRows(
             shared.pool.capacity, shared.n_vars, shared.has_rows, is_watched=pools.is_watched
         )
+        self._has_streams = False
         # For so many passes of the event loop nobody has come or gone.
         self._calm = 0
         # No row has made as many steps before the pool has made so many.
@@ -149,7 +163,10 @@ class LoopPool(LinedState):
     # -- as those see it who wait --------------------------------------------------------------------------------
 
     def join(self, activation: PooledActivation) -> None:
-        """One waits for its first step."""
+        """One waits for its first step, or for the next one after it was set aside."""
+        if activation.is_checked and self._next_limit < inf:
+            self._next_limit = 0
+        self._has_streams = self._has_streams or activation.streamed != ()
         self._rows.join(activation)
 
     def places(self) -> list[PlaceInLine]:
@@ -190,7 +207,11 @@ class LoopPool(LinedState):
                     self._end_endless()
                 for group in list(rows.groups.values()):
                     steps = code.one if rows.live == 1 else code.many
-                    if group.rows and not self._step_now(steps, group):
+                    if not group.rows:
+                        continue
+                    if self._has_streams and any(activation.streamed for activation in group.rows):
+                        await self._step_emitting(group)
+                    elif not self._step_now(steps, group):
                         await self._step(steps, group)
                 # Who has left may be about to join again.
                 self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
@@ -235,6 +256,35 @@ class LoopPool(LinedState):
             self._rows.settle(group, 0, np.zeros(count, bool))
         else:
             self._advance(group, found)
+
+    async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
+        """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
+        streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
+        plan = await self._batches.plan_of(self.shared.emitting(streamed))
+        count, n_vars = len(group.rows), self.shared.n_vars
+        found = await self._halved(group, 0, count, lambda values: self._batches.compute(plan, values))
+        if found is None:
+            self._rows.settle(group, 0, np.zeros(count, bool))
+            return
+        emitted = dict(zip(streamed, found[n_vars + 1 :], strict=True))
+        for row, activation in enumerate(group.rows):
+            if activation.streamed and not (activation.is_gone or activation.is_called):
+                assert activation.emitter is not None
+                activation.untaken += 1
+                values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
+                activation.emitter.offer(values, partial(self._taken, activation))
+        self._advance(group, [*found[: n_vars + 1], np.array(1)])
+        for each in list(self._rows.groups.values()):
+            for row in reversed(range(len(each.rows))):
+                if each.rows[row].untaken >= self.shared.ahead:
+                    self._rows.park(each, row).is_parked = True
+
+    def _taken(self, activation: PooledActivation) -> None:
+        """A consumer has taken what a step has handed out."""
+        activation.untaken -= 1
+        if activation.is_parked and not activation.is_gone:
+            activation.is_parked = False
+            self._pools.rejoin(self._key, activation)
 
     def _advance(self, group: RowGroup[PooledActivation], found: list[Array]) -> None:
         *following, goes_on, made = found
@@ -317,16 +367,34 @@ class Pools:
         self._pools: dict[Hashable, LoopPool] = {}
         self._code: WeakKeyDictionary[SharedLoop, _Code] = WeakKeyDictionary()
 
-    def join(self, shared: SharedLoop, inputs: tuple[Array, ...]) -> PooledActivation:
-        """The place in line of one activation, whose results are its last loop variables."""
-        key = (shared, *common_values(shared.has_rows, inputs))
+    def join(
+        self, shared: SharedLoop, inputs: tuple[Array, ...], part: RunPart, streamed: tuple[Tensor, ...]
+    ) -> PooledActivation:
+        """The place in line of one activation, whose results are its last loop variables.
+
+        Args:
+            shared: the loop.
+            inputs: initial values of the variables, and what it captures.
+            part: the run that it is of.
+            streamed: values of the body that it hands out.
+        """
+        pool = self._pool((shared, *common_values(shared.has_rows, inputs)), shared)
+        activation = PooledActivation(pool, inputs, part, streamed)
+        pool.join(activation)
+        return activation
+
+    def rejoin(self, key: Hashable, activation: PooledActivation) -> None:
+        """One that was set aside goes on; the pool that it was in may be no more."""
+        assert isinstance(activation.state, LoopPool)
+        pool = activation.state = self._pool(key, activation.state.shared)
+        pool.join(activation)
+
+    def _pool(self, key: Hashable, shared: SharedLoop) -> LoopPool:
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = LoopPool(self, key, shared)
             self.batches.beside(pool.drive())
-        activation = PooledActivation(pool, inputs)
-        pool.join(activation)
-        return activation
+        return pool
 
     async def code_of(self, shared: SharedLoop) -> _Code:
         """The compiled form of a loop."""
@@ -346,12 +414,12 @@ class Pools:
         del self._pools[key]
 
 
-def _gather(shared: SharedLoop, inputs: tuple[Array, ...]) -> Value:
+def _gather(shared: SharedLoop, inputs: tuple[Array, ...], streamed: tuple[Tensor, ...]) -> Value:
     part = current_part()
     assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
     pools = part.owner.batches.pools
     assert pools is not None
-    return pools.join(shared, inputs)
+    return pools.join(shared, inputs, part, streamed)
 
 
 install_pool_gatherer(_gather)

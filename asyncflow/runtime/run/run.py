@@ -94,6 +94,7 @@ class Run:
         self.part = RunPart(self.turn, current_part())
         self.context.run(leave_graphs)
         self.context.run(own_context, self.part)
+        self.part.emitter = self.emitter
         self.states = plan.states
         self.writes_several = plan.writes_several
         self._started_ns = self.turn.clock() if self.trace is not None else 0

@@ -171,7 +171,9 @@ class Runs:
             if ticket is not None and self.admission is not None:
                 self.admission.begin(ticket, plan)
             staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
-            start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
+            start = partial(
+                self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim, priority=priority
+            )
             is_recorded = recorder is not None and recorder.order is not None
             if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
                 fetched = await start().wait()
@@ -225,7 +227,7 @@ class Runs:
                 await self._claimed(plan, False, timeout, asked_s)
             if ticket is not None and self.admission is not None:
                 self.admission.begin(ticket, plan)
-            run = self._start(plan, checked, timeout, asked_s, recorder, channel)
+            run = self._start(plan, checked, timeout, asked_s, recorder, channel, priority=priority)
             while (items := await channel.get()) is not None:
                 # The loop goes on with the same arrays, so the consumer gets copies.
                 copies = await self.copies.of_results(items, shared=True)
@@ -356,6 +358,7 @@ class Runs:
         *,
         has_age: bool = False,
         is_part: bool = False,
+        priority: int = 0,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
             raise SessionClosedError(self.closed or self.drained)
@@ -376,6 +379,7 @@ class Runs:
             has_age=has_age,
             context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
+        run.part.priority = priority
         if claim is not None:
             claim.part = run.part
         if self._atomic.claims:
