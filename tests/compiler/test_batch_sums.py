@@ -230,6 +230,26 @@ def test_pending_sums_fill_blocks_and_settle() -> None:
         assert pending.nbytes == product.nbytes + total.nbytes
 
 
+def test_blocks_grow_with_the_rows_of_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last steps of ragged sequences, which a gradient begins with, have few rows; the others have many."""
+    many, multiplied = 256, []
+    multiply = np.matmul
+
+    def counting(left: Array, right: Array, **options: Any) -> Array:
+        multiplied.append(len(right))
+        return multiply(left, right, **options)
+
+    monkeypatch.setattr(np, "matmul", counting)
+    pending = PendingSums([np.zeros((many, 4 * many), "float32")], 1 << 26)
+    rows = [values(count, 5 * many, seed=count) for count in (1, 1, 3, *range(4, 36))]
+    for row in rows:
+        pending.add([row[:, many:]], [row[:, :many].T])
+    (total,) = pending.settle()
+    assert sum(multiplied) == sum(map(len, rows))
+    assert len(multiplied) <= 3
+    np.testing.assert_allclose(total, sum(multiply(row[:, :many].T, row[:, many:]) for row in rows), rtol=1e-3, atol=1e-3)
+
+
 def test_sums_whose_operands_turn_out_to_differ_are_added_one_by_one() -> None:
     """They were only expected to be the same."""
     x, g, other = values(4, M), values(4, N), values(4, N, seed=7)

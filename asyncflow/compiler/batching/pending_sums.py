@@ -66,10 +66,14 @@ class _PendingRows:
             )
         )
 
+    def is_full_with(self, right: Array) -> bool:
+        """Whether there is no room for these behind the others."""
+        return self._filled + len(right) > self.capacity
+
     def add(self, right: Array, lefts: Sequence[Array | None]) -> None:
         """The sums with the products of each of `lefts` and `right`; None stands for a row of ones."""
         start, end = self._filled, self._filled + len(right)
-        if end > self.capacity:
+        if self.is_full_with(right):
             self._multiply()
             start, end = 0, len(right)
         self._right[start:end] = right
@@ -110,8 +114,10 @@ class PendingSums:
         right, block = rights[0], self._block
         is_shared = all(other is right for other in rights)
         if block is not None and is_shared and block.takes(right, lefts):
-            block.add(right, lefts)
-            return
+            # Iterations may have more and more rows; that of few made a small block.
+            if not block.is_full_with(right) or self._most_rows(right, lefts) < 2 * block.capacity:
+                block.add(right, lefts)
+                return
         self.settle()
         self._block = block = self._new_block(right, lefts) if is_shared else None
         if block is not None:
@@ -138,13 +144,18 @@ class PendingSums:
         """Room for several iterations; None if the products are better added one by one."""
         if not self._fits(right, lefts):
             return None
+        most = self._most_rows(right, lefts)
+        return _PendingRows(right, lefts, most) if most > len(right) else None
+
+    def _most_rows(self, right: Array, lefts: Sequence[Array | None]) -> int:
+        """How many rows are worth one product, where one iteration has these."""
         rows, columns = right.shape
         width = sum(left.shape[0] for left in lefts if left is not None)  # ones are there already
         if not pays(rows, width, columns):
-            return None
+            return rows
         nbytes = rows * (width + columns) * right.itemsize
-        most = most_at_once(rows, _ENOUGH_ROWS, nbytes, 2.0 * rows * width * columns, self._block_bytes)
-        return _PendingRows(right, lefts, most * rows) if most > 1 else None
+        flops = 2.0 * rows * width * columns
+        return rows * most_at_once(rows, _ENOUGH_ROWS, nbytes, flops, self._block_bytes)
 
     def _fits(self, right: Array, lefts: Sequence[Array | None]) -> bool:
         if right.ndim != 2:
