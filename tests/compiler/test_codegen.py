@@ -823,3 +823,34 @@ async def test_a_concatenation_writes_to_a_buffer(graph: af.Graph) -> None:
     for _ in range(3):
         expected = np.tanh(np.concatenate([expected[:32] * 2, expected[32:]]) @ value)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("trips", [0, 1, 4])
+@pytest.mark.parametrize("fetched", ["total", "both"])
+async def test_the_last_iteration_leaves_out_what_a_further_one_would_read(
+    graph: af.Graph, monkeypatch: pytest.MonkeyPatch, trips: int, fetched: str
+) -> None:
+    """Nobody asks for the product that it would begin with; whoever fetches the variable does."""
+    random, multiplied, multiply = np.random.default_rng(0), [], np.matmul
+
+    def counting(*operands: Any, **options: Any) -> Any:
+        multiplied.append(1)
+        return multiply(*operands, **options)
+
+    monkeypatch.setattr(np, "matmul", counting)
+    w = af.constant(random.standard_normal((256, 256)).astype("float32") / 16)
+    n, start = af.placeholder("int64", ()), af.placeholder("float32", (None, 256))
+    _, x, total = af.while_loop(
+        lambda i, x, total: i < n,
+        lambda i, x, total: (i + 1, af.tanh(x) @ w, total + af.sum(x * x)),
+        (0, start, np.float32(0)),
+        shape_invariants=((), (None, 256), ()),
+    )
+    feeds = {n: np.int64(trips), start: random.standard_normal((256, 256)).astype("float32")}
+    found = []
+    for regions in (True, False):
+        async with af.Session(graph, regions=regions) as session:
+            found.append(await session.run([total] if fetched == "total" else [total, x], feeds))
+    assert_same_bits(*found)
+    left_out = fetched == "total" and trips > 0
+    assert len(multiplied) == 2 * trips - left_out

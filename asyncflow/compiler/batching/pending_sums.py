@@ -114,8 +114,9 @@ class PendingSums:
         right, block = rights[0], self._block
         is_shared = all(other is right for other in rights)
         if block is not None and is_shared and block.takes(right, lefts):
-            # Iterations may have more and more rows; that of few made a small block.
-            if not block.is_full_with(right) or self._most_rows(right, lefts) < 2 * block.capacity:
+            # Iterations may have more and more rows, and one of few has made a small block.
+            is_too_small = block.is_full_with(right) and self._most_rows(right, lefts) >= 2 * block.capacity
+            if not is_too_small:
                 block.add(right, lefts)
                 return
         self.settle()

@@ -31,6 +31,7 @@ from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.op import KernelContext
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
@@ -118,6 +119,7 @@ class _KnownNames:
     loops: tuple[tuple[str, str], ...] = ()
     depth: int = 1
     buffers: Buffers | None = None
+    used: frozenset[Tensor] = frozenset()
 
     def deeper(self) -> _KnownNames:
         """The block one level further in."""
@@ -250,14 +252,28 @@ class _Generator:
         escaping: Iterable[Tensor],
         block: _KnownNames,
         carried: frozenset[Tensor] = frozenset(),
+        end: tuple[int, Callable[[Sequence[str]], None]] | None = None,
     ) -> None:
-        """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
+        """A straight line of nodes.
+
+        Args:
+            nodes: in order.
+            escaping: values somebody uses afterwards.
+            block: where it stands.
+            carried: results of a loop's body that take turns with its variables.
+            end: how many nodes are needed in the last iteration of a loop, and what writes how it ends behind them,
+                given the variables that the others would let go of.
+        """
         escaping = tuple(escaping)
+        block.used = frozenset([*escaping, *(x for node in nodes for x in node.inputs)])
         if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
             block.buffers = Buffers(uses, carried, in_loop=bool(block.loops), appended=rows_appended(nodes))
         dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
+            if end is not None and index == end[0]:
+                left = (x for place, values in dead.items() if place >= index for x in values)
+                end[1]([self.names[x] for x in left if x in self.names and x not in self.buffered])
             self.put(node, index, block)
             if block.buffers is not None:
                 block.buffers.release(index)
@@ -333,7 +349,7 @@ class _Generator:
             self.launches += 1
             if self.launches % _LAUNCHES == 0:
                 self.checkpoint(block)
-        elif may_be_long(node, INLINE_LIMIT_NS):
+        elif _may_be_long(node):
             self.checkpoint(block)
 
     def granted(self, node: Node, expression: str, block: _KnownNames) -> str:
@@ -451,7 +467,25 @@ class _Generator:
         self.put_predicate(condition, block, inner)
         self.put_ask(node, inner)
         carried = self.carried(condition, body, n_vars)
-        self.put_line(body.nodes, body.results, inner, carried)
+        kept = [place for place, output in enumerate(node.outputs) if output in block.used]
+        nodes, for_next = _needed_to_end(node, kept)
+        only = _only_node(condition)
+        is_short = self.decide is not None or self.enqueues or only is None or not any(map(_may_be_long, for_next))
+
+        def put_end(left: Sequence[str]) -> None:
+            # What a further iteration alone would read is left out of the last.
+            assert only is not None
+            decided, following = set(only.inputs), zip(condition.inputs, body.results, strict=False)
+            self.names.update((x, self.value(result)) for x, result in following if x in decided)
+            self.line(inner, f"if not {self.call(only, inner)}:", only)
+            self.put_next([variables[k] for k in kept], [self.value(body.results[k]) for k in kept], inner.deeper())
+            if left:
+                self.line(inner.deeper(), f"del {', '.join(left)}")
+            self.line(inner.deeper(), "break")
+            self.names.update(zip(condition.inputs, variables, strict=False))
+
+        end = None if is_short else (len(nodes), put_end)
+        self.put_line([*nodes, *for_next] if end else body.nodes, body.results, inner, carried, end)
         for variable, result in zip(variables, body.results, strict=True):
             if result in carried:
                 assert inner.buffers is not None
@@ -493,9 +527,8 @@ class _Generator:
         return carried_results(variables, in_cond, in_body, can_write)
 
     def put_predicate(self, condition: Subgraph, block: _KnownNames, inner: _KnownNames) -> None:
-        working = [n for n in condition.nodes if n.op not in (CONSTANT, PARAMETER, NO_OP)]
-        only = working[0] if len(working) == 1 else None
-        if only is not None and only is condition.results[0].node and self.kernel(only) and only.op is not IDENTITY:
+        only = _only_node(condition)
+        if only is not None:
             self.line(block, f"while {self.call(only, inner)}:")
             self.places[len(self.lines)] = self.place(only, inner)
             return
@@ -517,6 +550,36 @@ class _Generator:
             rebound.add(variable)
         for variable, value in moves:
             self.line(block, f"{variable} = {value}")
+
+
+def _only_node(condition: Subgraph) -> Node | None:
+    """The one node that computes a predicate; None: there are several, or none."""
+    working = [n for n in condition.nodes if n.op not in (CONSTANT, PARAMETER, NO_OP)]
+    is_only = len(working) == 1 and working[0] is condition.results[0].node
+    return working[0] if is_only and working[0].op.kernel is not None and working[0].op is not IDENTITY else None
+
+
+def _needed_to_end(loop: WhileNode, kept: Iterable[int]) -> tuple[list[Node], list[Node]]:
+    """The nodes of a body that its last iteration is for, and those that only make variables for a further one.
+
+    `kept` are the variables that somebody reads after the loop. Effects, and what users wrote, are not left out.
+    """
+    body, decided = loop.body, {x for node in loop.predicate.nodes for x in node.inputs}
+    places = {*kept, *(place for place, x in enumerate(loop.predicate.inputs[: loop.n_vars]) if x in decided)}
+    wanted = [body.results[place].node for place in places]
+    wanted += [node for node in body.nodes if has_side_effect(node) or node.op.is_user or node.subgraphs]
+    needed: set[Node] = set()
+    while wanted:
+        node = wanted.pop()
+        if node not in needed:
+            needed.add(node)
+            wanted += node.sources
+    for_next = [node for node in body.nodes if node not in needed and node.op not in _SILENT]
+    return [node for node in body.nodes if node in needed or node.op in _SILENT], for_next
+
+
+def _may_be_long(node: Node) -> bool:
+    return may_be_long(node, INLINE_LIMIT_NS)
 
 
 def _takes_time(nodes: Iterable[Node]) -> bool:
