@@ -150,7 +150,7 @@ class PendingSums:
 
     def _most_rows(self, right: Array, lefts: Sequence[Array | None]) -> int:
         """How many rows are worth one product, where one iteration has these."""
-        rows, columns = right.shape
+        rows, columns = len(right), int(right.shape[1])
         width = sum(left.shape[0] for left in lefts if left is not None)  # ones are there already
         if not pays(rows, width, columns):
             return rows

@@ -119,7 +119,8 @@ class _KnownNames:
     loops: tuple[tuple[str, str], ...] = ()
     depth: int = 1
     buffers: Buffers | None = None
-    used: frozenset[Tensor] = frozenset()
+    nodes: Sequence[Node] = ()
+    escaping: tuple[Tensor, ...] = ()
 
     def deeper(self) -> _KnownNames:
         """The block one level further in."""
@@ -265,7 +266,7 @@ class _Generator:
                 given the variables that the others would let go of.
         """
         escaping = tuple(escaping)
-        block.used = frozenset([*escaping, *(x for node in nodes for x in node.inputs)])
+        block.nodes, block.escaping = nodes, escaping
         if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
             block.buffers = Buffers(uses, carried, in_loop=bool(block.loops), appended=rows_appended(nodes))
@@ -349,7 +350,7 @@ class _Generator:
             self.launches += 1
             if self.launches % _LAUNCHES == 0:
                 self.checkpoint(block)
-        elif _may_be_long(node):
+        elif may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)
 
     def granted(self, node: Node, expression: str, block: _KnownNames) -> str:
@@ -467,10 +468,12 @@ class _Generator:
         self.put_predicate(condition, block, inner)
         self.put_ask(node, inner)
         carried = self.carried(condition, body, n_vars)
-        kept = [place for place, output in enumerate(node.outputs) if output in block.used]
+        read = {*block.escaping, *(x for each in block.nodes for x in each.inputs)}
+        kept = [place for place, output in enumerate(node.outputs) if output in read]
         nodes, for_next = _needed_to_end(node, kept)
         only = _only_node(condition)
-        is_short = self.decide is not None or self.enqueues or only is None or not any(map(_may_be_long, for_next))
+        is_short = not any(may_be_long(each, INLINE_LIMIT_NS) for each in for_next)
+        is_plain = is_short or only is None or self.enqueues or self.decide is not None
 
         def put_end(left: Sequence[str]) -> None:
             # What a further iteration alone would read is left out of the last.
@@ -484,7 +487,7 @@ class _Generator:
             self.line(inner.deeper(), "break")
             self.names.update(zip(condition.inputs, variables, strict=False))
 
-        end = None if is_short else (len(nodes), put_end)
+        end = None if is_plain else (len(nodes), put_end)
         self.put_line([*nodes, *for_next] if end else body.nodes, body.results, inner, carried, end)
         for variable, result in zip(variables, body.results, strict=True):
             if result in carried:
@@ -576,10 +579,6 @@ def _needed_to_end(loop: WhileNode, kept: Iterable[int]) -> tuple[list[Node], li
             wanted += node.sources
     for_next = [node for node in body.nodes if node not in needed and node.op not in _SILENT]
     return [node for node in body.nodes if node in needed or node.op in _SILENT], for_next
-
-
-def _may_be_long(node: Node) -> bool:
-    return may_be_long(node, INLINE_LIMIT_NS)
 
 
 def _takes_time(nodes: Iterable[Node]) -> bool:
