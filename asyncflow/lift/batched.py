@@ -7,7 +7,7 @@ the members, and so has its regions, devices, traces and errors.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, ParamSpec
@@ -58,6 +58,7 @@ class SharedBody:
 
     Attributes:
         label: its name.
+        what: a member waits for, for people.
         batch: how many share a call, and when.
         has_rows: of each input, whether each member has one of its own; else it is the same for all that share a call.
         specs: of the results of one member.
@@ -68,6 +69,7 @@ class SharedBody:
 
     def __init__(self, body: Subgraph, batch: Batch, has_rows: Mapping[Tensor, bool], label: str) -> None:
         self.label = label
+        self.what = f"a call of {label} that others share"
         self.batch = batch
         self.has_rows = tuple(has_rows.values())
         self.specs = tuple(x.spec for x in body.results)
@@ -92,6 +94,10 @@ class SharedBody:
             results = tuple(value.tensor[0] if value.has_rows else value.tensor for value in found)
         return BodyProgram(graph, feeds, results)
 
+    def results_of(self, found: Sequence[Array]) -> Value:
+        """The outputs of the node of a call, of the results of its member."""
+        return found[0] if len(self.specs) == 1 else tuple(found)
+
     def built(self, rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
         """The results, in the current graph; `inputs` has one for each of the node's."""
         known = {**known_constants(self._constants), **dict(zip(self._inputs, inputs, strict=True))}
@@ -114,23 +120,16 @@ def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValu
     return {inner: LiftedValue(as_tensor(node.attrs["value"]), False) for inner, node in constants.items()}
 
 
-Gatherer = Callable[[SharedBody, tuple["Array", ...]], Awaitable["Sequence[Array]"]]
-"""Computes the results of one member, together with others."""
-
-_gatherers: list[Gatherer] = []
+_gatherers: list[Callable[[SharedBody, tuple[Array, ...]], Value]] = []
 
 
-def install_gatherer(gather: Gatherer) -> None:
-    """Tells who gathers members; the runtime does, which nothing here may know."""
+def install_gatherer(gather: Callable[[SharedBody, tuple[Array, ...]], Value]) -> None:
+    """Tells who gathers members, and gives places in line; the runtime does, which nothing here may know."""
     _gatherers[:] = [gather]
 
 
 def _kernel(xp: Namespace, *, shared: SharedBody, **variables: object) -> Kernel:
-    async def call(*inputs: Array) -> Value:
-        results = await _gatherers[0](shared, inputs)
-        return results[0] if len(shared.specs) == 1 else tuple(results)
-
-    return call
+    return lambda *inputs: _gatherers[0](shared, inputs)
 
 
 def _specs(*inputs: Spec, shared: SharedBody, **variables: object) -> Spec | tuple[Spec, ...]:
@@ -142,7 +141,7 @@ def reads(node: Node) -> Effects:
     return tuple((resource.effect_key, Access.READ) for resource in resources_of(node))
 
 
-BATCHED = define("batched", _specs, _kernel, is_async=True, effects=reads)
+BATCHED = define("batched", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads)
 """One call of a batched function; its inputs are the arguments and what the function captures.
 
 Attributes beside `shared` are the variables that it reads, when the call is made.

@@ -12,21 +12,28 @@ event                    state                                        what happe
 `take`                   a call of the lane is under way              nothing
 `take`, not idle         fewer than `max_size` wait, none is overdue  nothing: others may still come
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
-`take`                   else                                         a call leaves, of the size that is best
+`take`                   else                                         who is past its deadline leaves; a call is made
+                                                                      of the others, of the size that is best
 `ended`                                                               what it took is learnt; the lane is free
 `failed`                 of one member                                it is at fault; the lane is free
 `failed`                 of several                                   both halves wait, apart and before all others
 ======================== ============================================ ================================================
+
+Who goes first. Members, and lanes, of the lowest priority number, but each other number that waits has an eighth of the
+places (`PriorityShares`). Of one number, whoever is *due* first: at its deadline, or a second after it was offered. A
+call is cut so small that the first deadline in it is met, as far as is known and can be.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from random import Random
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -49,22 +56,59 @@ _EXPLORE = 32
 """One call in so many takes all that wait, whatever is known of that: what was slow once may not be any more."""
 
 
-@dataclass(slots=True, eq=False)
-class Gathered:
+_PATIENCE_NS = 1_000_000_000
+"""When one without a deadline is due (1 s), so that those with deadlines do not go before it for ever."""
+
+_SHARE = 1 / 8
+"""Of the places, for each priority."""
+
+
+class Gathered(Protocol):
     """One firing, while it waits or is under way.
 
     Attributes:
         nbytes: of its inputs.
         offered_ns: since when it waits.
+        deadline_ns: when nobody will want its result any more; infinity for never.
+        priority: lower ones go first.
         is_gone: nobody wants its result any more.
     """
 
     nbytes: int
     offered_ns: int
-    is_gone: bool = False
+    deadline_ns: float
+    priority: int
+    is_gone: bool
+
+
+def _due_ns(member: Gathered) -> float:
+    return min(member.deadline_ns, member.offered_ns + _PATIENCE_NS)
 
 
 M = TypeVar("M", bound=Gathered)
+
+
+class PriorityShares:
+    """Whose turn it is: the lowest number's, but for an eighth of the turns for each other one that waits."""
+
+    __slots__ = ("_owed",)
+
+    def __init__(self) -> None:
+        self._owed: dict[int, float] = {}
+        """Parts of a turn that are owed to those that wait."""
+
+    def pick(self, waiting: Collection[int]) -> int:
+        """Whose turn is next, of those that wait."""
+        first = min(waiting)
+        if len(waiting) == 1:
+            return first
+        share = min(_SHARE, 1 / len(waiting))
+        self._owed = {each: self._owed.get(each, 0.0) + share for each in waiting if each != first}
+        most = max(self._owed, key=lambda each: self._owed[each])
+        if self._owed[most] < 1:
+            return first
+        self._owed[most] -= 1
+        return most
 
 
 @dataclass(slots=True)
@@ -72,9 +116,14 @@ class CallCosts:
     """How long calls of each size took, as a running mean; one member is a size of its own.
 
     A product of one row and of two take different kernels, so that two may cost more than twice one.
+
+    Attributes:
+        taken_ns: the means, by size.
+        fits: the most members for which there was memory, once there was none for more.
     """
 
     taken_ns: dict[int, float] = field(default_factory=dict)
+    fits: int | None = None
     _counts: dict[int, int] = field(default_factory=dict)
     _used: dict[int, float] = field(default_factory=dict)
     """Times by which the sizes below were chosen."""
@@ -82,6 +131,8 @@ class CallCosts:
     """The least time for so many members."""
     _first: list[int] = field(default_factory=list)
     """How many of so many go first, then."""
+    _most: int = 0
+    """How many could share a call, then."""
 
     def observe(self, size: int, taken_ns: float) -> None:
         """A call of that size took so long."""
@@ -125,8 +176,8 @@ class CallCosts:
         """
         if not self.taken_ns:
             return min(waiting, most)
-        if not self._used:
-            self._used, self._in_all, self._first = dict(self.taken_ns), [0.0], [0]
+        if not self._used or self._most != most:
+            self._used, self._in_all, self._first, self._most = dict(self.taken_ns), [0.0], [0], most
         waiting = min(waiting, 2 * most)  # more do not change what is best first
         if waiting >= len(self._first):
             alone = np.array([self.predict_ns(size) for size in range(1, most + 1)])
@@ -154,10 +205,85 @@ class Lane(Generic[M]):
     signature: Hashable
     policy: Batch
     costs: CallCosts
-    waiting: deque[M] = field(default_factory=deque)
+    waiting: dict[int, list[M]] = field(default_factory=dict)
+    """By priority, who is due first in front; there are no empty lists."""
     suspects: deque[Sequence[M]] = field(default_factory=deque)
     """Parts of calls that failed, which go before all others, each by itself."""
     under_way: BatchCall[M] | None = None
+    shares: PriorityShares = field(default_factory=PriorityShares)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    def everybody(self) -> Iterator[M]:
+        """All who wait or are under way."""
+        parts = self.suspects if self.under_way is None else (*self.suspects, self.under_way.members)
+        return chain(*self.waiting.values(), *parts)
+
+    def add(self, member: M) -> None:
+        """One waits."""
+        insort(self.waiting.setdefault(member.priority, []), member, key=_due_ns)
+
+    def discard(self, member: M) -> None:
+        """One waits no more, if it did."""
+        line = self.waiting.get(member.priority, [])
+        if member in line:
+            self._remove(line, line.index(member))
+
+    def drop_late(self, now_ns: int) -> None:
+        """Who is past its deadline waits no more."""
+        # Who is late is due, and stands in front.
+        for line in [line for line in self.waiting.values() if _due_ns(line[0]) <= now_ns]:
+            overdue = next((place for place, member in enumerate(line) if _due_ns(member) > now_ns), len(line))
+            for place in reversed(range(overdue)):
+                if line[place].deadline_ns <= now_ns:
+                    self._remove(line, place)
+
+    def take(self, size: int) -> list[M]:
+        """So many at most, who go next; of more than one, no more than the policy's bytes."""
+        taken: list[M] = []
+        nbytes, most = 0, self.policy.max_bytes
+        while self.waiting and len(taken) < size:
+            line = self.waiting[self.shares.pick(self.waiting)]
+            nbytes += line[0].nbytes
+            if taken and most is not None and nbytes > most:
+                break
+            taken.append(self._remove(line, 0))
+        return taken
+
+    def cut_in_time(self, members: list[M], now_ns: int) -> list[M]:
+        """As many of those taken as can be computed until the first deadline among them; the others wait again."""
+        if len(members) == 1 or self.policy.cost == "none" or all(member.deadline_ns == inf for member in members):
+            return members
+        costs = self.costs
+        reachable_ns = now_ns + costs.predict_ns(1)
+
+        def deadline_ns(member: M) -> float:
+            return member.deadline_ns if member.deadline_ns >= reachable_ns else inf
+
+        first_ns = min(map(deadline_ns, members))
+        size = len(members)
+        while size > 1 and now_ns + costs.predict_ns(size) > first_ns:
+            size -= 1
+        if size < len(members):
+            members.sort(key=deadline_ns)
+            for member in members[size:]:
+                self.add(member)
+        return members[:size]
+
+    def leaves_ns(self) -> float:
+        """When those who wait have waited as long as they may, where others may still come."""
+        found = min(member.offered_ns for line in self.waiting.values() for member in line)
+        deadline_ns = min(member.deadline_ns for line in self.waiting.values() for member in line)
+        # What is known of costs may be wrong by much.
+        last_ns = deadline_ns - 2 * self.costs.predict_ns(min(len(self), self.policy.max_size))
+        return min(found + self.policy.max_delay_s * 1e9, last_ns)
+
+    def _remove(self, line: list[M], place: int) -> M:
+        member = line.pop(place)
+        if not line:
+            del self.waiting[member.priority]
+        return member
 
 
 class Batcher(Generic[M]):
@@ -172,6 +298,7 @@ class Batcher(Generic[M]):
         self.is_ending = False
         """Nobody waits longer than until nothing else can go on."""
         self._random = Random(seed)
+        self._shares = PriorityShares()
 
     def offer(self, signature: Hashable, costs: CallCosts, policy: Batch, member: M) -> None:
         """A member waits.
@@ -185,93 +312,112 @@ class Batcher(Generic[M]):
         lane = self.lanes.get(signature)
         if lane is None:
             lane = self.lanes[signature] = Lane(signature, policy, costs)
-        lane.waiting.append(member)
+        lane.add(member)
 
-    def withdraw(self, signature: Hashable, member: M) -> None:
-        """Nobody wants the member's result any more."""
+    def withdraw(self, signature: Hashable, member: M) -> BatchCall[M] | None:
+        """Nobody wants the member's result any more; gives the call under way in which that is so for all."""
         member.is_gone = True
         lane = self.lanes.get(signature)
         if lane is None:
-            return
-        if member in lane.waiting:
-            lane.waiting.remove(member)
+            return None
+        lane.discard(member)
         self._drop_if_empty(lane)
+        call = lane.under_way
+        return call if call is not None and all(each.is_gone for each in call.members) else None
 
     def take(self, now_ns: int, *, is_idle: bool) -> Iterator[BatchCall[M]]:
-        """The calls that are to be made now; each is under way until it has `ended` or `failed`.
+        """The calls that are to be made now, the most urgent first.
+
+        Each is under way until it has `ended` or `failed`. Whoever has no time for more may stop asking.
 
         Args:
             now_ns: the time.
             is_idle: nothing else can go on, so that nobody else will come by itself.
         """
-        for lane in list(self.lanes.values()):
-            if lane.under_way is None:
-                members = self._next(lane, now_ns, is_idle)
-                if members:
-                    lane.under_way = BatchCall(lane, members)
-                    yield lane.under_way
-                else:
-                    self._drop_if_empty(lane)
+        ready = [lane for lane in self.lanes.values() if self._is_ready(lane, now_ns, is_idle)]
+        for lane in ready if len(ready) < 2 else self._by_urgency(ready):
+            members = self._next(lane, now_ns)
+            if members:
+                lane.under_way = BatchCall(lane, members)
+                yield lane.under_way
+            else:
+                self._drop_if_empty(lane)
 
     def wake_ns(self) -> float:
         """When one has waited as long as it may; infinity if nobody waits for that."""
-        found = inf
-        for lane in self.lanes.values():
-            if self._delays(lane) and lane.waiting and lane.under_way is None:
-                found = min(found, lane.waiting[0].offered_ns + lane.policy.max_delay_s * 1e9)
-        return found
+        delayed = (lane for lane in self.lanes.values() if self._delays(lane) and lane.waiting)
+        return min((lane.leaves_ns() for lane in delayed if lane.under_way is None), default=inf)
 
     def ended(self, call: BatchCall[M], taken_ns: float) -> None:
         """The call has given its results."""
         call.lane.costs.observe(len(call.members), taken_ns)
         self._free(call)
 
-    def failed(self, call: BatchCall[M], *, divisible: bool) -> bool:
+    def failed(self, call: BatchCall[M], *, divisible: bool, lacks_memory: bool = False) -> bool:
         """The call has failed; whether its members are at fault, or else wait again in halves.
 
         Args:
             call: which.
             divisible: computing a member again does no harm.
+            lacks_memory: there was none for so many.
         """
         members = [member for member in call.members if not member.is_gone]
         is_settled = len(call.members) == 1 or not divisible
+        if lacks_memory and len(call.members) > 1:
+            call.lane.costs.fits = len(call.members) // 2
         if not is_settled and members:
             half = (len(members) + 1) // 2
             call.lane.suspects.extendleft(part for part in (members[half:], members[:half]) if part)
         self._free(call)
         return is_settled
 
-    def _next(self, lane: Lane[M], now_ns: int, is_idle: bool) -> Sequence[M]:
+    def _by_urgency(self, lanes: Sequence[Lane[M]]) -> Iterator[Lane[M]]:
+        ranked: dict[int, list[tuple[float, int, Lane[M]]]] = {}
+        for number, lane in enumerate(lanes):
+            if lane.suspects:
+                priority, due_ns = min(each.priority for part in lane.suspects for each in part), -inf
+            else:
+                priority, due_ns = min(lane.waiting), min(_due_ns(line[0]) for line in lane.waiting.values())
+            ranked.setdefault(priority, []).append((due_ns, number, lane))
+        for found in ranked.values():
+            found.sort(reverse=True)
+        while ranked:
+            priority = self._shares.pick(ranked)
+            yield ranked[priority].pop()[2]
+            if not ranked[priority]:
+                del ranked[priority]
+
+    def _is_ready(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
+        if lane.under_way is not None:
+            return False
+        if lane.suspects:
+            return True
+        if not lane.waiting:
+            return False
+        is_due = now_ns >= lane.leaves_ns() if self._delays(lane) else is_idle
+        return is_due or len(lane) >= lane.policy.max_size
+
+    def _next(self, lane: Lane[M], now_ns: int) -> Sequence[M]:
         while lane.suspects:
             suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
             if suspects:
                 return suspects
-        waiting, policy = lane.waiting, lane.policy
-        if not waiting:
-            return ()
-        is_due = now_ns >= waiting[0].offered_ns + policy.max_delay_s * 1e9 if self._delays(lane) else is_idle
-        if not is_due and len(waiting) < policy.max_size:
-            return ()
-        size = self._size(lane)
-        taken: list[M] = []
-        nbytes = 0
-        while waiting and len(taken) < size:
-            nbytes += waiting[0].nbytes
-            if taken and policy.max_bytes is not None and nbytes > policy.max_bytes:
-                break
-            taken.append(waiting.popleft())
-        return taken
+        lane.drop_late(now_ns)
+        return lane.cut_in_time(lane.take(self._size(lane)), now_ns) if lane.waiting else ()
 
     def _delays(self, lane: Lane[M]) -> bool:
         return lane.policy.max_delay_s > 0 and not self.is_ending
 
     def _size(self, lane: Lane[M]) -> int:
-        most = min(len(lane.waiting), lane.policy.max_size)
-        if lane.policy.cost == "none" or most == 1:
-            return most
-        if self._random.randrange(_EXPLORE) == 0:
-            return most
-        return lane.costs.best(len(lane.waiting), lane.policy.max_size)
+        costs, policy = lane.costs, lane.policy
+        explores = len(lane) > 1 and self._random.randrange(_EXPLORE) == 0
+        if explores and costs.fits is not None:
+            costs.fits *= 2  # there may be more memory now
+        most = policy.max_size if costs.fits is None else min(policy.max_size, costs.fits)
+        waiting = len(lane)
+        if explores or policy.cost == "none" or waiting == 1:
+            return min(waiting, most)
+        return costs.best(waiting, most)
 
     def _free(self, call: BatchCall[M]) -> None:
         call.lane.under_way = None
@@ -279,5 +425,5 @@ class Batcher(Generic[M]):
 
     def _drop_if_empty(self, lane: Lane[M]) -> None:
         # A signature names values that a run has brought, and must not outlive it.
-        if not (lane.waiting or lane.suspects or lane.under_way):
-            self.lanes.pop(lane.signature, None)
+        if not (lane.waiting or lane.suspects or lane.under_way) and self.lanes.get(lane.signature) is lane:
+            del self.lanes[lane.signature]

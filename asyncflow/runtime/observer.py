@@ -64,7 +64,7 @@ class ObservedBatch(NamedTuple):
     runs: tuple[ObservedRun, ...]
     started_s: float
     ended_s: float
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class RunObserver(Protocol):
@@ -163,7 +163,9 @@ class Observers:
         finally:
             self._ended(run, error)
 
-    def batch_ended(self, function: str, contexts: Iterable[Context], taken_s: float, error: Exception | None) -> None:
+    def batch_ended(
+        self, function: str, contexts: Iterable[Context], taken_s: float, error: BaseException | None
+    ) -> None:
         """Tells of a call of a batched function, for members with these context variables."""
         members = [context.get(_current) for context in contexts]
         runs = tuple(run for run in members if run is not None)

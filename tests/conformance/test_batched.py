@@ -162,6 +162,30 @@ async def test_f45_a_deadline_that_passes_while_it_waits(open_session: OpenSessi
     assert not sizes
 
 
+async def test_members_have_deadline_and_priority_of_their_run(
+    open_session: OpenSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS F45: by it, a call is cut so that it is met."""
+    offered: list[Any] = []
+    offer = Batcher.offer
+
+    def noted(self: Batcher[Any], signature: Any, costs: Any, policy: Any, member: Any) -> None:
+        offered.append(member)
+        offer(self, signature, costs, policy, member)
+
+    monkeypatch.setattr(Batcher, "offer", noted)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, _ = af.batched(layer)(x)
+    async with open_session(graph) as session:
+        await session.run(y, {x: np.ones(4, np.float32)}, timeout=3600)
+        await session.run(y, {x: np.ones(4, np.float32)}, priority=3)
+    first, second = offered
+    assert (first.priority, second.priority) == (0, 3)
+    assert 3.5e12 < first.deadline_ns - first.offered_ns <= 3.6e12
+    assert second.deadline_ns == float("inf")
+
+
 async def test_f41_a_function_that_gives_other_rows(open_session: OpenSession) -> None:
     """FAULTS F41: a function of rows that gives too few fails with what it should have given; no row goes astray."""
 
@@ -278,6 +302,10 @@ async def test_f42_random_requests(data: st.DataObject) -> None:
                 np.testing.assert_array_equal(await run, expected)
 
         await asyncio.gather(*(request(*each) for each in requests))
+        for _ in range(100_000):
+            if not session.statistics().runs:
+                break
+            await asyncio.sleep(0)  # a call that nobody wants any more is being stopped
         assert session.statistics().runs == 0
 
 

@@ -8,32 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from asyncflow.compiler.program.request import PlanRequest
-from asyncflow.errors import SessionClosedError
+from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.lift.batched import SharedBody, install_gatherer
 from asyncflow.lift.pooled import SharedLoop
-from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts, Gathered
-from asyncflow.runtime.scheduler.turn import Turn
+from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
+from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
+from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.streams.holding import current_part
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.pools import Pools
-    from asyncflow.values import Array
+    from asyncflow.runtime.run.run import Run
+    from asyncflow.values import Array, Value
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -48,20 +51,45 @@ _SAME_BYTES = 4096
 array, or they are not."""
 
 
-@dataclass(slots=True, eq=False)
-class BatchMember(Gathered):
-    """One firing.
+class BatchMember(PlaceInLine):
+    """One firing, and its place in line.
 
     Attributes:
+        shared: what it calls.
+        known: of that.
         inputs: of its node.
-        done: gets its results.
+        signature: equal for those that may share a call.
         context: the caller's context variables.
+        outcome: its results, or why there are none; None before.
+        others: see `Gathered`.
     """
 
-    shared: SharedBody = field(kw_only=True)
-    inputs: tuple[Array, ...] = field(kw_only=True)
-    done: asyncio.Future[Sequence[Array]] = field(kw_only=True)
-    context: Context = field(kw_only=True)
+    __slots__ = (
+        *("context", "deadline_ns", "inputs", "is_gone", "known", "nbytes"),
+        *("offered_ns", "outcome", "priority", "shared", "signature"),
+    )
+
+    def __init__(
+        self, batches: Batches, shared: SharedBody, known: KnownBody, inputs: tuple[Array, ...], signature: Hashable
+    ) -> None:
+        super().__init__(batches, shared.what, shared.results_of)
+        self.shared = shared
+        self.known = known
+        self.inputs = inputs
+        self.signature = signature
+        self.context = copy_context()
+        self.outcome: Sequence[Array] | BaseException | None = None
+        # Nobody asks without a limit.
+        self.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
+        self.offered_ns = batches.turn.clock()
+        self.deadline_ns = inf
+        self.priority = 0
+        self.is_gone = False
+        part = current_part()
+        if part is not None:
+            self.priority = part.priority
+            if part.deadline_s < inf:
+                self.deadline_ns = self.offered_ns + (part.deadline_s - batches.turn.loop.time()) * 1e9
 
 
 class BatchStatistics(NamedTuple):
@@ -83,18 +111,24 @@ class BatchStatistics(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _KnownBody:
+class KnownBody:
     """Plans, times and counts of one call of a batched function in a graph.
 
     Attributes:
         plans: of its programs: over one member (False), over many (True).
         costs: by the dtypes and shapes of arguments, those seen last behind.
-        counts: of its calls.
+        calls: how many there were.
+        members: of all of them.
+        largest: the most of one.
+        failed: calls that failed.
     """
 
     plans: dict[bool, Plan] = field(default_factory=dict)
     costs: dict[Hashable, CallCosts] = field(default_factory=dict)
-    counts: BatchStatistics = field(default_factory=BatchStatistics)
+    calls: int = 0
+    members: int = 0
+    largest: int = 0
+    failed: int = 0
 
     def costs_of(self, kind: Hashable) -> CallCosts:
         costs = self.costs.pop(kind, None) or CallCosts()
@@ -102,6 +136,13 @@ class _KnownBody:
             del self.costs[next(iter(self.costs))]
         self.costs[kind] = costs
         return costs
+
+    def count(self, size: int, *, calls: int = 1, failed: int = 0) -> None:
+        """Counts calls, or steps, each for so many."""
+        self.calls += calls
+        self.members += calls * size
+        self.largest = max(self.largest, size)
+        self.failed += failed
 
 
 class RunsBatches(Protocol):
@@ -114,11 +155,14 @@ class RunsBatches(Protocol):
     def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
         """The fetched values; None if that is not for the event loop."""
 
+    def start_batch(self, plan: Plan, values: list[Array], on_end: Callable[[Run], None] | None = None) -> Run:
+        """A run of a body, which calls ``on_end(run)``; it may have ended by then."""
+
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values."""
 
 
-class Batches:
+class Batches(LinedState):
     """Members of one session that wait or are under way.
 
     Args:
@@ -128,46 +172,59 @@ class Batches:
     """
 
     def __init__(self, turn: Turn, runs: RunsBatches, seed: int) -> None:
-        self._turn = turn
+        super().__init__()
+        self.turn = turn
         self._runs = runs
         self._batcher: Batcher[BatchMember] = Batcher(seed)
         # A function goes with the graph that calls it.
-        self._known: WeakKeyDictionary[SharedBody | SharedLoop, _KnownBody] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[SharedBody | SharedLoop, KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
         self._checked_share = 0.0
         self.pools: Pools | None = None
         """Pooled loops of the session."""
         self._under_way: set[asyncio.Task[None]] = set()
+        self._runs_of: dict[BatchCall[BatchMember], Run] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def join(self, shared: SharedBody, inputs: tuple[Array, ...]) -> Sequence[Array]:
-        """The results of one member.
+    # -- as those see it who wait --------------------------------------------------------------------------------
 
-        Cancellation: it leaves; if it is under way, its result is dropped.
-
-        Raises:
-            Exception: computing this member failed.
-        """
-        turn = self._turn
-        done: asyncio.Future[Sequence[Array]] = turn.loop.create_future()
-        nbytes = sum(getattr(value, "nbytes", 0) for value in inputs)
-        context = copy_context()
-        member = BatchMember(nbytes, turn.clock(), shared=shared, inputs=inputs, done=done, context=context)
-        known = self._known_of(shared)
-        kind = tuple((value.dtype, value.shape) for value in inputs)
+    def join(self, shared: SharedBody, inputs: tuple[Array, ...]) -> BatchMember:
+        """The place in line of one member, of the run whose context this is in."""
+        kind = tuple([(value.dtype, value.shape) for value in inputs])
         signature = (shared, kind, *common_values(shared.has_rows, inputs))
+        known = self._known_of(shared)
+        member = BatchMember(self, shared, known, inputs, signature)
         self._batcher.offer(signature, known.costs_of(kind), shared.batch, member)
-        turn.wake()
-        try:
-            return await done
-        except asyncio.CancelledError:
-            self._batcher.withdraw(signature, member)
-            raise
+        self.turn.wake()
+        return member
 
-    def _known_of(self, shared: SharedBody | SharedLoop) -> _KnownBody:
+    def places(self) -> list[PlaceInLine]:
+        """Everybody in line."""
+        return [member for lane in self._batcher.lanes.values() for member in lane.everybody()]
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """The results of a member; `NOT_YET` while it waits or is under way."""
+        assert isinstance(place, BatchMember)
+        if isinstance(place.outcome, BaseException):
+            raise place.outcome
+        return NOT_YET if place.outcome is None else place.outcome
+
+    def left(self, place: PlaceInLine) -> None:
+        """Nobody wants a member any more: it leaves, or what it would have got is dropped."""
+        assert isinstance(place, BatchMember)
+        call = self._batcher.withdraw(place.signature, place)
+        run = None if call is None else self._runs_of.get(call)
+        if run is not None:
+            run.stop("cancelled")
+
+    def describe(self) -> str:
+        """How many there are."""
+        return f"{len(self.places())} wait or are computed"
+
+    def _known_of(self, shared: SharedBody | SharedLoop) -> KnownBody:
         known = self._known.get(shared)
         if known is None:
-            known = self._known[shared] = _KnownBody()
+            known = self._known[shared] = KnownBody()
         return known
 
     def clear(self) -> None:
@@ -182,7 +239,7 @@ class Batches:
     def hurry(self) -> None:
         """Has no member wait for `max_delay_s` any more: the session ends, and no more will come."""
         self._batcher.is_ending = True
-        self._turn.wake()
+        self.turn.wake()
 
     async def aclose(self) -> None:
         """Stops what is under way."""
@@ -191,53 +248,89 @@ class Batches:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
 
-    def flush(self, *, is_idle: bool) -> None:
-        """Starts what is due; `is_idle` says that nothing else in the session can go on."""
+    def flush(self, *, is_idle: bool) -> bool:
+        """Starts what is due, as far as there is time.
+
+        Args:
+            is_idle: nothing else in the session can go on.
+
+        Returns:
+            Whether members have been computed, each alone.
+        """
         if not self._batcher.lanes:
-            return
-        for call in self._batcher.take(self._turn.clock(), is_idle=is_idle):
-            call.members[0].context.copy().run(self._start, call)
+            return False
+        turn = self.turn
+        end = turn.now() + BURST_NS
+        most = 0
+        for call in self._batcher.take(turn.clock(), is_idle=is_idle):
+            most = max(most, len(call.members))
+            call.members[0].context.run(self._start, call)
+            if turn.now() >= end:
+                turn.wake()
+                break
         self._set_timer()
+        return most == 1
 
     def _set_timer(self) -> None:
+        if not self._batcher.lanes and self._timer is None:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         wake_ns = self._batcher.wake_ns()
         if wake_ns < inf:
-            self._timer = self._turn.loop.call_later((wake_ns - self._turn.clock()) / 1e9, self._turn.wake)
+            self._timer = self.turn.loop.call_later((wake_ns - self.turn.clock()) / 1e9, self.turn.wake)
 
     def _start(self, call: BatchCall[BatchMember]) -> None:
         """Computes a batch: here and now, if it is short, or else beside."""
-        started_ns = self._turn.clock()
-        members = call.members
-        shared = members[0].shared
-        plan = self._known[shared].plans.get(len(members) > 1)
-        try:
-            found = None if plan is None else self._runs.run_short(plan, _values(members))
-        except Exception as error:
-            self._failed(call, error)
-            return
-        if found is not None:
-            self._ended(call, found, started_ns)
-            return
-        self.beside(self._compute(call))
+        plan = call.members[0].known.plans.get(len(call.members) > 1)
+        if plan is None:
+            self.beside(self._planned(call))
+        else:
+            self._compute(call, plan)
 
     def beside(self, work: Coroutine[object, object, None]) -> None:
         """Does something that the session's end cancels."""
-        task = self._turn.loop.create_task(work)
+        task = self.turn.loop.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-    async def _compute(self, call: BatchCall[BatchMember]) -> None:
+    async def _planned(self, call: BatchCall[BatchMember]) -> None:
         try:
             plan = await self._plan(call.members[0].shared, is_many=len(call.members) > 1)
-            started_ns = self._turn.clock()
-            results = await self._runs.run_batch(plan, _values(call.members))
+        except Exception as error:
+            self._failed(call, error)
+        else:
+            self._compute(call, plan)
+
+    def _compute(self, call: BatchCall[BatchMember], plan: Plan) -> None:
+        started_ns = self.turn.clock()
+        try:
+            values = _values(call.members)
+            results = self._runs.run_short(plan, values)
+            if results is None:
+                run = self._runs.start_batch(plan, values, partial(self._over, call, started_ns))
+                if not run.is_finished:
+                    self._runs_of[call] = run
+                return
         except Exception as error:
             self._failed(call, error)
         else:
             self._ended(call, results, started_ns)
+
+    def _over(self, call: BatchCall[BatchMember], started_ns: int, run: Run) -> None:
+        """The run of a call has ended."""
+        self._runs_of.pop(call, None)
+        try:
+            results = cast("list[Array]", run.outcome())
+        except BaseException as error:
+            self._failed(call, error)
+        else:
+            if run.is_stopped:  # as nobody wanted it any more
+                self._batcher.failed(call, divisible=False)
+                self.turn.wake()
+            else:
+                self._ended(call, results, started_ns)
 
     async def _plan(self, shared: SharedBody, *, is_many: bool) -> Plan:
         known = self._known_of(shared)
@@ -256,9 +349,9 @@ class Batches:
         return await self._runs.run_batch(plan, values) if found is None else found
 
     def _ended(self, call: BatchCall[BatchMember], results: Sequence[Array], started_ns: int) -> None:
-        self._batcher.ended(call, self._turn.clock() - started_ns)
+        self._batcher.ended(call, self.turn.clock() - started_ns)
         members = call.members
-        self.count_call(members[0].shared, len(members))
+        members[0].known.count(len(members))
         self._tell(call, started_ns, None)
         if len(members) > 1:
             for value in results:
@@ -267,26 +360,28 @@ class Batches:
             if self._random.random() < self._checked_share:
                 self.beside(self._check(members, results))
         for row, member in enumerate(members):
-            if not member.done.done():
-                member.done.set_result(results if len(members) == 1 else [_row(value, row) for value in results])
+            self._give(member, results if len(members) == 1 else [_row(value, row) for value in results])
+        self.wake_called()
         if self._batcher.lanes:
-            self._turn.wake()
+            self.turn.wake()
+
+    def _give(self, member: BatchMember, outcome: Sequence[Array] | BaseException) -> None:
+        if not member.is_gone:
+            member.outcome = outcome
+            with self.lock:
+                self.call(member)
 
     def count_call(self, shared: SharedBody | SharedLoop, size: int, *, calls: int = 1, failed: int = 0) -> None:
         """Counts calls, or steps, each for so many."""
-        known = self._known_of(shared)
-        counts = known.counts
-        known.counts = BatchStatistics(
-            counts.calls + calls, counts.members + calls * size, max(counts.largest, size), counts.failed + failed
-        )
+        self._known_of(shared).count(size, calls=calls, failed=failed)
         if self._runs.observers is not None and isinstance(shared, SharedLoop):
             self._runs.observers.pool_stepped(shared.label, size)
 
-    def _tell(self, call: BatchCall[BatchMember], started_ns: int, error: Exception | None) -> None:
+    def _tell(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
         """Tells those who look on of a call that has ended."""
         if self._runs.observers is not None:
             contexts = [member.context for member in call.members]
-            taken_s = (self._turn.clock() - started_ns) / 1e9
+            taken_s = (self.turn.clock() - started_ns) / 1e9
             self._runs.observers.batch_ended(call.members[0].shared.label, contexts, taken_s, error)
 
     def statistics(self) -> dict[str, BatchStatistics]:
@@ -294,7 +389,8 @@ class Batches:
         found = {}
         for shared, known in list(self._known.items()):
             latest = next(reversed(known.costs.values()), CallCosts())
-            found[shared.label] = known.counts._replace(cost_ns=dict(sorted(latest.taken_ns.items())))
+            cost_ns = dict(sorted(latest.taken_ns.items()))
+            found[shared.label] = BatchStatistics(known.calls, known.members, known.largest, known.failed, cost_ns)
         return found
 
     def check_from_now_on(self, share: float) -> None:
@@ -324,17 +420,18 @@ class Batches:
                         *(place, shared.label, row, len(members), shapes, many[row], one),
                     )
 
-    def _failed(self, call: BatchCall[BatchMember], error: Exception) -> None:
+    def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
         shared = call.members[0].shared
-        self.count_call(shared, len(call.members), failed=1)
-        self._tell(call, self._turn.clock(), error)
-        if self._batcher.failed(call, divisible=shared.is_repeatable):
+        call.members[0].known.count(len(call.members), failed=1)
+        self._tell(call, self.turn.clock(), error)
+        lacks_memory = isinstance(error, OutOfMemoryError | MemoryError)
+        if self._batcher.failed(call, divisible=shared.is_repeatable, lacks_memory=lacks_memory):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
             for member in call.members:
-                if not member.done.done():
-                    member.done.set_exception(cause)
-        self._turn.wake()
+                self._give(member, cause)
+            self.wake_called()
+        self.turn.wake()
 
 
 def _values(members: Sequence[BatchMember]) -> list[Array]:
@@ -374,10 +471,10 @@ def _identity(value: Array) -> Hashable:
     return value.tobytes() if value.nbytes <= _SAME_BYTES else id(value)
 
 
-async def _gather(shared: SharedBody, inputs: tuple[Array, ...]) -> Sequence[Array]:
+def _gather(shared: SharedBody, inputs: tuple[Array, ...]) -> Value:
     part = current_part()
     assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
-    return await part.owner.batches.join(shared, inputs)
+    return part.owner.batches.join(shared, inputs)
 
 
 install_gatherer(_gather)

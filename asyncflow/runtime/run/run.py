@@ -147,6 +147,10 @@ class Run:
                 if not self.turn.loop.is_closed():
                     self.stop("cancelled")
                 raise
+        return self.outcome(cancelled)
+
+    def outcome(self, cancelled: asyncio.CancelledError | None = None) -> list[Value]:
+        """The fetched values of a run that has finished, once; or raises as `wait`, whose wait was `cancelled`."""
         if self.trace is not None:
             try:
                 self._close_books(self.trace)
@@ -163,7 +167,15 @@ class Run:
                 raise failure
         finally:
             del failure, cancelled  # their tracebacks lead to this frame, and that would be a cycle
-        return self._values()
+        results = self.executors[0].scheduler.results
+        for executor, partition in zip(self.executors, self._partitions, strict=True):
+            scheduler = executor.scheduler
+            if scheduler.results is not results:
+                for index in partition.fetch_indexes:
+                    results[index] = scheduler.results[index]
+        for index, value in self.stayed.items():
+            results[index] = value
+        return results
 
     def stop(self, status: str) -> None:
         """Stops the run early; `wait` then only waits for what is in flight."""
@@ -263,17 +275,6 @@ class Run:
             first_line = str(other).partition("\n")[0]
             ranked[0].add_note(f"also failed: {type(other).__name__}: {first_line}")
         return ranked[0]
-
-    def _values(self) -> list[Value]:
-        results = self.executors[0].scheduler.results
-        for executor, partition in zip(self.executors, self._partitions, strict=True):
-            scheduler = executor.scheduler
-            if scheduler.results is not results:
-                for index in partition.fetch_indexes:
-                    results[index] = scheduler.results[index]
-        for index, value in self.stayed.items():
-            results[index] = value
-        return results
 
     def _stalled(self) -> InternalError:
         waiting = [line for executor in self.executors for line in executor.scheduler.waiting()]

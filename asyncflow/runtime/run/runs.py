@@ -359,6 +359,7 @@ class Runs:
         has_age: bool = False,
         is_part: bool = False,
         priority: int = 0,
+        on_end: Callable[[Run], None] | None = None,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
             raise SessionClosedError(self.closed or self.drained)
@@ -375,7 +376,7 @@ class Runs:
             trace=trace,
             emitter=channel,
             staying=staying,
-            on_end=self._forget,
+            on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
             context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
@@ -388,7 +389,7 @@ class Runs:
         run.start(values, timeout, asked_s)
         return run
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: Run, then: Callable[[Run], None] | None = None) -> None:
         self.in_flight.discard(run)
         if self._atomic.claims:
             self._atomic.on_end(run)
@@ -396,6 +397,8 @@ class Runs:
             self.cuts.on_end(run)
         if self._ended is not None:
             self._ended.set()
+        if then is not None:
+            then(run)
 
     async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
         """Calls `act` when no run that touches `states` is in flight; later ones wait until it has returned.
@@ -435,10 +438,17 @@ class Runs:
         return self.closed is None and not is_held_up and current_trace() is None
 
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
-        """The fetched values of a body: a part of the runs that it computes for, also while these are drained."""
+        """The fetched values of a body; see `start_batch`."""
+        return cast("list[Array]", await self.start_batch(plan, values).wait())
+
+    def start_batch(self, plan: Plan, values: list[Array], on_end: Callable[[Run], None] | None = None) -> Run:
+        """A run of a body: a part of the runs that it computes for, also while these are drained.
+
+        It calls ``on_end(run)``, which may be before this returns.
+        """
         assert self._turn is not None
-        run = self._start(plan, values, None, self._turn.loop.time(), current_trace(), None, is_part=True)
-        return cast("list[Array]", await run.wait())
+        asked_s = self._turn.loop.time()
+        return self._start(plan, values, None, asked_s, current_trace(), None, is_part=True, on_end=on_end)
 
     # -- ending --------------------------------------------------------------------------------------------------
 

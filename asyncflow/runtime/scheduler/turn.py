@@ -84,20 +84,19 @@ class Turn:
         self._scheduled = False
         self._burst_end = 0
         self.number += 1
-        queue = self._queue
-        if not queue:
-            if self.batches is not None:
-                self.batches.flush(is_idle=True)
-            return
+        queue, batches = self._queue, self.batches
         end = self.now() + BURST_NS
-        # In a graph, infinities and NaN are values: no floating-point warnings.
-        with np.errstate(all="ignore"):
-            while queue and self.now() < end:
-                driven = queue.popleft()
-                driven.is_queued = False
-                if driven.drive(end):
-                    self.enqueue(driven)
+        goes_on = True
+        while goes_on:
+            if queue:
+                # In a graph, infinities and NaN are values: no floating-point warnings.
+                with np.errstate(all="ignore"):
+                    while queue and self.now() < end:
+                        driven = queue.popleft()
+                        driven.is_queued = False
+                        if driven.drive(end):
+                            self.enqueue(driven)
+            # Who was computed alone goes on in this pass: to wait for the next would cost more than it brings together.
+            goes_on = batches is not None and batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
         if queue:
             self._schedule()
-        if self.batches is not None:
-            self.batches.flush(is_idle=not queue)
