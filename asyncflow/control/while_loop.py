@@ -106,17 +106,19 @@ def while_loop(
         maximum_iterations: stop after so many, at least 0; a number or an integer scalar.
         pool: step the activations of this loop in different runs, and in iterations of a loop around it, together
             (continuous batching): one may join while others go on, and leaves as soon as its predicate fails. A step
-            computes predicate and body once for all of them. Loop variables then keep their shapes, and what the loop
-            captures is one value for all if it depends on constants alone, else each activation's own; the loop may
-            read variables, which it does in each step, and neither change them nor draw random numbers or await.
-            No gradient goes through it. Results are the same within rounding. What `Session.stream` hands out of the
+            computes predicate and body once for all of them; variables that have become of different shapes, for
+            those that are of one shape. What the loop captures is one value for all if it depends on constants alone,
+            else each activation's own, and so are TensorArrays among the loop variables. The loop may read variables,
+            which it does in each step. One that changes them, draws random numbers, awaits, or is cut over devices is
+            not pooled, and `Plan.explain` says why. No gradient goes through a pooled loop. Results are the same within
+            rounding. What `Session.stream` hands out of the
             body comes from each activation by itself: one whose consumer is `parallel_iterations` behind is set aside,
             and the others go on.
         name: of the node.
 
     Raises:
         GraphError, DTypeError, ShapeError: the body does not fit the loop variables; the message names the variable.
-        GraphError: with `pool`, something in the loop cannot be stepped for several activations; the message names it.
+        GraphError: `pool` is no `Pool`.
 
     >>> import asyncflow as af
     >>> with af.Graph():
@@ -142,19 +144,15 @@ def while_loop(
         loop_body.starts.update(zip(loop_body.inputs, variables.initial, strict=True))
         returned = body(*arguments)
     loop_body.results.extend(variables.next_values(label, loop_body, returned))
-    if pool is None:
-        node = add_loop(
-            condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory
-        )
-    else:
-        node = _add_pooled[0](
-            condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, pool
-        )
+    parts = condition, loop_body, variables.initial, variables.specs, label, parallel_iterations
+    node = None if pool is None else _add_pooled[0](*parts, pool)
+    if node is None:
+        node = add_loop(*parts, swap_memory)
     result = variables.structure.unflatten(node.outputs)
     return result if maximum_iterations is None else result[1]
 
 
-_AddPooled: TypeAlias = "Callable[[Subgraph, Subgraph, Sequence[Tensor], Sequence[Spec], str, int, Pool], Node]"
+_AddPooled: TypeAlias = "Callable[[Subgraph, Subgraph, Sequence[Tensor], Sequence[Spec], str, int, Pool], Node | None]"
 _add_pooled: list[_AddPooled] = []
 
 

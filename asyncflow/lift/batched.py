@@ -271,12 +271,13 @@ def _trace(
     refuse_handles("batched", (*structure.paths("argument"), *returned.paths("result")), [*inner, *results])
     body.results = results
     body.closed = True
-    check_shareable(body, label, "batched")
+    if (fault := why_not_shareable(body)) is not None:
+        raise GraphError(f"{label} cannot be batched: {fault}")
     return _TracedBody(body, returned)
 
 
-def check_shareable(body: Subgraph, label: str, how: str) -> None:
-    """Raises GraphError where something in a body would not be the same for each of several members."""
+def why_not_shareable(body: Subgraph) -> str | None:
+    """Names something in a body that would not be the same for each of several members; None if all is."""
     for node in body.walk():
         if node.op.needs_context:
             fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
@@ -284,7 +285,8 @@ def check_shareable(body: Subgraph, label: str, how: str) -> None:
             fault = "has an effect, which would happen once for several members: do it outside"
         else:
             continue
-        raise GraphError(f"{label} cannot be {how}: {node.name} ({node.op.name}) {fault}\n  built at {node.location}")
+        return f"{node.name} ({node.op.name}) {fault}\n  built at {node.location}"
+    return None
 
 
 def is_same_for_all(x: Tensor) -> bool:
@@ -337,11 +339,11 @@ __all__ = [
     "SharedBody",
     "batched",
     "batched_with",
-    "check_shareable",
     "install_gatherer",
     "is_repeatable",
     "is_same_for_all",
     "known_constants",
     "reads",
     "variables_of",
+    "why_not_shareable",
 ]

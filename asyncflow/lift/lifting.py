@@ -56,7 +56,13 @@ def _counts(count: int | Tensor, x: Tensor) -> bool:
 
 
 def lift(
-    body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor], count: int | Tensor, label: str
+    body: Subgraph,
+    known: dict[Tensor, LiftedValue],
+    wanted: Sequence[Tensor],
+    count: int | Tensor,
+    label: str,
+    *,
+    owns_stores: bool = False,
 ) -> list[Tensor]:
     """Values of `body`, computed for all rows in the current graph, each with a row axis in front.
 
@@ -68,6 +74,7 @@ def lift(
         wanted: its values that are asked for.
         count: how many rows there are.
         label: a name reserved for what is built.
+        owns_stores: see `RowAxis`.
 
     Raises:
         CannotLift: something in it is not computed for several rows at once; nothing is left behind.
@@ -77,6 +84,7 @@ def lift(
     before = len(graph.nodes)
     try:
         lifting = Lifting(_axis(count, label), label)
+        lifting.rows.owns_stores = owns_stores
         captured = {inner: LiftedValue(outer, has_rows=False) for outer, inner in body.captures.items()}
         found = lifting.values(body, {**captured, **known}, wanted)
         effects = lifting.effects()
@@ -226,7 +234,18 @@ class Lifting:
         self._stores.update(y.tensor for y in outputs if y.tensor.dtype == VARIANT)
         return [LiftedValue(y.tensor if y.tensor in self._stores else folded.unfold(y.tensor), True) for y in outputs]
 
+    def _of_own_stores(self, node: Node, inputs: list[LiftedValue]) -> list[LiftedValue] | None:
+        """The outputs of a node that makes, or looks into, what each row has of its own; None for any other."""
+        made = any(y.dtype == VARIANT for y in node.outputs)
+        if not (made or any(value.has_rows and value.tensor.dtype == VARIANT for value in inputs)):
+            return None
+        if isinstance(node, StructuredNode):
+            raise CannotLift(f"{node.name} takes a TensorArray or RowStore that each row has of its own")
+        return [LiftedValue(y, True) for y in row_by_row(node, self.rows, inputs)]
+
     def _outputs(self, node: Node, inputs: list[LiftedValue]) -> Sequence[LiftedValue]:
+        if self.rows.owns_stores and (found := self._of_own_stores(node, inputs)) is not None:
+            return found
         if isinstance(node, WhileNode):
             return lift_while(self, node, inputs)
         if isinstance(node, CondNode):

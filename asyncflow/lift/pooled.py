@@ -19,17 +19,16 @@ from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import define, derivative
-from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import PooledNode
 from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,
-    check_shareable,
     is_repeatable,
     is_same_for_all,
     known_constants,
     reads,
     variables_of,
+    why_not_shareable,
 )
 from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.ops.batch import Pool
@@ -76,7 +75,8 @@ class SharedLoop:
         self.specs = tuple(x.spec for x in body.inputs[: len(body.results)])
         self.n_vars = len(self.specs)
         self.has_rows = tuple(kept.values())
-        self.is_repeatable = is_repeatable(condition) and is_repeatable(body)
+        # An element of a TensorArray may be read once.
+        self.is_repeatable = all(is_repeatable(part) and not _reads_stores(part) for part in (condition, body))
         self.bodies = condition, body
         self._places = tuple(kept)
         self._condition, self._body = self.bodies
@@ -101,7 +101,9 @@ class SharedLoop:
                 feeds = tuple(value.tensor for value in given.values())
                 count = shape(feeds[0])[0]
                 body = self._body
-                found = lift(body, self._known(body, given), [*body.results, *streamed], count, self.label)
+                found = lift(
+                    body, self._known(body, given), [*body.results, *streamed], count, self.label, owns_stores=True
+                )
                 following, emitted = found[: self.n_vars], found[self.n_vars :]
                 given.update({k: LiftedValue(x, has_rows=True) for k, x in enumerate(following)})
                 (again,) = self._values(self._condition, given, count, is_one=False, label=f"{self.label}/again")
@@ -128,7 +130,9 @@ class SharedLoop:
             given = self._given()
             feeds = tuple(value.tensor for value in given.values())
             count = shape(feeds[0])[0]
-            goes_on = lift(condition, self._known(condition, given), condition.results, count, self.label)
+            goes_on = lift(
+                condition, self._known(condition, given), condition.results, count, self.label, owns_stores=True
+            )
         return BodyProgram(graph, feeds, tuple(goes_on))
 
     def _stepping(self, *, is_one: bool) -> BodyProgram:
@@ -159,10 +163,18 @@ class SharedLoop:
         label = label or self.label
         known = self._known(part, given)
         if not is_one:
-            return lift(part, known, part.results, count, label)
+            return lift(part, known, part.results, count, label, owns_stores=True)
         rows = RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=label)
         found = Lifting(rows, label).values(part, known, part.results)
         return [value.tensor[0] if value.has_rows else value.tensor for value in found]
+
+
+def _reads_stores(body: Subgraph) -> bool:
+    """Whether something in a body takes what is in a store out of it."""
+    return any(
+        any(x.dtype == VARIANT for x in node.inputs) and not all(y.dtype == VARIANT for y in node.outputs)
+        for node in body.walk()
+    )
 
 
 def _specs(*inputs: Spec, shared: SharedLoop, **variables: object) -> tuple[Spec, ...]:
@@ -207,38 +219,47 @@ def _add(
     label: str,
     ahead: int,
     pool: Pool,
-) -> Node:
-    """Adds the node of a pooled loop."""
+) -> Node | None:
+    """Adds the node of a pooled loop; None, and a remark for `Plan.explain`, if something in it cannot be pooled."""
     if not isinstance(pool, Pool):
         raise GraphError(f"pool= of {label} is an af.Pool; got {pool!r}")
-    for place, spec in enumerate(specs):
-        if spec.dtype == VARIANT:
-            raise GraphError(f"{label} cannot be pooled: loop variable {place} is a TensorArray or RowStore")
-        if not is_static(spec.shape):
-            raise GraphError(f"{label} cannot be pooled: loop variable {place} is {spec}, whose shape is not fixed")
-    captured = join_captures((condition, body), len(specs))
-    for part in (condition, body):
-        check_shareable(part, label, "pooled")
-    kept = dict.fromkeys(range(len(specs)), True)
-    outer = list(initial)
-    for place, x in enumerate(captured, len(specs)):
-        if x.node.op is CONSTANT:
-            continue
-        kept[place] = not is_same_for_all(x)
-        if kept[place] and not is_static(x.shape):
-            raise GraphError(f"{label} cannot be pooled: it captures {x.name}, {x.spec}, whose shape is not fixed")
-        outer.append(x)
+    outer = body.parent
+    assert outer is not None
+    n_vars = len(specs)
+    kept = dict.fromkeys(range(n_vars), True)
+    entering = list(initial)
+    for place, x in enumerate(join_captures((condition, body), n_vars), n_vars):
+        if x.node.op is not CONSTANT:
+            kept[place] = not is_same_for_all(x)
+            entering.append(x)
     try:
+        _check(condition, body, kept, n_vars)
         shared = SharedLoop(condition, body, kept, pool, ahead, label)
     except CannotLift as reason:
-        raise GraphError(f"{label} cannot be pooled: {reason}") from None
-    assert body.parent is not None
+        outer.root.remarks[label] = f"is not pooled: {reason}"
+        return None
     attrs: Attrs = {"shared": shared, **variables_of(condition, body)}
-    node = body.parent.add_node(POOLED, outer, attrs, shared.specs, reserved_name=label)
+    node = outer.add_node(POOLED, entering, attrs, shared.specs, reserved_name=label)
     for part in (condition, body):
         for control in part.outer_controls:
             add_control_input(node, control)
     return node
+
+
+def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars: int) -> None:
+    """Raises CannotLift where something would not be the same for each of several activations."""
+    for place, has_rows in kept.items():
+        x = body.inputs[place]
+        if has_rows and place >= n_vars and x.dtype == VARIANT:
+            raise CannotLift(f"{x.name}, which it captures, is a TensorArray or RowStore: make it a loop variable")
+        if has_rows and x.shape is None:
+            raise CannotLift(f"{x.name} is {x.spec}, whose number of axes is not known")
+    for part in (condition, body):
+        if (fault := why_not_shareable(part)) is not None:
+            raise CannotLift(fault)
+    devices = {node.device for part in (condition, body) for node in part.walk() if node.device is not None}
+    if len(devices) > 1:
+        raise CannotLift(f"it is cut over several devices ({', '.join(sorted(devices))})")
 
 
 install_pooling(_add)

@@ -21,6 +21,7 @@ event                    what happens
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -75,6 +76,7 @@ class RowGroup(Generic[A]):
         self._own = [place for place, own in enumerate(has_rows) if own]
         self._n_vars, self._most = n_vars, most
         self._slabs: list[Array] = []
+        self._stores: list[Array] = []
         self._room = self._row_size = 0
         self._owners: Array | None = np.empty(0, np.int64) if is_watched else None
         self._views: tuple[int, int, list[Array]] | None = None
@@ -92,7 +94,7 @@ class RowGroup(Generic[A]):
         """Copies of the inputs of one row."""
         found = list(self.rows[row].inputs)
         for place, slab in zip(self._own, self._slabs, strict=True):
-            found[place] = slab[row, ...].copy()  # the slab goes on changing
+            found[place] = slab[row] if slab.dtype == object else slab[row, ...].copy()  # the slab goes on changing
         return found
 
     def size(self) -> int:
@@ -123,6 +125,8 @@ class RowGroup(Generic[A]):
             self.rows[row] = last
             for slab in self._slabs if self._owners is None else (*self._slabs, self._owners):
                 slab[row] = slab[len(self.rows)]
+        for slab in self._stores:
+            slab[len(self.rows)] = None
         return removed
 
     def write(self, following: Sequence[Array]) -> bool:
@@ -143,12 +147,15 @@ class RowGroup(Generic[A]):
         rows = len(self.rows)
         self._room = min(max(2 * rows, _FIRST_ROWS), self._most)
         self._views = None
-        arrays = [np.asarray(values[place]) for place in self._own]
-        slabs = [np.empty((self._room, *array.shape), array.dtype) for array in arrays]
+        specs = [
+            (np.shape(x), x.dtype) if hasattr(x, "dtype") else ((), object) for x in map(values.__getitem__, self._own)
+        ]
+        slabs = [np.empty((self._room, *shape), dtype) for shape, dtype in specs]
         for larger, slab in zip(slabs, self._slabs, strict=False):  # there are none at first
             larger[:rows] = slab[:rows]
         self._slabs = slabs
-        self._row_size = sum(array.size for array in arrays)
+        self._row_size = sum(math.prod(shape) for shape, _ in specs)
+        self._stores = [slab for slab in slabs if slab.dtype == object]
         if self._owners is not None:
             self._owners = np.resize(self._owners, self._room)
 
@@ -210,7 +217,7 @@ class PoolRows(Generic[A]):
             if activation.is_gone:
                 continue
             self.live += 1
-            key: Hashable = tuple([np.shape(activation.inputs[place]) for place in self._own])
+            key: Hashable = tuple([getattr(activation.inputs[place], "shape", ()) for place in self._own])
             activation.since += self.steps
             if activation.is_checked:
                 self._group(key).add(activation, activation.inputs)

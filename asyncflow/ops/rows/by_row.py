@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncflow.errors import in_row
 from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import (
     OPAQUE,
     Access,
@@ -165,11 +166,19 @@ def _stacking(
 ) -> Callable[..., tuple[Array, ...]]:
     """Calls ``of_row(row, *values)`` for each row, and stacks what it gives."""
 
+    keeps = any(spec.dtype == VARIANT for spec in specs)  # what it is given, which is a row that others write to
+
+    def row_of(x: Array, row: int) -> Array:
+        found: Array = x[row].copy() if keeps and x.ndim > 1 else x[row]
+        return found
+
     def run(numbers: Array, *inputs: Array) -> tuple[Array, ...]:
         results: list[Sequence[Array]] = []
         for row in range(len(numbers)):
             try:
-                found = of_row(row, *(x[row] if split else x for x, split in zip(inputs, has_rows, strict=True)))
+                found = of_row(
+                    row, *(row_of(x, row) if split else x for x, split in zip(inputs, has_rows, strict=True))
+                )
             except Exception as error:
                 in_row(error, label, numbers[row].tolist())
                 raise
@@ -185,6 +194,10 @@ def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
     Raises:
         ValueError: they differ in shape.
     """
+    if spec.dtype == VARIANT:  # what is no array, such as a store of each row's own
+        found = np.empty(len(values), object)
+        found[:] = values
+        return found
     if not values:
         return xp.empty((0, *(extent or 0 for extent in (spec.shape or ())[1:])), spec.dtype)
     for row, value in enumerate(values):

@@ -97,9 +97,12 @@ class RowAxis:
         label: a name for the axis, by which errors tell a row.
         part: where rows are some of those of a loop that goes back, their places there, and the axis of all of them.
         body: what is being lifted over it.
+        owns_stores: each row has TensorArrays and row stores of its own, as values of dtype VARIANT; else one store
+            has elements with a row axis.
     """
 
     body: LiftedBody
+    owns_stores = False
 
     def __init__(
         self,

@@ -84,8 +84,8 @@ class _Steps:
         return self._rows_of(call([most, *self._given(values)], size))
 
     def _given(self, values: list[Array]) -> list[Array]:
-        if self._is_one:
-            return [_TRUE, *(value[0] for value in values)]
+        if self._is_one:  # a store may keep what it is given
+            return [_TRUE, *(value[0] if value.ndim == 1 else value[0].copy() for value in values)]
         count = len(values[0])
         if len(self._flags) < count:
             self._flags = np.ones(2 * count, bool)
@@ -96,7 +96,15 @@ class _Steps:
         return self._rows_of(await self._runs.run_batch(self._plan, [np.array(1), *self._given(values)]))
 
     def _rows_of(self, found: list[Array]) -> list[Array]:
-        return [*(np.asarray(value)[np.newaxis] for value in found[:-1]), found[-1]] if self._is_one else found
+        return [*map(_one_row, found[:-1]), found[-1]] if self._is_one else found
+
+
+def _one_row(value: Value) -> Array:
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)[np.newaxis]
+    row = np.empty(1, object)  # a store
+    row[0] = value
+    return row
 
 
 class _Code(NamedTuple):
