@@ -256,6 +256,7 @@ def _make_regions(program: Program, context: Context) -> None:
         context.enqueuing,
         program.on_host,
         region_costs(context.devices) if context.enqueuing else None,
+        context.options.seed,
     )
 
 

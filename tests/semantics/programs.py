@@ -32,6 +32,29 @@ def stateful_program(random: Random, effects: Effects = "unordered") -> Program:
     return Program(graph, made, variables)
 
 
+def acyclic_program(random: Random, effects: Effects = "unordered") -> Program:
+    """A graph of the paper's own kind: reads, assignments and Assign-f, ordered by values and control edges alone."""
+    with af.Graph(effects=effects) as graph:
+        variables = [af.Variable(k, name=f"v{k}") for k in range(random.choice((1, 1, 2)))]
+        known, made = [af.constant(random.randrange(5))], list[af.Tensor]()
+        for _ in range(random.randint(2, 5)):
+            x, variable = random.choice(known), random.choice(variables)
+            with af.control_dependencies(random.sample(made, random.choice((0, 0, 0, 1))) if made else []):
+                kind = random.choice(("read", "assign", "update", "update", "add"))
+                if kind == "read":
+                    found = variable.read() + x
+                elif kind == "assign":
+                    found = variable.assign(x * 2 + 1)
+                elif kind == "update":
+                    factor = random.choice((-1, 2, 3))
+                    found = variable.update(lambda old, by, factor=factor: old * factor + by, x)
+                else:
+                    found = variable.assign_add(x)
+            known.append(found)
+            made.append(found)
+    return Program(graph, made, variables)
+
+
 class _Block:
     """Statements that may use what was made before them."""
 

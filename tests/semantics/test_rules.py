@@ -6,14 +6,28 @@ That it shows no other, in every cell of the matrix, is in `tests/conformance/te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from random import Random
+from zlib import crc32
 
 import pytest
 
 import asyncflow as af
 from asyncflow.compiler.program import order_effects
 from asyncflow.graph.ir import Node
-from tests.semantics.programs import Effects, Program, outcome_key, outcome_keys, stateful_program
+from tests.conftest import small_cards
+from tests.semantics.oracle import SETTINGS, Build, check
+from tests.semantics.programs import (
+    Effects,
+    Program,
+    acyclic_program,
+    outcome_key,
+    outcome_keys,
+    queued_program,
+    stateful_program,
+)
+
+EFFECTS: tuple[Effects, ...] = ("ordered", "unordered")
 
 PROGRAMS = 200
 """A fault is found by so many programs at most."""
@@ -65,22 +79,24 @@ async def test_71_a_soft_edge_that_is_dropped_is_found(monkeypatch: pytest.Monke
     assert await finds_fault("ordered", lambda number: stateful_program(Random(number), "ordered"))
 
 
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 13))])
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if "card" not in name])
+async def test_70_random_graphs_stay_within_the_rules(request: pytest.FixtureRequest, setting: str, part: int) -> None:
+    """CONFORMANCE 70 and 71: graphs of the paper's own kind, other ones with each turn, two thousand in each."""
+    first = crc32(request.config.getoption("turn").encode()) + 100_000 * part
+    count = 63 if part else 5
+    for effects in EFFECTS:
+        assert (await check(acyclic_program, effects, range(first, first + count), SETTINGS[setting])).graphs
+
+
 @pytest.mark.slow
-async def test_70_runs_show_most_of_few_outcomes(record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("build", [stateful_program, acyclic_program, queued_program])
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_70_runs_show_most_of_few_outcomes(
+    record_property: Callable[[str, object], None], setting: str, build: Build
+) -> None:
     """CONFORMANCE 70: of programs with two to four outcomes, shuffled runs show three of five at least."""
-    possible = shown = 0
-    for number in range(60):
-        graph, fetches, variables = stateful_program(Random(number))
-        af.allow_races(*variables)
-        found = af.explore(graph, fetches, max_states=500)
-        if found.stopped or not 2 <= len(found.outcomes) <= 4:
-            continue
-        touched = [each for each in variables if each in found.outcomes[0].variables]
-        met = set()
-        for seed in range(20):
-            async with af.Session(graph, regions=False, seed=seed) as session:
-                fetched = await session.run(fetches)
-                met.add(outcome_key(fetched, dict(zip(touched, await session.run(touched), strict=True))))
-        possible, shown = possible + len(found.outcomes), shown + len(met)
-    record_property("coverage", f"{shown} of {possible} outcomes")
-    assert shown >= 0.6 * possible > 0, f"{shown} of {possible} outcomes were seen"
+    with small_cards(0) if "card" in setting else nullcontext():
+        found = await check(build, "unordered", range(15), SETTINGS[setting], runs=20)
+    record_property("coverage", f"{found.met} of {found.allowed} outcomes")
+    assert found.met >= 0.6 * found.allowed > 0, f"{found.met} of {found.allowed} outcomes were seen"

@@ -100,5 +100,7 @@ class PlanOptions:
     """What is done with values that loops save for their gradients."""
     soft_placement: bool
     """A node that has no kernel where it is asked to be goes elsewhere."""
+    seed: int | None
+    """Has regions run their nodes in any order that keeps what is ordered; None: as they were written."""
     placement_seed: int | None
     """Places nodes at random where they may be; None where they finish first."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from operator import add, or_
+from random import Random
 from types import MappingProxyType
 
 from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_stream
@@ -41,7 +42,7 @@ from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.resource import waits_in_line
-from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 
 _LARGEST = 400
 """A straight line of more nodes is cut: neither compiling a region nor running it may hold its thread for long."""
@@ -93,6 +94,7 @@ def make_regions(
     enqueuing: Collection[str] = (),
     on_host: AbstractSet[Tensor] = frozenset(),
     costs: RegionCosts | None = None,
+    seed: int | None = None,
 ) -> dict[Node, int]:
     """Replaces clusters by `region` nodes, in place.
 
@@ -103,10 +105,16 @@ def make_regions(
         enqueuing: names of the devices whose regions enqueue kernels and do not wait for them.
         on_host: tensors whose values are on the host; see `find_host_values`.
         costs: those of `enqueuing` devices, by which regions are joined; None if they are not.
+        seed: draws one of the orders in which nodes may run; None for the one they are in.
 
     Returns:
         `streams`, with the region nodes added.
     """
+    if seed is not None:
+        random = Random(seed)
+        for level in levels(graph):
+            if not has_primitives(level.nodes):
+                level.nodes[:] = _shuffled(level.nodes, random)
     clustering = _Clustering(streams, asynchronous, enqueuing, on_host, costs)
     clustering.cluster(Body(graph))
     return {**streams, **clustering.regions}
@@ -390,6 +398,25 @@ def _add_region(graph: Graph, cluster: Sequence[Node], used: Mapping[Tensor, Non
     replaced.tensors.update(zip(outputs, node.outputs, strict=True))
     replaced.nodes.update(dict.fromkeys(cluster, node))
     return node
+
+
+def _shuffled(nodes: Sequence[Node], random: Random) -> list[Node]:
+    """`nodes` in any order in which each stands behind what it waits for."""
+    waiting = {node: len(set(node.sources)) for node in nodes}
+    behind: dict[Node, list[Node]] = {node: [] for node in nodes}
+    for node in nodes:
+        for source in set(node.sources):
+            behind[source].append(node)
+    ready, ordered = [node for node in nodes if not waiting[node]], list[Node]()
+    while ready:
+        place = random.randrange(len(ready))
+        ready[place], ready[-1] = ready[-1], ready[place]
+        ordered.append(ready.pop())
+        for node in behind[ordered[-1]]:
+            waiting[node] -= 1
+            if not waiting[node]:
+                ready.append(node)
+    return ordered
 
 
 def _in_order(nodes: Sequence[Node]) -> list[Node]:
