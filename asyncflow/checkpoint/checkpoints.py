@@ -17,6 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from asyncflow.checkpoint.directory import find_step
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
 from asyncflow.checkpoint.reader import read_arrays
@@ -27,8 +29,9 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.state.capture import Capture, CheckpointedState, check_capture
 from asyncflow.state.containers import StateStore, state_key
 from asyncflow.state.held import HeldValue
+from asyncflow.state.variable_state import VariableState
 from asyncflow.streams.beside import call_beside
-from asyncflow.values import Array
+from asyncflow.values import Array, Value
 
 T = TypeVar("T")
 
@@ -91,6 +94,23 @@ class SessionSnapshot:
     random: RandomState | None
 
 
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """A state with a new value, which is to take the place of one in use.
+
+    Attributes:
+        name: of the variable.
+        key: what tells the state from others.
+        old: the state in use.
+        new: of the same variable.
+    """
+
+    name: str
+    key: Hashable
+    old: VariableState
+    new: VariableState
+
+
 @dataclass(slots=True)
 class _Comparison:
     """The states of a checkpoint that the session has or will have, and faults of the others."""
@@ -121,11 +141,12 @@ class Checkpoints:
         Raises:
             CheckpointError: two of them have one name.
         """
-        found = self._states(variables)
+        found, flips = self._states(variables), self._state.flips
 
         def take() -> SessionSnapshot:
+            latest = found if self._state.flips == flips else self._states(variables)
             states: dict[str, tuple[str, Capture]] = {
-                name: (state.kind, state.capture()) for name, (_, state) in found.items()
+                name: (state.kind, state.capture()) for name, (_, state) in latest.items()
             }
             if variables is None:
                 states |= self._state.awaited
@@ -185,23 +206,24 @@ class Checkpoints:
         self, path: Path, variables: Sequence[Resource] | None, strict: bool, *, awaits: bool = False
     ) -> Restored:
         """Does what `Session.restore` promises; with `awaits`, states that nobody knows yet get their values later."""
-        found = self._states(variables)
+        found, flips = self._states(variables), self._state.flips
         step = await call_beside(find_step, path)
         manifest = await call_beside(read_manifest, step)
         compared = _Comparison(manifest, step, awaits)
         await self._compare(compared, found)
         arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known)
         compared.faults += damaged
-        new = {name: found[name][1] for name, parts in arrays.items() if _fits(compared, name, parts, found)}
+        new = [name for name, parts in arrays.items() if _fits(compared, name, parts, found)]
         if strict:
             _refuse(compared)
 
         old: list[Capture] = []
 
         def put() -> None:
-            old.extend(state.capture() for state in new.values())
-            for name, state in new.items():
-                state.restore(arrays[name])
+            latest = found if self._state.flips == flips else self._states(variables)
+            old.extend(latest[name][1].capture() for name in new)
+            for name in new:
+                latest[name][1].restore(arrays[name])
             for name in arrays.keys() - found.keys():
                 self._state.awaited[name] = manifest.states[name].kind, arrays[name]
             if variables is None and manifest.random is not None:
@@ -230,6 +252,47 @@ class Checkpoints:
                 compared.known.append(name)
             else:
                 compared.faults.append(f"{compared.path / record.file}: tensor {name!r} is none of the session's")
+
+    # -- new versions --------------------------------------------------------------------------------------------
+
+    async def new_versions(
+        self, source: Path | Mapping[Resource | str, Value], variables: Sequence[Resource] | None
+    ) -> list[NewVersion]:
+        """States with new values of variables, beside those in use; see `Session.swap_variables`."""
+        if isinstance(source, Path):
+            found = {x: each for x, each in self._states(variables).items() if isinstance(each[1], VariableState)}
+            step = await call_beside(find_step, source)
+            manifest = await call_beside(read_manifest, step)
+            arrays, faults = await call_beside(read_arrays, step, manifest, found.keys() & manifest.states.keys())
+            place = f"{step}: "
+        else:
+            resources = [key for key in source if isinstance(key, Resource)]
+            found = {**self._states(None), **self._states(resources)}
+            place, faults = "", []
+            arrays = await call_beside(_copied, source)
+            found = {x: each for x, each in found.items() if x in arrays}
+        given = {name: parts for name, parts in arrays.items() if parts}
+        damaged = bool(faults)
+        faults += [f"{place}tensor {name!r} is no variable's of the session" for name in arrays.keys() - found.keys()]
+        versions = []
+        for name, (key, state) in found.items():
+            if not isinstance(state, VariableState):
+                faults.append(f"{place}{name!r} is a {state.kind}, and only variables have versions")
+            elif ":" in name:
+                faults.append(
+                    f"{name!r} is in a container, where other sessions see it, too: restore it, or assign to it"
+                )
+            elif name in given:
+                try:
+                    state.check_arrays(given[name])
+                except CheckpointError as error:
+                    faults.append(f"{place}tensor {name!r}: {error}")
+                versions.append(NewVersion(name, key, state, state.successor(given[name])))
+            elif not damaged:
+                faults.append(f"{place}has no value of variable {name!r}, which the session has")
+        if faults:
+            raise CheckpointError(f"nothing was replaced: {_listed(faults)}")
+        return versions
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -282,6 +345,16 @@ class Checkpoints:
         return digest
 
 
+def _copied(source: Mapping[Resource | str, Value]) -> dict[str, dict[str, Array]]:
+    """Copies of arrays that nobody else can write to, by the names of states."""
+    copies = {}
+    for key, value in source.items():
+        array = np.array(value)
+        array.flags.writeable = False
+        copies[state_key(key) if isinstance(key, Resource) else key] = {"": array}
+    return copies
+
+
 def _as_resources(variables: Sequence[Resource]) -> Sequence[Resource]:
     if isinstance(variables, Resource | str) or not isinstance(variables, Sequence):
         raise TypeError(f"variables is a list of variables, or None for all; got {brief(variables)}")
@@ -320,4 +393,4 @@ def _listed(faults: Sequence[str]) -> str:
     return "\n  ".join(faults[:_SHOWN]) + more
 
 
-__all__ = ["Checkpoints", "Restored", "SessionRuns", "SessionSnapshot"]
+__all__ = ["Checkpoints", "NewVersion", "Restored", "SessionRuns", "SessionSnapshot"]

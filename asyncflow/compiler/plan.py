@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -284,7 +284,7 @@ class Partition:
         return sorted((node for frame in self.frames.values() for node in frame.nodes), key=lambda node: node.id)
 
 
-@dataclass(slots=True, kw_only=True, repr=False)
+@dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True, repr=False)
 class Plan:
     """A compiled graph, ready to run any number of times.
 
@@ -300,10 +300,11 @@ class Plan:
         loops: what drives those on cards.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
-        writes_several: a run may have written some of them when others are still to be written.
+        writes: the ones among them that it may write.
         cost: what runs of it take.
         used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
+        is_shared: it computes a body for several runs at once.
     """
 
     request: PlanRequest
@@ -314,7 +315,7 @@ class Plan:
     single_call: SingleCall | None = None
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
-    writes_several: bool = False
+    writes: frozenset[Hashable] = frozenset()
     cost: RunCost = field(default_factory=RunCost)
     used: int = 0
     saved: tuple[Saved, ...] = ()
@@ -322,11 +323,25 @@ class Plan:
     loops: tuple[LoopDriver, ...] = ()
     remarks: tuple[str, ...] = ()
     read_on_host: tuple[VariableState, ...] = ()
+    is_shared: bool = False
 
     def __repr__(self) -> str:
         parts = (f"{_counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)
         where = ", ".join(parts)
         return f"<Plan: {where}; explain() tells more>"
+
+    def renew(self, other: Plan) -> None:
+        """Becomes what `other` is, of an equal request: runs that start from now on do as that one says.
+
+        What has been measured stays, if the nodes are the same.
+        """
+        for mine, theirs in zip(self.partitions, other.partitions, strict=False):
+            known, found = mine.nodes, theirs.nodes
+            if [node.name for node in known] == [node.name for node in found]:
+                for node, new in zip(known, found, strict=True):
+                    new.cost, new.hold, new.is_suspect = node.cost, node.hold, node.is_suspect
+        for name in _COMPILED:
+            setattr(self, name, getattr(other, name))
 
     def explain(self, *, source: bool = False, memory: bool = False, races: bool = False) -> str:
         """Tells in words what will run: per device the frames, and every node with its inputs.
@@ -406,6 +421,10 @@ class Plan:
             if inner.name in reasons:
                 names.setdefault(reasons[inner.name], []).append(inner.name)
         return [line, *(f"      # {', '.join(together)}: {reason}" for reason, together in names.items())]
+
+
+_COMPILED = tuple(field.name for field in fields(Plan) if field.name not in ("request", "cost", "used", "is_shared"))
+"""What compiling gives, of a plan."""
 
 
 def _explain_kernels(region: Node) -> Iterator[str]:

@@ -8,9 +8,12 @@ the members, and so has its regions, devices, traces and errors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, ParamSpec
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, ParamSpec, Self
+from weakref import WeakValueDictionary
 
 from asyncflow.control.body import refuse_handles, result_tensor
 from asyncflow.errors import GraphError
@@ -46,14 +49,50 @@ class BodyProgram(NamedTuple):
         graph: whose placeholders are the body's inputs.
         feeds: these placeholders.
         fetches: the body's results.
+        states: what its variables stand for, where that is settled.
     """
 
     graph: Graph
     feeds: tuple[Tensor, ...]
     fetches: tuple[Tensor, ...]
+    states: Mapping[Resource, object] = MappingProxyType({})
 
 
-class SharedBody:
+class SharedCode:
+    """Code that several runs compute together, for one version of the variables that it reads.
+
+    Members of different versions find different codes, and so share nothing.
+    """
+
+    def __init__(self, label: str, *bodies: Subgraph) -> None:
+        self.label = label
+        self.states: Mapping[Resource, object] = MappingProxyType({})
+        self.origin = self
+        self._resources = variables_of(*bodies)
+        self._versions: WeakValueDictionary[tuple[int, ...], Self] = WeakValueDictionary()
+
+    def programs(self) -> tuple[BodyProgram, ...]:
+        """The graphs that it consists of."""
+        raise NotImplementedError
+
+    def at(self, states: Mapping[str, object]) -> Self:
+        """The code whose variables stand for `states`; the same object each time.
+
+        Args:
+            states: by the names that `variables_of` gives.
+        """
+        key = tuple(map(id, states.values()))
+        found = self._versions.get(key) if key else self
+        if found is None:
+            found = self._versions[key] = copy(self)
+            found.states = {self._resources[name]: state for name, state in states.items()}
+            for name, value in list(vars(found).items()):
+                if isinstance(value, BodyProgram):
+                    setattr(found, name, value._replace(states=found.states))
+        return found
+
+
+class SharedBody(SharedCode):
     """The code of one call of a batched function in a graph.
 
     Attributes:
@@ -68,7 +107,7 @@ class SharedBody:
     why_no_text = NO_TEXT.format("the function of a batched call")
 
     def __init__(self, body: Subgraph, batch: Batch, has_rows: Mapping[Tensor, bool], label: str) -> None:
-        self.label = label
+        super().__init__(label, body)
         self.what = f"a call of {label} that others share"
         self.batch = batch
         self.has_rows = tuple(has_rows.values())
@@ -92,7 +131,11 @@ class SharedBody:
             found = self.built(rows, [LiftedValue(x, has_rows=False) for x in feeds])
             # What comes of a TensorArray is a row although its inputs are not.
             results = tuple(value.tensor[0] if value.has_rows else value.tensor for value in found)
-        return BodyProgram(graph, feeds, results)
+        return BodyProgram(graph, feeds, results, self.states)
+
+    def programs(self) -> tuple[BodyProgram, ...]:
+        """Over one member, and over many."""
+        return self.one, self.many
 
     def results_of(self, found: Sequence[Array]) -> Value:
         """The outputs of the node of a call, of the results of its member."""
@@ -129,7 +172,8 @@ def install_gatherer(gather: Callable[[SharedBody, tuple[Array, ...]], Value]) -
 
 
 def _kernel(xp: Namespace, *, shared: SharedBody, **variables: object) -> Kernel:
-    return lambda *inputs: _gatherers[0](shared, inputs)
+    code = shared.at(variables)
+    return lambda *inputs: _gatherers[0](code, inputs)
 
 
 def _specs(*inputs: Spec, shared: SharedBody, **variables: object) -> Spec | tuple[Spec, ...]:
@@ -337,6 +381,7 @@ __all__ = [
     "NO_TEXT",
     "BodyProgram",
     "SharedBody",
+    "SharedCode",
     "batched",
     "batched_with",
     "install_gatherer",

@@ -23,6 +23,7 @@ from asyncflow.graph.structured import PooledNode
 from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,
+    SharedCode,
     is_repeatable,
     is_same_for_all,
     known_constants,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Kernel, Namespace, Value
 
 
-class SharedLoop:
+class SharedLoop(SharedCode):
     """The code of one pooled loop in a graph.
 
     Attributes:
@@ -69,7 +70,7 @@ class SharedLoop:
     def __init__(
         self, condition: Subgraph, body: Subgraph, kept: dict[int, bool], pool: Pool, ahead: int, label: str
     ) -> None:
-        self.label = label
+        super().__init__(label, condition, body)
         self.pool = pool
         self.ahead = ahead
         self.specs = tuple(x.spec for x in body.inputs[: len(body.results)])
@@ -86,6 +87,10 @@ class SharedLoop:
 
     def __repr__(self) -> str:
         return f"<pooled loop {self.label}, at most {self.pool.capacity}>"
+
+    def programs(self) -> tuple[BodyProgram, ...]:
+        """See the class."""
+        return self.check, self.steps, self.alone
 
     @cached_property
     def alone(self) -> BodyProgram:
@@ -108,7 +113,7 @@ class SharedLoop:
                 given.update({k: LiftedValue(x, has_rows=True) for k, x in enumerate(following)})
                 (again,) = self._values(self._condition, given, count, is_one=False, label=f"{self.label}/again")
             program = self._emitting[streamed] = BodyProgram(graph, feeds, (*following, again, *emitted))
-        return program
+        return program._replace(states=self.states)
 
     def _given(self, *, is_one: bool = False) -> dict[int, LiftedValue]:
         """Placeholders for the inputs, by their places."""
@@ -133,7 +138,7 @@ class SharedLoop:
             goes_on = lift(
                 condition, self._known(condition, given), condition.results, count, self.label, owns_stores=True
             )
-        return BodyProgram(graph, feeds, tuple(goes_on))
+        return BodyProgram(graph, feeds, tuple(goes_on), self.states)
 
     def _stepping(self, *, is_one: bool) -> BodyProgram:
         with Graph() as graph:
@@ -154,7 +159,7 @@ class SharedLoop:
                 step,
                 (as_tensor(0), as_tensor(True), flags, *inputs[: self.n_vars]),
             )
-        return BodyProgram(graph, (most, flags, *inputs), (*last, again, made))
+        return BodyProgram(graph, (most, flags, *inputs), (*last, again, made), self.states)
 
     def _values(
         self, part: Subgraph, given: Mapping[int, LiftedValue], count: int | Tensor, *, is_one: bool, label: str = ""
@@ -190,7 +195,8 @@ def install_pool_gatherer(gather: Callable[[SharedLoop, tuple[Array, ...], tuple
 
 
 def _kernel(xp: Namespace, *, shared: SharedLoop, streamed: tuple[Tensor, ...] = (), **variables: object) -> Kernel:
-    return lambda *inputs: _gatherers[0](shared, inputs, streamed)
+    code = shared.at(variables)
+    return lambda *inputs: _gatherers[0](code, inputs, streamed)
 
 
 POOLED = define("pooled_while", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads, node_type=PooledNode)

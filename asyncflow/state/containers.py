@@ -42,7 +42,7 @@ class StateStore:
     `reset_container`, and after that as long as plans that use it.
     """
 
-    __slots__ = ("__weakref__", "_private", "_shared", "awaited", "is_closed")
+    __slots__ = ("__weakref__", "_private", "_shared", "awaited", "flips", "is_closed")
 
     def __init__(self) -> None:
         # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
@@ -51,6 +51,8 @@ class StateStore:
         self.awaited: dict[str, tuple[str, Mapping[str, Array]]] = {}
         """Kinds and arrays of restored states that nobody has looked up yet, by their names in checkpoints."""
         self.is_closed = False
+        self.flips = 0
+        """How often `replace` was called: states that were looked up before may be out of use."""
 
     def lookup(self, resource: Resource) -> Any:
         """The state of `resource`, created on first use.
@@ -89,6 +91,13 @@ class StateStore:
                 ) from None
             state.restore(arrays)
             del self.awaited[name]
+
+    def replace(self, new: Mapping[int, object]) -> None:
+        """Puts states in the place of some of the session's own, by their `id`: plans made from now on use them."""
+        with _lock:
+            self.flips += 1
+            for serial, (resource, state) in list(self._private.items()):
+                self._private[serial] = resource, new.get(id(state), state)
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values.

@@ -196,6 +196,19 @@ class VariableState:
         with self._lock:
             self.value = None if given is None else immutable(given)
 
+    def successor(self, arrays: Mapping[str, Array]) -> VariableState:
+        """A state of the same variable, with a value that was captured."""
+        made = VariableState(self.name, self.spec)
+        made.restore(arrays)
+        return made
+
+    def forget(self) -> object:
+        """Has no value any more, as nobody reads it; returns what takes memory until that is dropped."""
+        with self._lock:
+            held = self.value, self._copies
+            self.value = self._copies = None
+        return held
+
     # -- between sessions ----------------------------------------------------------------------------------------
 
     def read_on_host(self) -> Callable[[], object] | None:

@@ -18,13 +18,13 @@ class Survey(NamedTuple):
         states: what tells the variables that it touches from others.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         read_on_host: states that CPUs use, and that another session, which shares the container, may have on a card.
-        writes_several: it may have written some of them when others are still to be written.
+        writes: the ones among `states` that it may write.
     """
 
     states: frozenset[Hashable]
     is_repeatable: bool
     read_on_host: tuple[VariableState, ...]
-    writes_several: bool
+    writes: frozenset[Hashable]
 
 
 def survey(
@@ -60,4 +60,4 @@ def survey(
                 shared[id(state)] = state
     if homes is not None:
         homes.update((key, device) for key, device in states.items() if device is not None)
-    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), len(written) > 1)
+    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written))

@@ -19,9 +19,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
-from asyncflow.lift.batched import SharedBody, install_gatherer
+from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
 from asyncflow.lift.pooled import SharedLoop
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
@@ -115,7 +114,7 @@ class KnownBody:
     """Plans, times and counts of one call of a batched function in a graph.
 
     Attributes:
-        plans: of its programs: over one member (False), over many (True).
+        plans: of its programs, for each version of variables: over one member (False), over many (True).
         costs: by the dtypes and shapes of arguments, those seen last behind.
         calls: how many there were.
         members: of all of them.
@@ -123,12 +122,16 @@ class KnownBody:
         failed: calls that failed.
     """
 
-    plans: dict[bool, Plan] = field(default_factory=dict)
+    plans: WeakKeyDictionary[SharedCode, dict[bool, Plan]] = field(default_factory=WeakKeyDictionary)
     costs: dict[Hashable, CallCosts] = field(default_factory=dict)
     calls: int = 0
     members: int = 0
     largest: int = 0
     failed: int = 0
+
+    def plans_of(self, shared: SharedCode) -> dict[bool, Plan]:
+        """Those for the version of `shared`."""
+        return self.plans.setdefault(shared, {})
 
     def costs_of(self, kind: Hashable) -> CallCosts:
         costs = self.costs.pop(kind, None) or CallCosts()
@@ -150,7 +153,7 @@ class RunsBatches(Protocol):
 
     observers: Observers | None
 
-    async def plan_of(self, request: PlanRequest) -> Plan: ...
+    async def plan_of(self, program: BodyProgram) -> Plan: ...
 
     def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
         """The fetched values; None if that is not for the event loop."""
@@ -177,7 +180,7 @@ class Batches(LinedState):
         self._runs = runs
         self._batcher: Batcher[BatchMember] = Batcher(seed)
         # A function goes with the graph that calls it.
-        self._known: WeakKeyDictionary[SharedBody | SharedLoop, KnownBody] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
         self._checked_share = 0.0
         self.pools: Pools | None = None
@@ -221,10 +224,10 @@ class Batches(LinedState):
         """How many there are."""
         return f"{len(self.places())} wait or are computed"
 
-    def _known_of(self, shared: SharedBody | SharedLoop) -> KnownBody:
-        known = self._known.get(shared)
+    def _known_of(self, shared: SharedCode) -> KnownBody:
+        known = self._known.get(shared.origin)
         if known is None:
-            known = self._known[shared] = KnownBody()
+            known = self._known[shared.origin] = KnownBody()
         return known
 
     def clear(self) -> None:
@@ -283,7 +286,8 @@ class Batches(LinedState):
 
     def _start(self, call: BatchCall[BatchMember]) -> None:
         """Computes a batch: here and now, if it is short, or else beside."""
-        plan = call.members[0].known.plans.get(len(call.members) > 1)
+        first = call.members[0]
+        plan = first.known.plans_of(first.shared).get(len(call.members) > 1)
         if plan is None:
             self.beside(self._planned(call))
         else:
@@ -333,15 +337,15 @@ class Batches(LinedState):
                 self._ended(call, results, started_ns)
 
     async def _plan(self, shared: SharedBody, *, is_many: bool) -> Plan:
-        known = self._known_of(shared)
-        plan = known.plans.get(is_many)
+        plans = self._known_of(shared).plans_of(shared)
+        plan = plans.get(is_many)
         if plan is None:
-            plan = known.plans[is_many] = await self.plan_of(shared.many if is_many else shared.one)
+            plan = plans[is_many] = await self.plan_of(shared.many if is_many else shared.one)
         return plan
 
     async def plan_of(self, program: BodyProgram) -> Plan:
         """The plan of a body's graph."""
-        return await self._runs.plan_of(PlanRequest(program.graph, program.fetches, program.feeds))
+        return await self._runs.plan_of(program)
 
     async def compute(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values of a body's plan: here and now, if that is short."""

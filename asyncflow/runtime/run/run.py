@@ -70,6 +70,8 @@ class Run:
     """Where the partitions meet."""
     states: frozenset[Hashable] = field(init=False)
     """The keys of the variables that it touches."""
+    writes: frozenset[Hashable] = field(init=False)
+    """Those that it may write."""
     writes_several: bool = field(init=False)
     """Some of them may be written when others are still to be written."""
     at_end: dict[object, Callable[[], None]] = field(default_factory=dict, init=False)
@@ -96,7 +98,8 @@ class Run:
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
         self.states = plan.states
-        self.writes_several = plan.writes_several
+        self.writes = plan.writes
+        self.writes_several = len(plan.writes) > 1
         self._started_ns = self.turn.clock() if self.trace is not None else 0
         self._partitions = plan.partitions
         for partition in plan.partitions:

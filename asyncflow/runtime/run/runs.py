@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.lowering.single_call import find_single_call
-from asyncflow.compiler.program.request import tell_watchers
+from asyncflow.compiler.program.request import PlanRequest, tell_watchers
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
+from asyncflow.lift.batched import SharedCode
 from asyncflow.runtime.observer import start_observed
 from asyncflow.runtime.options import as_priority, as_timeout, check_trace
 from asyncflow.runtime.run.admission import Admission, in_time
@@ -23,6 +24,7 @@ from asyncflow.runtime.run.memory_turns import MemoryTurns
 from asyncflow.runtime.run.pools import Pools
 from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.run.single_call import CountedCall, quiet_context, run_single_call
+from asyncflow.runtime.run.versions import CompileFor, Versions
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.values.copies import CopyThread
@@ -37,14 +39,15 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
-    from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.protocol import Device
+    from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.admission import AdmissionTicket
     from asyncflow.runtime.run.atomic import Claim
     from asyncflow.runtime.session.calls import Call
-    from asyncflow.runtime.session.plans import Compile, PlanCache
+    from asyncflow.runtime.session.plans import PlanCache
     from asyncflow.runtime.session.session_options import SessionOptions
+    from asyncflow.state.containers import StateStore
     from asyncflow.values import Array, Nest, Value
 
 
@@ -55,6 +58,7 @@ class Runs:
         devices: by name.
         plans: those of the session.
         compile: makes one that is missing.
+        state: of the session's variables.
         options: of the session.
 
     Attributes:
@@ -69,11 +73,17 @@ class Runs:
         memory_turns: who is done again; None without a limit of memory.
         random_seed: of the random ops of graphs without one.
         cuts: who waits for a moment between runs.
+        versions: of variables.
         numbered_from: the number of a run, which random numbers depend on, is so much more than it is in `begun`.
     """
 
     def __init__(
-        self, devices: Mapping[str, Device], plans: PlanCache, compile: Compile, options: SessionOptions
+        self,
+        devices: Mapping[str, Device],
+        plans: PlanCache,
+        compile: CompileFor,
+        state: StateStore,
+        options: SessionOptions,
     ) -> None:
         self.closed: str | None = None
         self.drained: str | None = None
@@ -94,6 +104,7 @@ class Runs:
         self._quiet = quiet_context()
         self._atomic = AtomicRuns()
         self.cuts = Cuts(self.in_flight, self._atomic)
+        self.versions = Versions(self.in_flight, plans, compile, state, self.copies)
         self.batches: Batches | None = None
         self.observers: Observers | None = None
         self._turn: Turn | None = None
@@ -192,6 +203,25 @@ class Runs:
             if self._ended is not None:
                 self._ended.set()
         return call.result(plan, results, allow_dead=allow_dead)
+
+    async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
+        """Does what `Session.warm_up` promises."""
+        plan = await self._plans.get(call.request, self._compile, None)
+        nodes = [node.source for partition in plan.partitions for node in partition.nodes]
+        for shared in [node.attrs["shared"] for node in nodes if isinstance(node.attrs.get("shared"), SharedCode)]:
+            for program in shared.programs():
+                await self.plan_of(program)
+        if not plan.is_repeatable:
+            return 0
+        number = self.begun + self.numbered_from
+        for size in sizes:
+            runs = (self.call(call, values, None, None, True, False) for _ in range(size))
+            for result in await asyncio.gather(*runs, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+        if self.begun + self.numbered_from == number + sum(sizes):  # or others have had numbers, too
+            self.numbered_from -= sum(sizes)
+        return sum(sizes)
 
     async def stream(
         self,
@@ -381,6 +411,8 @@ class Runs:
             context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
         run.part.priority = priority
+        if is_part:
+            self.numbered_from -= 1  # the numbers of runs, and so what they draw, depend on no batch
         if claim is not None:
             claim.part = run.part
         if self._atomic.claims:
@@ -395,6 +427,8 @@ class Runs:
             self._atomic.on_end(run)
         if self.cuts.waiting:
             self.cuts.on_end(run)
+        if self.versions.retired:
+            self.versions.on_end(run)
         if self._ended is not None:
             self._ended.set()
         if then is not None:
@@ -414,9 +448,10 @@ class Runs:
 
     # -- batches -------------------------------------------------------------------------------------------------
 
-    async def plan_of(self, request: PlanRequest) -> Plan:
-        """The plan of a batched function's body."""
-        return await self._plans.get(request._replace(regions=self._options.regions), self._compile, None)
+    async def plan_of(self, program: BodyProgram) -> Plan:
+        """The plan of a body that runs share."""
+        request = PlanRequest(program.graph, program.fetches, program.feeds, regions=self._options.regions)
+        return await self.versions.plan_of(request, program.states)
 
     def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
         """The fetched values of a body; None if computing them may take too long for the event loop."""
@@ -424,6 +459,8 @@ class Runs:
         if plan.single_call is None:
             return None
         found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0)
+        if found is not None:
+            self.numbered_from -= 1  # see `_start`
         return cast("list[Array] | None", found)
 
     def counted_call(self, plan: Plan) -> CountedCall | None:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from heapq import nlargest
 from operator import attrgetter
@@ -76,7 +76,9 @@ class PlanCache:
     def __init__(self, most: int) -> None:
         self._most = most
         self._graphs: WeakSet[GraphPlans] = WeakSet()
-        self._compiling: dict[tuple[int, PlanRequest], asyncio.Future[Plan]] = {}
+        self._compiling: dict[tuple[int, int, PlanRequest], asyncio.Future[Plan]] = {}
+        self._alive: WeakSet[Plan] = WeakSet()
+        self._flips = 0
 
     def __len__(self) -> int:
         return sum(len(kept.plans) for kept in list(self._graphs))
@@ -118,7 +120,38 @@ class PlanCache:
         if plan is None:
             plan = compile(request)
             self._keep(kept, request, plan)
+            self._alive.add(plan)
         return plan
+
+    def alive(self, states: Collection[Hashable]) -> list[Plan]:
+        """All plans that touch some of these states, kept here or by those who run them."""
+        return [plan for plan in self._alive if not plan.states.isdisjoint(states)]
+
+    def flip(self, renewed: Mapping[Plan, Plan]) -> None:
+        """Puts plans in the place of others, for runs that start from now on.
+
+        Who runs a plan keeps it, and finds the new one in it, but for shared bodies: theirs are those of the runs that
+        they are computed for.
+        """
+        self._flips += 1
+        for kept in list(self._graphs):
+            for request, plan in kept.plans.items():
+                if plan.is_shared and plan in renewed:
+                    kept.plans[request] = renewed[plan]
+        for plan, new in renewed.items():
+            if plan.is_shared:
+                new.is_shared = True
+                self._alive.discard(plan)
+                self._alive.add(new)
+            else:
+                plan.renew(new)
+
+    async def compiled(self, request: PlanRequest, compile: Compile) -> Plan:
+        """A plan that is not kept; a large graph is compiled on a thread, as `get` does."""
+        return compile(request) if self._compiles_here(request) else await _compile_beside(compile, request)
+
+    def _compiles_here(self, request: PlanRequest) -> bool:
+        return _compiles_soon(request.graph) or is_virtual(asyncio.get_running_loop())
 
     async def get(self, request: PlanRequest, compile: Compile, timeout: float | None) -> Plan:
         """The plan; a graph that is large, or holds much, compiles on a thread, so that the event loop goes on.
@@ -132,26 +165,31 @@ class PlanCache:
         plan = kept.plans.get(request)
         if plan is not None:
             return plan
-        if _compiles_soon(request.graph) or is_virtual(asyncio.get_running_loop()):
+        if self._compiles_here(request):
             return self.get_nowait(request, compile)
         # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
-        key = (request.graph.version, request)
+        key = (self._flips, request.graph.version, request)
         shared = self._compiling.get(key)
         if shared is None:
             shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
             shared.add_done_callback(partial(self._compiled, kept, key))
+        flips = self._flips
         try:
             async with asyncio.timeout(timeout):
-                return await asyncio.shield(shared)
+                plan = await asyncio.shield(shared)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
             ) from None
+        if flips != self._flips:  # some of the states that it found may be old ones
+            return await self.get(request, compile, timeout)
+        self._alive.add(plan)
+        return plan
 
-    def _compiled(self, kept: GraphPlans, key: tuple[int, PlanRequest], compiled: asyncio.Future[Plan]) -> None:
+    def _compiled(self, kept: GraphPlans, key: tuple[int, int, PlanRequest], compiled: asyncio.Future[Plan]) -> None:
         del self._compiling[key]
-        version, request = key
-        if not compiled.cancelled() and compiled.exception() is None and version == kept.version:
+        *versions, request = key
+        if not compiled.cancelled() and compiled.exception() is None and versions == [self._flips, kept.version]:
             self._keep(kept, request, compiled.result())
 
 
@@ -222,4 +260,4 @@ _background = _Background()
 
 async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:
     with _background:  # from before the thread starts, so that the first wait for the GIL is short, too
-        return await call_beside(compile, request)
+        return await call_beside(partial(compile, request))

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,10 +44,11 @@ from asyncflow.streams.holding import note_ask
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Sequence
 
     from asyncflow.checkpoint.checkpoints import Restored
     from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.program.kernels import Resolve
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
@@ -118,9 +120,12 @@ class Session(NotPickled):
             measured=self._plans if len(self.devices) > 1 or options.compute_streams > 1 else None,
         )
         self._calls = CallCache(options.graph, self._plans, regions=options.regions)
-        self._runs = Runs({device.name: device for device in self.devices}, self._plans, self._compile, options)
+        self._runs = Runs(
+            {device.name: device for device in self.devices}, self._plans, self._compile, self.state, options
+        )
         access = StateAccess(self._runs, {device.name: device for device in self.devices}, homes)
         self._checkpoints = Checkpoints(options.graph, self.state, access)
+        self._swapping = asyncio.Lock()
         self._restores_from = options.restore
         """What variables begin with; None once they have."""
         self._saver = options.restore if isinstance(options.restore, Saver) else None
@@ -509,6 +514,35 @@ class Session(NotPickled):
         with thread_waits(asyncio.get_running_loop()):
             return await self.run(fetches, feeds, timeout=timeout, priority=priority)
 
+    async def warm_up(self, fetches: Nest, feeds: Feeds | None = None, *, sizes: Sequence[int] = (1,)) -> int:
+        """Does ahead of the first request what only the first one has to: it then takes as long as later ones do.
+
+        Compiles the plan, and those of batched functions and pooled loops in it. If a run only computes, it is then run
+        and its results are dropped, which also measures how long its kernels take. State stays as it is: a plan that
+        writes, or calls functions of yours that are not said to be pure, is compiled only, and random numbers go on
+        as if nothing had been run, unless others run meanwhile.
+
+        Args:
+            fetches: as in `run`.
+            feeds: as in `run`; values like those that will come.
+            sizes: so many runs are made at a time, so that batches and pools of these sizes have been computed.
+
+        Returns:
+            How many runs were made; 0 if the plan was compiled only.
+
+        Raises:
+            ValueError: `sizes` has something else than positive integers, or more than `max_runs`.
+            FeedError, FetchError, KernelError: as in `run`.
+        """
+        self._bind()
+        fed = as_feeds(feeds)
+        most = self._options.max_runs
+        for size in sizes:
+            if type(size) is not int or size < 1 or (most is not None and size > most):
+                limit = "" if most is None else f" up to max_runs={most}"
+                raise ValueError(f"warm_up: sizes has positive integers{limit}, how many run at a time; got {size!r}")
+        return await self._runs.warm_up(self._calls.of_run(fetches, fed), tuple(fed.values()), sizes)
+
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     async def save(
@@ -565,6 +599,43 @@ class Session(NotPickled):
         self._bind()
         return await self._checkpoints.restore(as_path(path), variables, strict)
 
+    async def swap_variables(
+        self,
+        source: str | os.PathLike[str] | Mapping[Resource | str, Value],
+        variables: Sequence[Resource] | None = None,
+    ) -> tuple[str, ...]:
+        """Gives variables new values for all runs that start from now on, while those in flight keep the old ones.
+
+        The values are read and checked, and plans for them compiled, beside those in use; then all change in one step
+        of the event loop. So each run sees one version from its first read to its last, batches and pools are computed
+        for members of one version, and nobody waits. A run that another one asks for is a run of its own. The memory of
+        an old version is given back when its last run has ended. Queues, tables and counters of random numbers stay.
+
+        What a run in flight writes to the old version would be lost, so while one may write a variable that is to be
+        replaced, this is refused. `restore` waits for such runs.
+
+        Args:
+            source: a step, or a directory of steps, whose latest one is taken; any graph may have written it. Or values
+                by variable, or by its name, which are copied.
+            variables: which to replace; None for all of the session, or for those that a mapping has. A checkpoint may
+                have more.
+
+        Returns:
+            The names of the variables that have been replaced.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is damaged, a variable is missing there, or has another dtype or
+                shape; one is in a container, or is written by a run in flight. All variables are as they were.
+
+        Cancellation: the old version stays.
+        """
+        self._bind()
+        given = source if isinstance(source, Mapping) else as_path(source)
+        async with self._swapping:  # the one that was asked for last is the one that stays
+            versions = await self._checkpoints.new_versions(given, variables)
+            await self._runs.versions.install(versions)
+        return tuple(version.name for version in versions)
+
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def plan(self, fetches: Nest, feeds: Sequence[Value] = ()) -> Plan:
@@ -584,8 +655,12 @@ class Session(NotPickled):
         return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
 
 
-def _compile(request: PlanRequest, *, context: Context, measured: PlanCache | None) -> Plan:
-    """A new plan; `measured` says what nodes cost."""
+def _compile(
+    request: PlanRequest, *, context: Context, measured: PlanCache | None, resolve: Resolve | None = None
+) -> Plan:
+    """A new plan; `measured` says what nodes cost, `resolve` what the states are, if the session does not."""
+    if resolve is not None:
+        context = replace(context, resolve=resolve)
     if measured is not None:
         context = replace(context, costs=measured.of(request.graph).learn_costs())
     try:
