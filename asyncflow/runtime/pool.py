@@ -9,7 +9,8 @@ stand in slabs of their own, a group, which is a step of its own.
 event                    what happens
 ======================== =============================================================================================
 `join`                   the activation waits
-`admit`                  those that wait are rows behind the others, as far as there is room, by rank
+`admit`                  those that wait are rows behind the others, as far as there is room, by rank, but for one row
+                         in eight, which goes to who has waited longest
 `settle`                 rows that do not go on leave, with their variables as results
 `advance`                all rows of a group have their next variables; then as `settle`; rows that have become as
                          large as those of another group join that
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from asyncflow.values import Array
 
 _FIRST_ROWS = 4
+
+_SHARE = 8
+"""One row in so many goes to who has waited longest, whatever its rank."""
 
 
 class Activation(Protocol):
@@ -179,6 +183,7 @@ class PoolRows(Generic[A]):
         """How many there have been."""
         self._waiting: list[tuple[tuple[float, ...], int, A]] = []
         self._arrivals = count()
+        self._turns = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
         self._has_gone = False
@@ -213,7 +218,7 @@ class PoolRows(Generic[A]):
         """Groups with rows that are new and not known to go on, and the first of these."""
         fresh: dict[Hashable, list[A]] = {}
         while self._waiting and self.live < self._capacity:
-            activation = heapq.heappop(self._waiting)[2]
+            activation = self._next()
             if activation.is_gone:
                 continue
             self.live += 1
@@ -231,6 +236,18 @@ class PoolRows(Generic[A]):
                 activation.is_checked = True
                 group.add(activation, activation.inputs)
         return found
+
+    def _next(self) -> A:
+        """Takes out who becomes a row: the first by rank, and each so many times who has waited longest."""
+        waiting = self._waiting
+        self._turns += 1
+        if self._turns % _SHARE == 0:
+            place = min(range(len(waiting)), key=lambda each: waiting[each][1])
+            waiting[place], waiting[-1] = waiting[-1], waiting[place]
+            activation = waiting.pop()[2]
+            heapq.heapify(waiting)
+            return activation
+        return heapq.heappop(waiting)[2]
 
     def settle(self, group: RowGroup[A], first: int, goes_on: Array) -> list[tuple[A, list[Array]]]:
         """Has rows leave that do not go on.

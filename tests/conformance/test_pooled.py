@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import asyncflow as af
 from tests.conftest import OpenSession
@@ -55,6 +57,48 @@ async def test_activations_join_and_leave(open_session: OpenSession) -> None:
         await asyncio.gather(*(request() for _ in range(25)))
         counts = session.statistics().batches["steps"]
     assert 1 < counts.largest <= 4
+
+
+@settings(max_examples=12)
+@given(st.data())
+async def test_f42_whoever_comes_and_goes(data: st.DataObject) -> None:
+    """FAULTS F42: random arrivals, lengths, capacities, cancels and failures; exact results are equal to the bit."""
+
+    @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
+    def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if (x == 13).any():
+            raise ValueError("13")
+        return x + 1
+
+    with af.Graph() as graph:
+        x, n = af.placeholder("int64", (), name="x"), af.placeholder("int64", (), name="n")
+        y = af.while_loop(lambda s: s < n, checked, x, pool=af.Pool(data.draw(st.integers(1, 5))), name="steps")
+    kinds = st.tuples(st.integers(0, 14), st.integers(0, 6), st.integers(0, 5), st.sampled_from(("run", "cancel")))
+    asked = data.draw(st.lists(kinds, min_size=1, max_size=12))
+    async with af.Session(graph, debug=data.draw(st.booleans())) as session:
+
+        async def request(start: int, steps: int, passes: int, how: str) -> object:
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            run = asyncio.ensure_future(session.run(y, {x: start, n: start + steps}))
+            for _ in range(passes if how == "cancel" else 0):
+                await asyncio.sleep(0)
+            if how == "cancel":
+                run.cancel()
+            ends: list[object] = await asyncio.gather(run, return_exceptions=True)
+            return ends.pop()
+
+        results = await asyncio.gather(*(request(*each) for each in asked))
+        for (start, steps, _, how), found in zip(asked, results, strict=True):
+            if how == "cancel" and isinstance(found, asyncio.CancelledError):
+                continue
+            if start <= 13 < start + steps:
+                assert isinstance(found, af.KernelError)
+            else:
+                assert found == start + steps
+        del results, found
+        await others_end()
+        assert session.statistics().runs == 0
 
 
 async def test_steps_are_neither_runs_nor_tasks() -> None:

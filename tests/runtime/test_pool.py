@@ -199,6 +199,22 @@ def test_the_order_in_which_those_that_wait_are_rows() -> None:
     assert order == [2, 1, 3, 0]
 
 
+def test_nobody_waits_for_ever() -> None:
+    """Of the rows that are given away while those of higher rank keep coming, one in eight goes to the others."""
+    pool: PoolRows[Counting] = PoolRows(1, 2, HAS_ROWS)
+    for name in range(4):
+        pool.join(Counting(name, 0, 1, np.array(1), (1,)))
+    order: list[int] = []
+    for turn in range(40):
+        for name in (100 + turn, 200 + turn):
+            pool.join(Counting(name, 0, 1, np.array(1), (0,)))
+        check(pool)
+        order += [each.name for each in rows_of(pool)]
+        for group in list(pool.groups.values()):
+            pool.advance(group, *step_of(group))
+    assert [turn for turn, name in enumerate(order) if name < 100] == [7, 15, 23, 31]
+
+
 def test_rows_of_other_shapes_are_groups() -> None:
     """One whose values have become as large as those of another group goes on with that."""
     pool: PoolRows[Counting] = PoolRows(8, 1, (True,), is_watched=True)

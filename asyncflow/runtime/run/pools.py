@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.lift.pooled import SharedLoop, install_pool_gatherer
 from asyncflow.runtime.pool import PoolRows, RowGroup
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _BURST_NS = 400_000
-"""So long the steps of one pass of the event loop may take together (0.4 ms)."""
+"""So long the steps of one pass of the event loop may take (0.4 ms): each is several kernels, none of them as long."""
 
 _TRUE = np.True_
 
@@ -67,7 +66,7 @@ class _Steps:
     """
 
     def __init__(self, runs: RunsSteps, plan: Plan, *, is_one: bool) -> None:
-        self._runs, self._plan, self._is_one = runs, plan, is_one
+        self._runs, self._plan, self.is_one = runs, plan, is_one
         self._call = runs.counted_call(plan)
         self._flags = np.empty(0, bool)
 
@@ -79,12 +78,12 @@ class _Steps:
     def call(self, values: list[Array], size: int, most: int) -> list[Array] | None:
         """Next variables, who goes on, and how many steps were made; None if that takes too long for the event loop."""
         call = self._call
-        if call is None or call.expected_ns(size) > INLINE_LIMIT_NS or not self._runs.may_call(self._plan):
+        if call is None or call.expected_ns(size) > _BURST_NS or not self._runs.may_call(self._plan):
             return None
         return self._rows_of(call([most, *self._given(values)], size))
 
     def _given(self, values: list[Array]) -> list[Array]:
-        if self._is_one:  # a store may keep what it is given
+        if self.is_one:  # a store may keep what it is given
             return [_TRUE, *(value[0] if value.ndim == 1 else value[0].copy() for value in values)]
         count = len(values[0])
         if len(self._flags) < count:
@@ -96,7 +95,7 @@ class _Steps:
         return self._rows_of(await self._runs.run_batch(self._plan, [np.array(1), *self._given(values)]))
 
     def _rows_of(self, found: list[Array]) -> list[Array]:
-        return [*map(_one_row, found[:-1]), found[-1]] if self._is_one else found
+        return [*map(_one_row, found[:-1]), found[-1]] if self.is_one else found
 
 
 def _one_row(value: Value) -> Array:
@@ -244,8 +243,9 @@ class LoopPool(LinedState):
         """Steps a group, once or, while all is calm, often; not if that takes too long for the event loop, or fails."""
         count, size = len(group.rows), group.size()
         most: float = 1
-        if self._calm and self.shared.is_repeatable:
-            most = min(4**self._calm, steps.most(size), self._next_limit - self._rows.steps)
+        patience = self._calm + 2 * steps.is_one
+        if patience and self.shared.is_repeatable:
+            most = min(4**patience, steps.most(size), self._next_limit - self._rows.steps)
         try:
             found = steps.call(group.inputs(0, count), size, int(most))
         except Exception:
