@@ -34,6 +34,7 @@ from asyncflow.control.while_loop import while_loop as while_loop
 from asyncflow.errors import AsyncflowError as AsyncflowError
 from asyncflow.errors import AxisError as AxisError
 from asyncflow.errors import CheckpointError as CheckpointError
+from asyncflow.errors import ClientDisconnected as ClientDisconnected
 from asyncflow.errors import DeadlineExceeded as DeadlineExceeded
 from asyncflow.errors import DeviceLostError as DeviceLostError
 from asyncflow.errors import DTypeError as DTypeError

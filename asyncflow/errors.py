@@ -17,6 +17,7 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     ├── HazardError                 two streams touch one buffer without an event between them
     ├── DeadlineExceeded            a run's ``timeout=`` passed               (also TimeoutError)
     ├── OverloadedError             a run refused because the session is busy
+    ├── ClientDisconnected          a run cancelled because its client has gone      (`asyncflow.serving`)
     ├── CheckpointError             a file that cannot be saved or restored
     ├── SessionClosedError          a session used after close or drain, or after a fork
     └── InternalError               a bug in asyncflow itself
@@ -252,6 +253,10 @@ class OverloadedError(AsyncflowError):
         self.runs = runs
         self.queued = queued
         super().__init__(message)
+
+
+class ClientDisconnected(AsyncflowError):
+    """A run was cancelled because the client that its result was for has gone; see `serving.run_or_disconnect`."""
 
 
 class CheckpointError(AsyncflowError):

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 import asyncflow as af
+import asyncflow.serving
 import asyncflow.testing
 
 PAGE: Final = Path(__file__).with_name("reference.md")
@@ -71,6 +72,7 @@ MODULES: Final = {
     "random": "Random numbers: `af.random`",
     "raw": "Primitives: `af.raw`",
     "profiler": "Timelines: `af.profiler`",
+    "serving": "In a web server: `asyncflow.serving`",
     "testing": "Simulated devices, and checks of kinds of devices: `asyncflow.testing`",
 }
 
@@ -101,7 +103,7 @@ def _section(value: object) -> str:
 
 def _lines(name: str) -> list[str]:
     module: ModuleType = getattr(af, name)
-    prefix = "asyncflow.testing" if module is asyncflow.testing else f"af.{name}"
+    prefix = f"asyncflow.{name}" if name in ("serving", "testing") else f"af.{name}"
     return [_line(f"{prefix}.{each}", getattr(module, each)) for each in module.__all__]
 
 

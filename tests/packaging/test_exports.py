@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 
 import asyncflow as af
+from asyncflow import serving
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = [af, af.fft, af.linalg, af.nn, af.optim, af.profiler, af.random, af.raw]
+MODULES = [af, af.fft, af.linalg, af.nn, af.optim, af.profiler, af.random, af.raw, serving]
 
 
 def place(name: str) -> tuple[bool, list[tuple[int, str]]]:

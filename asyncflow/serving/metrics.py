@@ -1,0 +1,318 @@
+"""What a session has done, as metrics with Prometheus' conventions: `Metrics`.
+
+Nothing here knows Prometheus: a snapshot is plain data, in base units (seconds, bytes). `prometheus_collector` hands
+it to the library of that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self, TypeVar
+
+from asyncflow.serving.responses import status_code
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.observer import ObservedBatch, ObservedRun
+    from asyncflow.runtime.session.session import Session
+
+SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the buckets of times."""
+_SIZES: Final = tuple(2.0**power for power in range(11))
+_TICK_S: Final = 0.25
+_OTHER: Final = "other"
+
+
+Counts = TypeVar("Counts")
+
+
+class Sample(NamedTuple):
+    """One value of a metric.
+
+    Attributes:
+        labels: which one it is.
+        value: the number; of a histogram, the sum of what was observed.
+        buckets: of a histogram: upper bounds, the last of which is infinite, and how many observations are within each.
+    """
+
+    labels: Mapping[str, str]
+    value: float
+    buckets: tuple[tuple[float, int], ...] = ()
+
+
+class Metric(NamedTuple):
+    """A metric with all its values.
+
+    Attributes:
+        name: such as ``asyncflow_request_duration_seconds``.
+        kind: of its numbers: a counter only grows.
+        documentation: a sentence.
+        samples: one for each set of labels.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    documentation: str
+    samples: tuple[Sample, ...]
+
+
+@dataclass(slots=True)
+class _Histogram:
+    bounds: Sequence[float]
+    sum: float = 0.0
+    counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.sum += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+
+    def sample(self, labels: Mapping[str, str]) -> Sample:
+        bounds = (*self.bounds, float("inf"))
+        return Sample(labels, self.sum, tuple(zip(bounds, accumulate(self.counts), strict=True)))
+
+
+@dataclass(slots=True)
+class _FetchCounts:
+    """Runs that fetch one thing."""
+
+    ended: dict[tuple[str, int], int] = field(default_factory=dict)
+    duration: _Histogram = field(default_factory=lambda: _Histogram(SECONDS))
+    queue: _Histogram = field(default_factory=lambda: _Histogram(SECONDS))
+    compute: _Histogram = field(default_factory=lambda: _Histogram(SECONDS))
+
+
+@dataclass(slots=True)
+class _FunctionCounts:
+    """Calls of one batched function, or steps of one pooled loop."""
+
+    failed: int = 0
+    last: int = 0
+    sizes: _Histogram = field(default_factory=lambda: _Histogram(_SIZES))
+    duration: _Histogram = field(default_factory=lambda: _Histogram(SECONDS))
+
+
+class Metrics:
+    """Counts the runs of a session, by `Session.observe`, while this is entered with ``async with``.
+
+    A run costs some microseconds more then. Runs are told apart by the name of the first thing that they fetch.
+
+    Args:
+        session: open before this is entered: `lifespan` takes it as one of ``beside``.
+        most_labels: of more fetches, or functions, the others are counted as ``other``, since monitoring keeps a series
+            of each.
+    """
+
+    def __init__(self, session: Session, *, most_labels: int = 100) -> None:
+        self._session = session
+        self._most_labels = most_labels
+        self._fetches: dict[str, _FetchCounts] = {}
+        self._batched: dict[str, _FunctionCounts] = {}
+        self._pooled: dict[str, _FunctionCounts] = {}
+        self._lag_s = 0.0
+        self._remove: Callable[[], None] | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = 0
+
+    async def __aenter__(self) -> Self:
+        self._remove = self._session.observe(self)
+        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
+        self._ticks(self._loop, None)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._remove is not None:
+            self._remove()
+        if self._tick is not None:
+            self._tick.cancel()
+        self._loop = None
+
+    def _ticks(self, loop: asyncio.AbstractEventLoop, due_s: float | None) -> None:
+        now = loop.time()
+        self._lag_s = 0.0 if due_s is None else max(0.0, now - due_s)
+        self._tick = loop.call_later(_TICK_S, self._ticks, loop, now + _TICK_S)
+
+    # -- what it is told -----------------------------------------------------------------------------------------
+
+    def run_began(self, run: ObservedRun) -> None:
+        """Does nothing: a run is counted when it ends."""
+
+    def run_ended(self, run: ObservedRun) -> None:
+        """Counts a run."""
+        assert run.ended_s is not None
+        fetch = _labelled(self._fetches, run.label, self._most_labels, _FetchCounts)
+        end = (run.status, status_code(run.error))
+        fetch.ended[end] = fetch.ended.get(end, 0) + 1
+        fetch.duration.observe(run.ended_s - run.asked_s)
+        fetch.queue.observe((run.ended_s if run.started_s is None else run.started_s) - run.asked_s)
+        if run.started_s is not None:
+            fetch.compute.observe(run.ended_s - run.started_s)
+
+    def batch_ended(self, batch: ObservedBatch) -> None:
+        """Counts a call of a batched function."""
+        function = _labelled(self._batched, batch.function, self._most_labels, _FunctionCounts)
+        function.sizes.observe(batch.size)
+        function.last = batch.size
+        if batch.error is None:
+            function.duration.observe(batch.ended_s - batch.started_s)
+        else:
+            function.failed += 1
+
+    def pool_stepped(self, function: str, size: int) -> None:
+        """Counts a step of a pooled loop."""
+        pool = _labelled(self._pooled, function, self._most_labels, _FunctionCounts)
+        pool.sizes.observe(size)
+        pool.last = size
+
+    # -- what it tells -------------------------------------------------------------------------------------------
+
+    def snapshot_threadsafe(self, timeout_s: float = 5.0) -> tuple[Metric, ...]:
+        """`snapshot` in any thread.
+
+        Raises:
+            TimeoutError: the event loop has not answered in time.
+        """
+        if self._loop is None or self._thread_id == threading.get_ident():
+            return self.snapshot()
+        return asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(timeout_s)
+
+    async def _snapshot(self) -> tuple[Metric, ...]:
+        return self.snapshot()
+
+    def snapshot(self) -> tuple[Metric, ...]:
+        """All metrics as they are now; on the event loop's thread."""
+        return (*self._of_runs(), *self._of_batches(), *self._of_session())
+
+    def _of_runs(self) -> Iterator[Metric]:
+        fetches = self._fetches.items()
+        yield Metric(
+            "asyncflow_requests_total",
+            "counter",
+            "Runs that have ended, how, and as which HTTP status: 499 for those whose callers have gone.",
+            tuple(
+                Sample({"fetch": label, "status": status, "code": str(code)}, count)
+                for label, fetch in fetches
+                for (status, code), count in fetch.ended.items()
+            ),
+        )
+        yield _histogram(
+            "request_duration_seconds",
+            "From asking for a run to its end.",
+            "fetch",
+            self._fetches,
+            lambda counts: counts.duration,
+        )
+        yield _histogram(
+            "queue_duration_seconds",
+            "From asking for a run to its start.",
+            "fetch",
+            self._fetches,
+            lambda counts: counts.queue,
+        )
+        yield _histogram(
+            "compute_duration_seconds",
+            "From the start of a run to its end.",
+            "fetch",
+            self._fetches,
+            lambda counts: counts.compute,
+        )
+
+    def _of_batches(self) -> Iterator[Metric]:
+        batched, pooled = self._batched.items(), self._pooled.items()
+        executions = tuple(
+            Sample({"function": label, "kind": kind}, sum(each.sizes.counts))
+            for kind, functions in (("batch", batched), ("pool", pooled))
+            for label, each in functions
+        )
+        yield Metric(
+            "asyncflow_executions_total",
+            "counter",
+            "Calls of batched functions, and steps of pooled loops.",
+            executions,
+        )
+        failed = tuple(Sample({"function": label}, each.failed) for label, each in batched)
+        yield Metric("asyncflow_batch_failures_total", "counter", "Calls of batched functions that failed.", failed)
+        yield _histogram(
+            "batch_size",
+            "Members of a call of a batched function.",
+            "function",
+            self._batched,
+            lambda counts: counts.sizes,
+        )
+        yield _histogram(
+            "batch_duration_seconds",
+            "Times of calls of batched functions.",
+            "function",
+            self._batched,
+            lambda counts: counts.duration,
+        )
+        yield _histogram(
+            "pool_size",
+            "Activations in a step of a pooled loop.",
+            "function",
+            self._pooled,
+            lambda counts: counts.sizes,
+        )
+        # A pool whose last activations have ended is not stepped for nobody.
+        idle = self._session.statistics().runs == 0
+        rows = tuple(Sample({"function": label}, 0 if idle else each.last) for label, each in pooled)
+        yield Metric("asyncflow_pool_rows", "gauge", "Activations in the latest step of a pooled loop.", rows)
+
+    def _of_session(self) -> Iterator[Metric]:
+        now = self._session.statistics()
+        yield _gauge("inflight_runs", "Runs in flight.", now.runs)
+        yield _gauge("queue_depth", "Runs that wait for their turn.", now.queued)
+        yield _gauge("queue_bytes", "What is fed to runs that wait, in bytes.", now.queued_bytes)
+        yield _gauge("plans", "Compiled plans that are kept.", now.plans)
+        yield _gauge(
+            "event_loop_lag_seconds", "How late the event loop was, the last time it was looked at.", self._lag_s
+        )
+        kinds = ("held", "peak", "saved", "host", "disk")
+        memory = tuple(
+            Sample({"device": name, "kind": kind}, getattr(device, kind))
+            for name, device in now.memory.items()
+            for kind in kinds
+        )
+        text = (
+            "Bytes of a device's memory: held, the most at a time, and saved values: there, on the host, and on disk."
+        )
+        yield Metric("asyncflow_device_memory_bytes", "gauge", text, memory)
+        swapped = tuple(
+            Sample({"device": name, "direction": direction}, nbytes)
+            for name, device in now.memory.items()
+            for direction, nbytes in (("out", device.moved_out), ("in", device.moved_in))
+        )
+        yield Metric(
+            "asyncflow_swap_bytes_total", "counter", "Bytes of saved values that moved away, and back.", swapped
+        )
+
+
+def _labelled(found: dict[str, Counts], label: str, most: int, make: Callable[[], Counts]) -> Counts:
+    """The counts of a label, or of all others, if there are too many."""
+    counts = found.get(label)
+    if counts is None:
+        label = label if len(found) < most else _OTHER
+        counts = found.setdefault(label, make())
+    return counts
+
+
+def _histogram(
+    name: str, documentation: str, label: str, found: Mapping[str, Counts], which: Callable[[Counts], _Histogram]
+) -> Metric:
+    samples = tuple(which(counts).sample({label: value}) for value, counts in found.items())
+    return Metric(f"asyncflow_{name}", "histogram", documentation, samples)
+
+
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return Metric(f"asyncflow_{name}", "gauge", documentation, (Sample(MappingProxyType({}), value),))
+
+
+__all__ = ["SECONDS", "Metric", "Metrics", "Sample"]

@@ -1,0 +1,86 @@
+"""New checkpoints for a session that serves: `Reload`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from asyncflow.checkpoint.directory import step_path, steps
+from asyncflow.errors import AsyncflowError, SessionClosedError
+from asyncflow.streams.beside import call_beside
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.session.session import Session
+
+_log: Final = logging.getLogger("asyncflow.serving")
+
+
+class Reload:
+    """Watches a directory of checkpoints, and gives a session the variables of each newer step that is complete.
+
+    Works while it is entered with ``async with``; the first look is taken then, so that the server begins with the
+    latest step. Every run sees the variables of one step (`Session.swap_variables`). While a step cannot be
+    loaded, which is logged once, the session goes on with what it has; it is tried again with every look.
+
+    Args:
+        session: open before this is entered: `lifespan` takes it as one of ``beside``.
+        path: where `Saver` or `Session.save` write steps.
+        every_s: how long to wait between two looks.
+
+    Attributes:
+        step: the number of the step that the session has from here; None before the first.
+    """
+
+    def __init__(self, session: Session, path: str | os.PathLike[str], *, every_s: float = 5.0) -> None:
+        self.step: int | None = None
+        self._session = session
+        self._path = Path(path)
+        self._every_s = every_s
+        self._told: int | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.look()
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
+
+    async def look(self) -> bool:
+        """Loads the latest step, if it is newer than that of the session; whether it did.
+
+        Raises:
+            SessionClosedError: the session is closed.
+        """
+        latest = -1
+        try:
+            latest = max(await call_beside(steps, self._path), default=-1)
+            if latest <= (-1 if self.step is None else self.step):
+                return False
+            await self._session.swap_variables(step_path(self._path, latest))
+        except SessionClosedError:
+            raise
+        except AsyncflowError as error:
+            if self._told != latest:
+                self._told = latest
+                _log.warning("no newer variables: %s", error)
+            return False
+        self.step = latest
+        return True
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self.look()
+            except SessionClosedError:
+                return
+
+
+__all__ = ["Reload"]

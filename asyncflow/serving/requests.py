@@ -1,0 +1,115 @@
+"""Runs that end with the request they are for: `run_or_disconnect`, `stream_or_stall`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from asyncflow.errors import ClientDisconnected, DeadlineExceeded
+
+if TYPE_CHECKING:
+    from asyncflow.serving.responses import Receive
+
+Result = TypeVar("Result")
+
+
+class HasReceive(Protocol):
+    """A request of Starlette or FastAPI."""
+
+    @property
+    def receive(self) -> Receive:
+        """Awaits the server's next message."""
+
+
+async def run_or_disconnect(client: HasReceive | Receive, run: Awaitable[Result]) -> Result:
+    """Awaits a run; a client that goes away cancels it.
+
+    Servers do not cancel a handler whose client has gone: it would compute for nobody. Read the body of the request
+    first, since what the server sends until the client goes is taken here.
+
+    Args:
+        client: a Starlette or FastAPI request, or the ``receive`` that an ASGI application is called with.
+        run: such as ``session.run(...)``, or any other coroutine.
+
+    Raises:
+        ClientDisconnected: the client has gone; the run was cancelled, and has ended.
+        Exception: the run failed.
+
+    Cancellation: cancels the run, and waits until it has ended.
+    """
+    work = asyncio.ensure_future(run)
+    gone = asyncio.ensure_future(_wait_disconnect(client if callable(client) else client.receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+    finally:
+        await _stopped(work, gone)
+    gone.result()
+    raise ClientDisconnected("the client has gone; its run was cancelled") from _failure(work)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stopped(*tasks: asyncio.Future[Result] | asyncio.Future[None]) -> None:
+    """Returns when both have ended, however often this is cancelled meanwhile."""
+    for task in tasks:
+        task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        _failure(task)
+    if cancelled is not None:
+        raise cancelled
+
+
+def _failure(task: asyncio.Future[Result] | asyncio.Future[None]) -> BaseException | None:
+    """The error of a task that has ended; asking for it says that nobody else has to be told."""
+    return None if task.cancelled() else task.exception()
+
+
+async def stream_or_stall(
+    items: AsyncGenerator[Result, None], stall_timeout_s: float = 30.0
+) -> AsyncGenerator[Result, None]:
+    """Iterates over what a run streams; a consumer that takes too long between two items ends the run.
+
+    A slow client holds the run back, and with it the memory of the run: not for ever.
+
+    Args:
+        items: such as ``session.stream(...)``; closed at the end.
+        stall_timeout_s: the longest time from an item to the consumer's asking for the next.
+
+    Raises:
+        DeadlineExceeded: when the consumer asks after all; the run has ended long since.
+    """
+    loop = asyncio.get_running_loop()
+    closing: asyncio.Task[None] | None = None
+
+    def stop() -> None:
+        nonlocal closing
+        closing = loop.create_task(items.aclose())
+
+    try:
+        async for item in items:
+            timer = loop.call_later(stall_timeout_s, stop)
+            try:
+                yield item
+            finally:
+                timer.cancel()
+            if closing is not None:
+                raise DeadlineExceeded(f"the client took no item for {stall_timeout_s} s; the run was stopped")
+    finally:
+        if closing is not None:
+            await closing
+        await items.aclose()
+
+
+__all__ = ["HasReceive", "run_or_disconnect", "stream_or_stall"]

@@ -1,0 +1,47 @@
+"""Clients of ASGI applications that go when a test says so, and what applications send them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+class Client:
+    """One connection: ``receive`` and ``send`` of an application, with a body sent already."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+        self.sent: list[Any] = []
+        self.can_take = asyncio.Event()
+        self.can_take.set()
+        self._has_body = False
+
+    async def receive(self) -> Any:
+        if not self._has_body:
+            self._has_body = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await self.can_take.wait()
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.sent[1:])
+
+
+async def answer(app: Any, path: str = "/") -> Client:
+    """The client of one request that has been answered."""
+    client = Client()
+    await app({"type": "http", "method": "GET", "path": path, "headers": []}, client.receive, client.send)
+    return client
