@@ -22,7 +22,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.resource import Resource
 from asyncflow.semantics.program import NeededGraph, Touches, conflict
-from asyncflow.semantics.rules import OutOfTime, Rules
+from asyncflow.semantics.rules import OutOfBounds, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
 from asyncflow.state.mutex import MeetingPlace
 from asyncflow.state.queue import QueueSnapshot
@@ -37,7 +37,8 @@ class Outcome:
 
     Attributes:
         fetches: values of the fetched tensors and variables, of one run after the other; none if the run failed.
-        variables: the value of each variable afterwards; of a queue, a tuple of its elements.
+        variables: the value of each variable afterwards; of a queue, a tuple of its elements; of an input, how many of
+            them were taken.
         error: why the run failed; empty if it did not.
         order: reads and writes in an order that leads here: names of nodes, with the iterations of the loops around
             them in brackets, and, of several runs, the number of the run in front.
@@ -81,7 +82,8 @@ def explore(
     resource that others may write in the meantime doubles the work. Iterations of loops overlap without a limit.
 
     Args:
-        graph: with ordered effects it has one outcome, if it does not fail. Nothing in it may be a coroutine.
+        graph: with ordered effects it has one outcome, if it does not fail and its queues are first in, first out.
+            Nothing in it may be a coroutine. Of an input the first hundred elements are read, once.
         fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
         feeds: values, by their tensors.
         variables: values before the runs; those left out have their initial values.
@@ -135,8 +137,8 @@ class _Exploring:
             self._search(start, reduced=True)
             if self.fails:
                 self._search(start, reduced=False)
-        except OutOfTime:
-            self.stopped = f"after max_seconds={self.max_seconds:g} seconds"
+        except OutOfBounds as bound:
+            self.stopped = str(bound) or f"after max_seconds={self.max_seconds:g} seconds"
 
     def _search(self, start: ProgramState, *, reduced: bool) -> None:
         """Searches all states, until a failure is found where not everything is tried."""
@@ -164,6 +166,8 @@ class _Exploring:
                 following = state.copy()
                 try:
                     self.rules.fire(following, firing)
+                except OutOfBounds:
+                    raise
                 except Exception as error:  # as in `Rules.settle`
                     self._note(state, order, firing, error)
                     continue

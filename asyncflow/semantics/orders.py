@@ -8,10 +8,12 @@ cond or a loop it is one of several values, so they are intersected. A loop is g
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Access
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.semantics.program import NeededGraph
 
@@ -20,7 +22,7 @@ _MOST_PASSES = 8
 
 
 class AccessOrder:
-    """The orders of one program, whose effects are unordered.
+    """The orders of one program. Of soft ones only those within one graph or body are known.
 
     Attributes:
         nodes: those that touch a resource, in the order in which they were written; their places are the bits.
@@ -64,8 +66,12 @@ class AccessOrder:
 
     def _level(self, graph: Graph, start: int, depth: int) -> None:
         """Goes through a graph or body, all of which comes after `start`."""
+        turns: dict[tuple[Hashable, Access], int] = defaultdict(int)
         for node in self.program.nodes(graph):
             ready = start | self._after(node.control_inputs)
+            soft = self.program.touches(node).items() if self.program.graph.effects == "ordered" else ()
+            for key, access in soft:
+                ready |= turns[key, Access.WRITE] | (turns[key, Access.READ] if access is Access.WRITE else 0)
             if isinstance(node, CondNode):
                 self._cond(node, ready, depth)
             elif isinstance(node, WhileNode):
@@ -79,6 +85,8 @@ class AccessOrder:
                 self._done[node] = ready
                 for tensor in node.outputs:
                     self._values[tensor] = ready if tensor not in self.program.feeds else 0
+            for turn in soft:
+                turns[turn] |= self._done[node]
 
     def _value(self, tensor: Tensor) -> int:
         """The accesses that are over when a value is there; a parameter may stand for a value outside."""

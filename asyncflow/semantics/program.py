@@ -158,15 +158,18 @@ class NeededGraph:
         return dict(sorted(pairs, key=lambda pair: pair[1] is Access.WRITE))
 
     def _shares(self, node: Node) -> Touches:
-        """`touches` of whole resources: in a queue, what puts in and what takes out may wait for one another."""
+        """`touches` of whole resources: what puts into a queue and what takes out may wait for one another."""
         if node.subgraphs:
             pairs = [pair for body in node.subgraphs for each in self.nodes(body) for pair in self.shares(each).items()]
         else:
-            wholes: dict[Hashable, Hashable] = {
-                (each.effect_key, side): each.effect_key for each in resources_of(node) for side in ("put", "take")
-            }
-            pairs = [(wholes.get(key, key), access) for key, access in self.touches(node).items()]
+            wholes = [each.effect_key for each in resources_of(node)]
+            pairs = [(self._whole(key, wholes), access) for key, access in self.touches(node).items()]
         return dict(sorted(pairs, key=lambda pair: pair[1] is Access.WRITE))
+
+    @staticmethod
+    def _whole(key: Hashable, resources: Iterable[Hashable]) -> Hashable:
+        """The key of the resource that one is about a part of; itself if there is none."""
+        return next((each for each in resources if isinstance(key, tuple) and key[0] == each), key)
 
     def _before(self, node: Node) -> list[Node]:
         """The nodes of the same graph or body that it waits for without using their values: control and soft edges."""

@@ -17,6 +17,7 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.semantics.orders import AccessOrder
 from asyncflow.semantics.program import NeededGraph
 from asyncflow.state.mutex import MeetingPlace
+from asyncflow.state.queues import PUTS, TAKES, Queue
 from asyncflow.values import Nest
 
 _Between: TypeAlias = Literal["nodes", "iterations", "runs"]
@@ -62,11 +63,16 @@ def find_races(
     Quick, for programs of any size: it tries no orders (that does `explore`), but asks of each pair whether a path or a
     soft order leads from one to the other, through branches, and from iteration to iteration. So it may name pairs that
     make no difference to the values at hand, and leaves out none that does. Two writes that commute are no race as
-    long as nobody looks at what they give: `assign_add` and `assign_sub` of integers. Those that put into a queue have
-    to be in order, and those that take out; one may always wait for the other.
+    long as nobody looks at what they give: `assign_add` and `assign_sub` of integers.
+
+    In a queue, two that put in race, and two that take out, as the order of elements follows theirs. One that puts in
+    and one that takes out do not, since a dequeue waits for its element and an enqueue for room; but in a
+    `ShuffleQueue`, a `PriorityQueue` or a `PaddingQueue` with buckets it is the other elements there that say which is
+    next, so there they race, in ordered programs too. What asks for the size races with both, and `close` with what
+    puts in.
 
     Args:
-        graph: with ordered effects it has no races but those between runs.
+        graph: with ordered effects it has no races but those, and those between runs.
         fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
         feeds: the tensors that runs get values for.
         runs: 2 also looks for pairs in two runs of one session at once; that both are atomic is not asked.
@@ -93,8 +99,7 @@ def find_races(
     orders = AccessOrder(NeededGraph(graph, fetches, feeds))
     places = {node: place for place, node in enumerate(orders.nodes)}
     races: list[Race] = []
-    if graph.effects == "unordered":
-        races += sorted(islice(_within(orders), most), key=lambda race: (places[race.second], places[race.first]))
+    races += sorted(islice(_within(orders), most), key=lambda race: (places[race.second], places[race.first]))
     if runs > 1:
         races += islice(_between(orders), most - len(races))
     return tuple(races)
@@ -115,35 +120,56 @@ def allow_races(*resources: Resource) -> None:
         resource.allows_races = True
 
 
+_AGAINST = {
+    "read": ("write", "add"),
+    "write": ("read", "write", "add"),
+    "add": ("read", "write"),
+    "put": ("take",),
+    "take": ("put",),
+}
+"""The roles that each races with."""
+
+
 class _Rivals:
     """Of each access those that its order with can show, as bits."""
 
-    def __init__(self, program: NeededGraph, nodes: Sequence[Node]) -> None:
-        readers: dict[Hashable, int] = defaultdict(int)
-        writers: dict[Hashable, int] = defaultdict(int)
-        adders: dict[Hashable, int] = defaultdict(int)
-        self._kinds: list[list[tuple[Hashable, bool, bool]]] = []
-        for place, node in enumerate(nodes):
-            kinds = []
-            is_used = any(map(program.is_used, node.outputs))
-            for key, access in program.touches(node).items():
-                adds = node.op.commutes and not is_used and node.outputs[0].spec.dtype.kind in "biu"
-                if not _is_watched(node, key) or (access is Access.READ and not is_used):
-                    continue
-                kinds.append((key, access is Access.WRITE, adds))
-                (readers if access is Access.READ else adders if adds else writers)[key] |= 1 << place
-            self._kinds.append(kinds)
-        self._readers, self._writers, self._adders = readers, writers, adders
+    def __init__(self, program: NeededGraph, nodes: Sequence[Node], *, ordered: bool = False) -> None:
+        self._places: dict[tuple[Hashable, str], int] = defaultdict(int)
+        self._roles = [_queue_roles(node) + ([] if ordered else _roles(program, node)) for node in nodes]
+        for place, roles in enumerate(self._roles):
+            for role in roles:
+                self._places[role] |= 1 << place
 
     def of(self, place: int) -> Iterator[tuple[Hashable, int]]:
         """The resources that the access at a place touches, and its rivals on each."""
-        for key, writes, adds in self._kinds[place]:
-            rivals = self._writers[key] | (self._readers[key] if writes else 0)
-            yield key, rivals if adds else rivals | self._adders[key]
+        for key, role in self._roles[place]:
+            rivals = 0
+            for other in _AGAINST[role]:
+                rivals |= self._places.get((key, other), 0)
+            yield key, rivals
+
+
+def _roles(program: NeededGraph, node: Node) -> list[tuple[Hashable, str]]:
+    """The role of an access on each resource whose races are told."""
+    is_used = any(map(program.is_used, node.outputs))
+    writes = "add" if node.op.commutes and not is_used and node.outputs[0].spec.dtype.kind in "biu" else "write"
+    return [
+        (key, writes if access is Access.WRITE else "read")
+        for key, access in program.touches(node).items()
+        if _is_watched(node, key) and (access is Access.WRITE or is_used)
+    ]
+
+
+def _queue_roles(node: Node) -> list[tuple[Hashable, str]]:
+    """In a queue that is not first in, first out, what leaves depends on what has come in; no soft order says that."""
+    role = "put" if node.op in PUTS else "take" if node.op in TAKES else ""
+    queues = [each for each in resources_of(node) if isinstance(each, Queue)] if role else []
+    return [(each.effect_key, role) for each in queues if not each.is_fifo and not each.allows_races]
 
 
 def _within(orders: AccessOrder) -> Iterator[Race]:
-    rivals, nodes, seen = _Rivals(orders.program, orders.nodes), orders.nodes, set[tuple[Hashable, int, int]]()
+    nodes, seen = orders.nodes, set[tuple[Hashable, int, int]]()
+    rivals = _Rivals(orders.program, nodes, ordered=orders.program.graph.effects == "ordered")
     for place, before in enumerate(orders.before):
         for key, against in rivals.of(place):
             together = against & ((1 << place) - 1) & ~before & ~orders.excluded[place]

@@ -7,6 +7,8 @@ operation          fires once its inputs are there and what it waits for is done
 read, write        likewise; the resource and the outputs change in one step (Read-x, Assign-x, Assign-f-x)
 enqueue, dequeue   likewise, once the queue lets it, in one step for all of its elements; until then it has not begun
 lock, unlock       a section of a mutex begins once no other is under way, and ends
+barrier            comes, and is done with the last of as many as wait for one another
+input              takes the next element, or says whether there is one: they are the same in every order
 cond               once the predicate is there, the nodes of the branch taken wait, each for its own inputs, and the
                    results leave one by one (Switch, Merge); those of the other branch are dead and never fire
 while              the predicate's nodes wait in each iteration that has begun, and once it holds those of the body; a
@@ -21,15 +23,18 @@ with ordered effects an iteration with effects begins when all of the last one i
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from math import inf
 from time import monotonic
 from typing import Final, Protocol, cast
 
 import numpy as np
 
-from asyncflow.errors import FeedError, GraphError
+from asyncflow.errors import EndOfInput, FeedError, GraphError
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
@@ -38,7 +43,7 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
 from asyncflow.semantics.program import NeededGraph
 from asyncflow.semantics.state import Firing, ProgramState, Tag, digest
-from asyncflow.state.mutex import MutexState
+from asyncflow.state.mutex import WAIT, Barrier, BarrierState, MutexState
 from asyncflow.state.queue import QueueSnapshot, QueueState
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine
 from asyncflow.values import Kernel, Nest, Value
@@ -46,11 +51,63 @@ from asyncflow.values import Kernel, Nest, Value
 MISSING: Final = object()
 """In place of a value that is not there yet."""
 
+_MOST_ELEMENTS = 100
+"""Of an input, that are read."""
+
 
 class _Cell(Protocol):
-    """The state of a variable, as kernels use it."""
+    """The state of a variable or table, as kernels use it."""
 
     value: Value
+
+
+class _Elements:
+    """The elements of an input, read once: they come from outside, and are the same in every order.
+
+    Attributes:
+        value: how many have been taken.
+    """
+
+    def __init__(self, state: _Reading) -> None:
+        self._state = state
+        self.value: Value = np.int64(0)
+
+    def next(self) -> Nest:
+        """The next element."""
+        taken = int(cast("np.int64", self.value))
+        if taken == _MOST_ELEMENTS:
+            raise OutOfBounds(f"after {taken} elements of an input")
+        if isinstance(self._known[taken], Exception):
+            raise self._known[taken]
+        self.value = np.int64(taken + 1)
+        return self._known[taken]
+
+    def has_more(self) -> Value:
+        """Whether there is one."""
+        return np.bool_(not isinstance(self._known[int(cast("np.int64", self.value))], EndOfInput))
+
+    @cached_property
+    def _known(self) -> list[Nest]:
+        with ThreadPoolExecutor(1) as thread:  # on this one an event loop may be running
+            return thread.submit(asyncio.run, self._read()).result()
+
+    async def _read(self) -> list[Nest]:
+        known: list[Nest] = []
+        try:
+            while len(known) <= _MOST_ELEMENTS:
+                known.append(await self._state.next())
+        except Exception as error:  # such as EndOfInput, for whoever asks for it
+            known.append(error)
+        await self._state.aclose()
+        return known
+
+
+class _Reading(Protocol):
+    """The state of an input."""
+
+    async def next(self) -> Nest: ...
+
+    async def aclose(self) -> None: ...
 
 
 class _RunEnd(dict[object, Callable[[], None]]):
@@ -63,6 +120,8 @@ class _RunEnd(dict[object, Callable[[], None]]):
 def _content(cell: _Cell | LinedState) -> Value:
     if isinstance(cell, MutexState):
         return cell.owner
+    if isinstance(cell, BarrierState):
+        return frozenset()
     return cell.capture() if isinstance(cell, QueueState) else cast("_Cell", cell).value
 
 
@@ -78,8 +137,8 @@ def _fill(cell: _Cell | LinedState, content: Value) -> None:
         cast("_Cell", cell).value = content
 
 
-class OutOfTime(Exception):
-    """A program goes on for longer than whoever asked will wait."""
+class OutOfBounds(Exception):
+    """A program goes on for longer, or reads further, than whoever asked will follow."""
 
 
 class Rules:
@@ -110,10 +169,10 @@ class Rules:
             )
         for resource in resources_of(node):
             if resource.effect_key not in self.cells:
-                self.cells[resource.effect_key] = resource.create_state()
+                made = resource.create_state()
+                self.cells[resource.effect_key] = _Elements(made) if getattr(made, "kind", "") == "input" else made
                 self.resources[resource.effect_key] = resource
-        cells = [self.cells[each.effect_key] for each in resources_of(node)]
-        may_wait = any(isinstance(cell, QueueState | MutexState) for cell in cells)
+        may_wait = any(isinstance(self.cells[x.effect_key], LinedState | _Elements) for x in resources_of(node))
         if (op.is_async and not may_wait) or (op.is_user and op.effects is not None and not any(resources_of(node))):
             raise GraphError(
                 f"{node.name} ({op.name}) acts on the world outside, and exploring would do so in every order; feed a "
@@ -183,7 +242,10 @@ class Rules:
         return [firing for firing in ready if not self.missing(state, firing) and self._is_served(state, firing)]
 
     def _is_served(self, state: ProgramState, firing: Firing) -> bool:
-        """Whether a queue lets a firing go on, or refuses it for good."""
+        """Whether a queue lets a firing go on, or refuses it for good; and it has not come to a barrier yet."""
+        if firing[0].op is WAIT:
+            come = state.memory[firing[0].attrs["barrier"].effect_key]
+            return firing not in cast("frozenset[Firing]", come)
         try:
             return not firing[0].op.is_async or not isinstance(self._result(state, firing), PlaceInLine)
         except Exception:  # which `fire` raises again
@@ -194,6 +256,9 @@ class Rules:
     def fire(self, state: ProgramState, firing: Firing) -> None:
         """An operation, read or write: all of it, in one step. What its kernel raises leaves the state as it was."""
         node, tag = firing
+        if node.op is WAIT:
+            self._meet(state, firing, node.attrs["barrier"])
+            return
         found = self._result(state, firing)
         for resource in resources_of(node):
             state.memory[resource.effect_key] = _content(self.cells[resource.effect_key])
@@ -201,6 +266,14 @@ class Rules:
             state.values.setdefault((tensor, tag), value)  # one that is fed keeps its value
         del state.waiting[firing]
         state.done.add(firing)
+
+    def _meet(self, state: ProgramState, firing: Firing, barrier: Barrier) -> None:
+        """A firing comes to a barrier, and with the last of so many all of them go on."""
+        met = cast("frozenset[Firing]", state.memory[barrier.effect_key]) | {firing}
+        state.memory[barrier.effect_key] = met if len(met) < barrier.n else frozenset()
+        for each in met if len(met) == barrier.n else ():
+            del state.waiting[each]
+            state.done.add(each)
 
     def _result(self, state: ProgramState, firing: Firing) -> Nest:
         """Calls a kernel, which leaves the state of its resources in the cells; where it has to wait, a place in line.
@@ -238,7 +311,7 @@ class Rules:
         while moved:
             moved = False
             if monotonic() > self.ends_at:
-                raise OutOfTime
+                raise OutOfBounds("")
             for firing in list(state.waiting):
                 node, tag = firing
                 if isinstance(node, CondNode):

@@ -60,6 +60,11 @@ class Queue(Resource):
 
     waits: ClassVar[bool] = True
 
+    @property
+    def is_fifo(self) -> bool:
+        """Whether elements leave it as they came in; else what leaves depends on what else is there."""
+        return False
+
     def __init__(self, capacity: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
         kind = type(self).__name__
         check_resource_name(kind, kind, name, container)
@@ -339,6 +344,11 @@ class FIFOQueue(Queue):
     (None, np.int64(6))
     """
 
+    @property
+    def is_fifo(self) -> bool:
+        """See `Queue.is_fifo`."""
+        return True
+
     def _order(self) -> ElementOrder:
         return ArrivalOrder()
 
@@ -438,6 +448,11 @@ class PaddingQueue(Queue):
             raise GraphError(f"PaddingQueue: bucket_by={bucket_by!r} is a function of an element, or None")
         self.bucket_by, self.pad = bucket_by, pad
         self._pads(1, None, "PaddingQueue")
+
+    @property
+    def is_fifo(self) -> bool:
+        """See `Queue.is_fifo`."""
+        return self.bucket_by is None
 
     def _pads(self, n: int, pad: Nest, verb: str) -> Pads | None:
         return super()._pads(n, self.pad if pad is None else pad, verb)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -282,3 +283,72 @@ def test_70_sections_of_a_mutex_lose_no_update() -> None:
             last = text.assign(text * 3).node
     # The two in one section have no order between them; the section beside them is before or behind both.
     assert left_in(text, explore(graph, [first, after, last])) == {5, 7, 15, 21}
+
+
+# -- barriers and inputs ----------------------------------------------------------------------------------------------
+
+
+def test_those_who_meet_at_a_barrier_go_on_together() -> None:
+    """What is behind it on one side comes after what is before it on the other."""
+    with unordered() as graph:
+        v, barrier = af.Variable(0, name="v"), af.Barrier(2, name="b")
+        with af.control_dependencies([v.assign(1)]):
+            here = barrier.wait()
+        there = barrier.wait()
+        with af.control_dependencies([there]):
+            read = v.read()
+        beside = v.read()
+    assert fetched(explore(graph, [here, read])) == {"1"}
+    assert fetched(explore(graph, [here, there, beside])) == {"0", "1"}
+    assert fetched(explore(graph, read)) == {"b/wait_1: TimeoutError: waits for ever"}
+    assert fetched(explore(graph, read, runs=2)) == {"0 0"}
+    assert all("waits for ever" in end for end in fetched(explore(graph, read, runs=3)))
+
+
+async def test_runs_meet_at_a_barrier_as_the_rules_say() -> None:
+    with unordered() as graph:
+        v, barrier = af.Variable(0, name="v"), af.Barrier(2, name="b")
+        sides = []
+        for by in (1, 2):
+            with (
+                af.control_dependencies([v.update(lambda old, by=by: old * 3 + by)]),
+                af.control_dependencies([barrier.wait()]),
+            ):
+                sides.append(v.update(lambda old, by=by: old * 5 + by))
+    af.allow_races(v)
+    allowed = left_in(v, explore(graph, [side.node for side in sides]))
+    assert len(allowed) == 4
+    for seed in range(12):
+        async with af.Session(graph, seed=seed) as session:
+            await session.run([side.node for side in sides])
+            assert int(await session.run(v)) in allowed
+
+
+def test_elements_of_an_input_are_taken_once_each(tmp_path: Path) -> None:
+    """In any order that is left open; who finds none fails, and who asks takes none."""
+    (tmp_path / "lines").write_text("a\nb\n")
+    lines = af.read_lines(tmp_path / "lines", name="lines")
+    with unordered() as graph:
+        taken, asked = [lines.next() for _ in range(3)], lines.has_more()
+    found = explore(graph, taken[:2])
+    assert fetched(found) == {"a b", "b a"}
+    assert all(outcome.variables[lines] == 2 for outcome in found.outcomes)
+    assert all("EndOfInput" in end for end in fetched(explore(graph, taken)))
+    assert fetched(explore(graph, [*taken[:2], asked])) == {f"{x} {y}" for x in ("a b", "b a") for y in (True, False)}
+    with af.Graph() as graph:
+        first, second, more = lines.next(), lines.next(), lines.has_more()
+    assert fetched(explore(graph, [second, more, first])) == {"b False a"}
+    assert fetched(explore(graph, first, runs=2)) == {"a b", "b a"}
+
+
+async def test_a_loop_over_an_input_is_explored(tmp_path: Path) -> None:
+    """On a thread on which an event loop runs, too; and no further than there are bounds to."""
+    (tmp_path / "lines").write_text("1\n2\n3\n")
+    with af.Graph() as graph:
+        v = af.Variable(0, name="v")
+        lines = af.read_lines(tmp_path / "lines", name="lines")
+        count = af.loop_over(lines, lambda line, k: v.assign_add(k) * 0 + k + 1, 0)
+        endless = lines.repeat()
+        total = af.loop_over(endless, lambda line, k: k + 1, 0)
+    assert fetched(explore(graph, count)) == {"3"} and left_in(v, explore(graph, count)) == {3}
+    assert explore(graph, total).stopped == "after 100 elements of an input"

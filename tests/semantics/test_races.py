@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -337,3 +338,77 @@ def test_a_large_program_takes_no_more_than_its_size() -> None:
             with af.control_dependencies([x]):
                 x = v.assign(v + 1)
     assert len(graph.nodes) > 10_000 and find_races(graph, x) == ()
+
+
+# -- queues -----------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(races: Sequence[Race]) -> set[tuple[str, str]]:
+    return {(race.first.op.name, race.second.op.name) for race in races}
+
+
+INT = af.spec("int64", ())
+MIXED: dict[str, Callable[[], tuple[af.Queue, Any]]] = {
+    "shuffle": lambda: (af.ShuffleQueue(9, INT, seed=1, name="q"), 5),
+    "priority": lambda: (af.PriorityQueue(9, INT, name="q"), (5, 5)),
+    "buckets": lambda: (af.PaddingQueue(9, INT, bucket_by=lambda x: x % 2, name="q"), 5),
+}
+
+
+def test_puts_race_with_puts_and_takes_with_takes() -> None:
+    """The order of elements follows theirs; each of the others waits for its element, or for room."""
+    with unordered() as graph:
+        queue = af.FIFOQueue(9, INT, name="q")
+        puts, takes = [queue.enqueue(k) for k in range(2)], [queue.dequeue() for _ in range(2)]
+        size, close = queue.size(), queue.close()
+    assert kinds_of(find_races(graph, [puts, takes])) == {("enqueue", "enqueue"), ("dequeue", "dequeue")}
+    assert find_races(graph, [puts[0], takes[0]]) == ()
+    assert kinds_of(find_races(graph, [puts[0], takes[0], size])) == {
+        ("enqueue", "queue_size"),
+        ("dequeue", "queue_size"),
+    }
+    assert kinds_of(find_races(graph, [puts[0], takes[0], close])) == {("enqueue", "queue_close")}
+    assert str(find_races(graph, puts)[0]).startswith("race on queue q: enqueue (")
+    assert len(af.explore(graph, [puts, takes]).outcomes) == 2
+    af.allow_races(queue)
+    assert find_races(graph, [puts, takes, size]) == ()
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("effects", ["ordered", "unordered"])
+def test_what_leaves_depends_on_what_is_there(kind: str, effects: Any) -> None:
+    """Where the queue chooses, with ordered effects too; not if a control edge says what has come in by then."""
+    with af.Graph(effects=effects) as graph:
+        queue, element = MIXED[kind]()
+        many = queue.enqueue_many(([1, 2], [1, 2]) if kind == "priority" else [1, 2])
+        put = queue.enqueue(element)
+        beside = queue.dequeue()
+        with af.control_dependencies([put]):
+            after = queue.dequeue()
+        with af.control_dependencies([many, put]):
+            behind = queue.dequeue()
+    assert ("enqueue", "dequeue") in kinds_of(find_races(graph, [many, put, beside]))
+    after_both = kinds_of(find_races(graph, [many, put, behind]))
+    assert after_both == (set() if effects == "ordered" else {("enqueue_many", "enqueue")})
+    # With ordered effects the first enqueue is before the second.
+    assert (("enqueue_many", "dequeue") in kinds_of(find_races(graph, [many, put, after]))) == (effects == "unordered")
+    af.allow_races(queue)
+    assert find_races(graph, [many, put, beside]) == ()
+
+
+def test_runs_race_for_the_elements_of_a_queue() -> None:
+    with af.Graph() as graph:
+        queue, element = MIXED["priority"]()
+        put, taken = queue.enqueue(element), queue.dequeue()
+    pairs_of_runs = kinds_of([race for race in find_races(graph, [put, taken], runs=2) if race.between == "runs"])
+    assert pairs_of_runs == {("enqueue", "enqueue"), ("dequeue", "dequeue"), ("enqueue", "dequeue")}
+
+
+async def test_a_plan_warns_of_queues_as_of_variables() -> None:
+    with unordered() as graph:
+        queue = af.FIFOQueue(9, INT, name="q")
+        puts = [queue.enqueue(k) for k in range(2)]
+    async with af.Session(graph) as session:
+        with pytest.warns(af.RaceWarning, match=r"race on queue q: enqueue .* and enqueue .* have no order"):
+            plan = session.plan(puts)
+        assert "race on queue q: enqueue" in plan.explain(races=True)
