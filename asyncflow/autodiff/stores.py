@@ -83,18 +83,36 @@ class MovingLog(StoreLog["Value"]):
         loop: the loop that saves them, and the iterations of those around it, as tags show them.
     """
 
-    __slots__ = ("_label", "_loop", "_moves", "_run", "_swapping")
+    __slots__ = ("_label", "_moves", "_swapping", "source")
 
     def __init__(
         self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, moves: Moves, loop: str = ""
     ) -> None:
         super().__init__(entries)
-        self._swapping, self._label, self._run, self._moves, self._loop = swapping, label, run, moves, loop
+        self._swapping, self._label, self._moves, self.source = swapping, label, moves, (run, loop)
+        swapping.begin()
 
     def add(self, value: Value) -> None:
         """One value more."""
-        tag = f"{self._loop}/{len(self)}" if self._swapping.is_watched(self._run) else ""
-        self.append(self._swapping.keep(value, self._label, self._run, moves=self._moves, tag=tag))
+        swapping, run = self._swapping, self.source[0]
+        if swapping.is_at_rest and self._moves != "always":
+            with self.lock:
+                if swapping.rests(self):
+                    self.append(value)
+                    return
+        self.append(swapping.keep(value, self._label, run, moves=self._moves, tag=self._tag(len(self))))
+
+    def hand_over(self, index: int) -> None:
+        """See `asyncflow.devices.swapping.RestingLog`."""
+        swapping, run = self._swapping, self.source[0]
+        with self.lock:
+            value = self[index] if index < len(self) else None  # it was read, or the store has ended
+            if value is not None and type(value) is not SavedEntry:
+                self[index] = swapping.entry(value, self._label, run, None, moves=self._moves, tag=self._tag(index))
+
+    def _tag(self, index: int) -> str:
+        run, loop = self.source
+        return f"{loop}/{index}" if self._swapping.is_watched(run) else ""
 
     def get(self, index: int) -> Value:
         """Value number `index`."""
@@ -103,17 +121,23 @@ class MovingLog(StoreLog["Value"]):
 
     def take(self, index: int) -> Value:
         """Value number `index`, for the last time."""
-        entry, self[index] = self[index], None
+        with self.lock:
+            entry, self[index] = self[index], None
         return self._swapping.take(entry, is_last=True) if type(entry) is SavedEntry else entry
 
     def copied(self, length: int) -> MovingLog:
         """A log of its own with the first `length` entries."""
+        self._swapping.wake()  # so that one log alone hands a value over
         entries = self[:length]
         self._swapping.share(entries)
-        return MovingLog(entries, self._swapping, label=self._label, run=self._run, moves=self._moves, loop=self._loop)
+        run, loop = self.source
+        return MovingLog(entries, self._swapping, label=self._label, run=run, moves=self._moves, loop=loop)
 
     def __del__(self) -> None:
-        self._swapping.release(self)
+        with self.lock:  # somebody may be about to have it hand over
+            entries = self[:]
+            self.clear()
+        self._swapping.release(self, entries)
 
 
 class StoreVersion(Generic[Entry]):

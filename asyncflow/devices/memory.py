@@ -174,6 +174,11 @@ class MemoryAccount:
             return self._used
 
     @property
+    def at_most(self) -> int:
+        """The same, and what was freed since somebody has looked; takes no lock."""
+        return self._used
+
+    @property
     def exact(self) -> int:
         """The same, after a look through the stores."""
         with self._lock:
@@ -211,7 +216,7 @@ class MemoryAccount:
         # Each firing comes here: two checks, and gone. A view may show more bytes than there are (broadcasting) or
         # fewer (a slice); a small slice is let go, as what it looks into was tracked when it was made.
         if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES:
-            owner = owner_of(value)
+            owner = value if value.base is None else owner_of(value)
             nbytes = owner.nbytes
             if nbytes >= TRACKED_BYTES:
                 used = self._watch(owner, nbytes, label)
@@ -309,7 +314,8 @@ class MemoryAccount:
         """Count a buffer unless it is counted; the bytes now in use, or 0 if that has not changed."""
         key = id(owner)
         with self._lock:
-            self._settle()
+            if self._freed:
+                self._settle()
             if key in self._live:
                 return 0
             watch = self._live[key] = _Watch(owner, self._freed.append)

@@ -17,6 +17,8 @@ Rules, the paper's:
 7. Runs that only compute have an age. To begin an iteration, one leaves the older ones what theirs take; if it cannot,
    all of its values go, and it waits until they have ended, or there is room. The oldest waits for copies alone, so
    that nobody waits for ever. Other runs wait for nobody, and nobody for them.
+8. While less than half of the limit is held nothing has to be decided, and stores keep what they save to themselves
+   (`asyncflow.devices.swapping`): a limit that is never reached costs next to nothing.
 
 ==========  ===========================  ================================================================
 state       told                         becomes
@@ -41,6 +43,7 @@ import itertools
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -62,6 +65,9 @@ LATE = 0.90
 
 FULL = 0.85
 """Above this part, whoever needs more waits for copies out."""
+
+REST = 0.5
+"""Up to this part values need not be told of."""
 
 _GRAIN = 1 / 256
 """Whether memory is short is looked at once so much of the limit has been saved since."""
@@ -299,6 +305,7 @@ class SwapManager:
         self.missing = 0
         self._account = account
         self._spaces = spaces
+        self._plenty = inf if account.limit is None else REST * account.limit
         self._groups: dict[int, SavedGroup] = {}
         self._ages: set[int] = set()
         self._lap: _Lap | None = None
@@ -311,13 +318,14 @@ class SwapManager:
 
     # -- told ----------------------------------------------------------------------------------------------------
 
-    def saved(self, handle: SavedHandle, now_ns: int, *, moves: Moves = "short") -> Orders:
-        """A value of at least `least_bytes` was saved, for the first time."""
+    def saved(self, handle: SavedHandle, now_ns: int | None, *, moves: Moves = "short") -> Orders:
+        """A value of at least `least_bytes` was saved, for the first time; None if that was some time ago."""
         group = handle.group
         handle.rank, group.count, group.live = group.count, group.count + 1, group.live + 1
         handle.stride = handle.rank - group.last.get(handle.label, handle.rank - 1)
         group.last[handle.label] = handle.rank
-        group.saves.note(now_ns, handle.rank, 1)
+        if now_ns is not None:
+            group.saves.note(now_ns, handle.rank, 1)
         group.until = handle.rank - handle.stride
         self._held["kept"] += handle.nbytes
         self._unasked += handle.nbytes
@@ -435,6 +443,30 @@ class SwapManager:
         for working_set in sets:
             group.largest = max(group.largest, working_set.most)
         return self._admits(group, used)
+
+    def has_plenty(self, takes: int = 0) -> bool:
+        """Whether much is free beside so many bytes; anybody may ask."""
+        return self._account.at_most + takes <= self._plenty
+
+    def need_not_ask(self, key: int, sets: Sequence[WorkingSet]) -> bool:
+        """Whether a run that is to begin an iteration need not ask: it has been measured, and much is free."""
+        group = self._groups.get(key)
+        if group is None:
+            return False
+        takes = 0
+        for working_set in sets:
+            if not working_set.is_measured:
+                return False
+            takes += working_set.most
+        if not self.has_plenty(takes):
+            return False
+        group.sets, self._lap = sets, None
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no value is known, here or away, and no copy is in flight."""
+        return not (any(self._held.values()) or self._leaving or self._coming)
 
     def admits(self, key: int) -> tuple[bool, Orders]:
         """The same, for one that has asked, and has to again."""

@@ -4,6 +4,9 @@ A store of saved values that may move (`asyncflow.autodiff.stores.MovingLog`) ca
 it holds in place of a value is a `SavedEntry`. A kind of device says which values can move (`movable`), and starts
 copies (`send`, `bring`), at whose ends `sent`, `not_sent`, `brought` or `not_brought` is called, on any thread.
 
+As long as much is free a store keeps its values as they are (`is_at_rest`). When less is, or somebody asks, all stores
+hand over what they hold, in the order in which it was saved.
+
 Where a value is valid in the order of its stream, `take` gives one that is COMING; whoever uses it waits for its event.
 Where values are simply there (`waits`), `take` waits, and `must_wait` says so before, for those who cannot.
 """
@@ -19,7 +22,7 @@ from copy import copy
 from functools import partial
 from math import inf
 from threading import Condition, Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed
@@ -41,6 +44,21 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.values import Value
+
+
+class RestingLog(Protocol):
+    """A store whose values nobody has been told of.
+
+    Attributes:
+        source: the run, and the loop in which they are saved.
+    """
+
+    source: tuple[int, str]
+
+    def __len__(self) -> int: ...
+
+    def hand_over(self, index: int) -> None:
+        """Put an entry in the place of value `index`, if it is there."""
 
 
 class Movable(NamedTuple):
@@ -117,6 +135,7 @@ class Swapping(ABC):
         waits: `take` gives what is there, and waits for it.
         start_ns: the time that a copy is expected to take whoever launches kernels.
         has_file: streams wait for all values but those that have to be read from a file first.
+        is_at_rest: stores keep their values, and no value of theirs is away.
     """
 
     waits = False
@@ -137,6 +156,8 @@ class Swapping(ABC):
         # By what owns their memory, as long as that is alive: a value may have left while others still use it here.
         self._known: dict[int, _Owner] = {}
         self._dies = partial(_forget, self._known)  # which keeps that alive, and nothing else
+        self.is_at_rest = True
+        self._resting: dict[int, weakref.ref[RestingLog]] = {}
         # Stores let go of values wherever they are collected, maybe while this thread holds the lock.
         self._released: deque[SavedEntry] = deque()
         self._lock = Lock()
@@ -168,27 +189,61 @@ class Swapping(ABC):
             moves: when it does.
             tag: the iteration, if the run is traced.
         """
+        if getattr(value, "nbytes", 0) < self.manager.least_bytes:
+            return value
+        with self._lock:
+            if self.is_at_rest:
+                self._wake()
+            while self.waits and self.manager.is_short:
+                self._wait()
+            entry = self.entry(value, label, run, self.now_ns(), moves=moves, tag=tag)
+        if self._released:
+            self._settle()
+        return entry
+
+    def entry(self, value: Value, label: str, run: int, now_ns: int | None, *, moves: Moves, tag: str) -> Value:
+        """The result of `keep` for a value saved now, or some time ago (None); under the lock."""
         manager = self.manager
         nbytes: int = getattr(value, "nbytes", 0)
         found = self.movable(value) if nbytes >= manager.least_bytes else None
         if found is None:
             return value
-        with self._lock:
-            while self.waits and manager.is_short:
-                self._wait()
-            known = self._known.get(id(found.owner))
-            handle = None if known is None else known.handle
-            if handle is not None and handle.state is not SavedState.GONE:
-                manager.shared(handle)
-            elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
-                return value
-            else:
-                handle = SavedHandle(nbytes, label, manager.group(run), tag=tag)
-                self.arrives(handle, found.owner, found.buffer)
-                self._start(manager.saved(handle, self.now_ns(), moves=moves))
-        if self._released:
-            self._settle()
+        known = self._known.get(id(found.owner))
+        handle = None if known is None else known.handle
+        if handle is not None and handle.state is not SavedState.GONE:
+            manager.shared(handle)
+        elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
+            return value
+        else:
+            handle = SavedHandle(nbytes, label, manager.group(run), tag=tag)
+            self.arrives(handle, found.owner, found.buffer)
+            self._start(manager.saved(handle, now_ns, moves=moves))
         return SavedEntry(handle, nbytes, found.view)
+
+    def rests(self, log: RestingLog) -> bool:
+        """Whether a store may keep one value more, as nobody needs to be told of any; under its lock."""
+        if not (self.is_at_rest and self.manager.has_plenty()):
+            return False
+        if id(log) not in self._resting:
+            self._resting[id(log)] = weakref.ref(log)
+        return True
+
+    def begin(self) -> None:
+        """A store begins: rest, if nothing else is known, nor asked for by traces."""
+        if not (self.is_at_rest or self._moves) and self.manager.is_empty:
+            with self._locked():
+                self.is_at_rest = self.manager.is_empty
+
+    def _wake(self) -> None:
+        """Have stores hand over what they keep, the values of an iteration together; under the lock."""
+        self.is_at_rest = False
+        resting, self._resting = self._resting, {}
+        logs = [log for reference in list(resting.values()) if (log := reference()) is not None]
+        first: dict[tuple[int, str], int] = {}
+        for number, log in enumerate(logs):
+            first.setdefault(log.source, number)
+        for _, index, number in sorted((first[x.source], k, n) for n, x in enumerate(logs) for k in range(len(x))):
+            logs[number].hand_over(index)
 
     def take(self, entry: SavedEntry, *, is_last: bool) -> Value:
         """The value, for the last time or not; where this `waits`, once it is there.
@@ -214,8 +269,9 @@ class Swapping(ABC):
             self._settle()
         return buffer if entry.view is None else entry.view(buffer)
 
-    def release(self, entries: Iterable[object]) -> None:
-        """A store holds these entries no longer; takes no lock."""
+    def release(self, log: object, entries: Iterable[object]) -> None:
+        """A store ends, and with it these entries; takes no lock."""
+        self._resting.pop(id(log), None)
         self._released.extend(entry for entry in entries if type(entry) is SavedEntry)
         self._settle()
 
@@ -253,7 +309,13 @@ class Swapping(ABC):
 
     def watch(self, run: int) -> list[SwapCopy]:
         """Note the copies of a run's values here as they end, until it has ended."""
+        self.wake()
         return self._moves.setdefault(run, [])
+
+    def wake(self) -> None:
+        """Have the manager know of all values."""
+        with self._locked():
+            self._wake()
 
     def is_watched(self, run: int) -> bool:
         """Whether somebody does."""
@@ -266,7 +328,11 @@ class Swapping(ABC):
 
     def lacks(self, run: int, *sets: WorkingSet) -> bool:
         """Whether a run that is to begin an iteration of these loops has to pause first."""
+        if self.is_at_rest and self.manager.need_not_ask(run, sets):
+            return False
         with self._lock:
+            if self.is_at_rest and not self.manager.has_plenty(sum(each.expected(0) for each in sets)):
+                self._wake()
             may, orders = self.manager.asks(run, sets)
             if orders.out:
                 self._start(orders)
@@ -299,6 +365,7 @@ class Swapping(ABC):
     def statistics(self) -> SwapStatistics:
         """A snapshot."""
         with self._locked():
+            self._wake()
             return self.manager.statistics()
 
     def advice(self) -> str:

@@ -26,6 +26,10 @@ class Account(Protocol):
         """Bytes it holds, those of copies that come in among them."""
 
     @property
+    def at_most(self) -> int:
+        """The same, or a little more, and quicker to ask for."""
+
+    @property
     def total(self) -> int:
         """Bytes it has taken so far, whatever it gave back."""
 
@@ -39,19 +43,20 @@ class WorkingSet:
     Attributes:
         most: bytes held at a time, at most, above those when it began.
         total: bytes taken, whatever it gave back.
+        is_measured: they can be relied upon.
     """
 
-    __slots__ = ("_account", "_count", "_is_shared", "most", "total")
+    __slots__ = ("_account", "_count", "_is_shared", "is_measured", "most", "total")
 
     def __init__(self, account: Account) -> None:
         self.most = self.total = 0
         self._account = account
         self._count = 0
-        self._is_shared = False
+        self._is_shared = self.is_measured = False
 
     def expected(self, largest: int) -> int:
         """The most, guessed before a few were measured, where `largest` is what is known of other loops."""
-        return self.most if self._count >= _MEASURED else _GUESS * max(self.most, largest)
+        return self.most if self.is_measured else _GUESS * max(self.most, largest)
 
     def fits(self, count: int) -> bool:
         """Whether there is room for so many iterations at a time, in whatever order they run, beside what is there."""
@@ -59,7 +64,7 @@ class WorkingSet:
         if limit is None:
             return True
         # What one iteration took is enough to go by where much is free.
-        expected = self.total if self._count >= _MEASURED else _SPARE * self.total
+        expected = self.total if self.is_measured else _SPARE * self.total
         fits = self._count > 0 and count * expected <= limit - self._account.used
         self._is_shared |= fits
         return fits
@@ -69,4 +74,5 @@ class WorkingSet:
         if not self._is_shared:
             self.most, self.total = max(self.most, most), max(self.total, total)
             self._count += 1
+            self.is_measured = self._count >= _MEASURED
         self._is_shared = False

@@ -44,6 +44,10 @@ class Machine:
         return self.others + sum(x.nbytes for x in here)
 
     @property
+    def at_most(self) -> int:
+        return self.used
+
+    @property
     def total(self) -> int:
         return 0
 
@@ -244,6 +248,10 @@ class Measured:
     used: int = 0
     total: int = 0
     most: int = 0
+
+    @property
+    def at_most(self) -> int:
+        return self.used
 
     def lap(self) -> tuple[int, int]:
         most, self.most = self.most, self.used

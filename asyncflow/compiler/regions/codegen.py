@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.autodiff.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
@@ -73,7 +74,7 @@ _SILENT = (CONSTANT, PARAMETER, NO_OP)
 """Ops that leave no line in the source."""
 
 _RESERVED = (
-    *("budget", "context", "track", "in_iteration", "must_wait", "lacks", "TooManyIterations", "RowBuffer"),
+    *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations", "RowBuffer"),
     *("PlaceInLine", "claimed"),
 )
 """Names of the source's own."""
@@ -325,10 +326,12 @@ class _Generator:
             self.buffered.update(x for x in node.outputs if x in buffers.slots or x in buffers.row_slots)
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
-            self.bound.setdefault("must_wait", self.swapping.must_wait)
+            self.bound.setdefault("swapping", self.swapping)
             # A thread that goes on waits by itself; where steps only launch, others may have had it go on too early.
             again = "while" if self.enqueues else "if"
-            self.line(block, f"{again} must_wait({', '.join(map(self.value, waits))}):")
+            self.line(
+                block, f"{again} not swapping.is_at_rest and swapping.must_wait({', '.join(map(self.value, waits))}):"
+            )
             self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, out)
         if node.op.is_async:  # it waits in a line, or would be in no region
@@ -339,7 +342,7 @@ class _Generator:
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
         self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
-        if self.track is not None:
+        if self.track is not None and node.op is not READ_SAVED:  # which counts since it was saved, or came back
             self.bound.setdefault("track", self.track)
             for tensor, target in zip(node.outputs, targets, strict=True):
                 if not is_small_spec(tensor.spec):
