@@ -7,13 +7,17 @@ the members, and so has its regions, devices, traces and errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from itertools import starmap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, ParamSpec, Self
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from asyncflow.control.body import refuse_handles, result_tensor
 from asyncflow.errors import GraphError
@@ -24,6 +28,7 @@ from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.op import Access, Effects, define, derivative
 from asyncflow.graph.resource import resources_of
 from asyncflow.lift.lifting import Lifting, lift
+from asyncflow.lift.ragged import RaggedRows
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.custom import install_batching
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
@@ -32,7 +37,9 @@ from asyncflow.ops.shape import shape
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.resource import Resource
+    from asyncflow.graph.shapes import Shape
     from asyncflow.graph.spec import Spec
+    from asyncflow.lift.ragged import OpenExtent
     from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 P = ParamSpec("P")
@@ -106,18 +113,28 @@ class SharedBody(SharedCode):
 
     why_no_text = NO_TEXT.format("the function of a batched call")
 
-    def __init__(self, body: Subgraph, batch: Batch, has_rows: Mapping[Tensor, bool], label: str) -> None:
+    def __init__(
+        self, body: Subgraph, batch: Batch, has_rows: Mapping[Tensor, bool], label: str, ragged: RaggedRows | None
+    ) -> None:
         super().__init__(label, body)
         self.what = f"a call of {label} that others share"
         self.batch = batch
         self.has_rows = tuple(has_rows.values())
         self.specs = tuple(x.spec for x in body.results)
         self.is_repeatable = is_repeatable(body)
+        self.is_packed = ragged is not None and ragged.is_packed
         self._body = body
+        self._ragged = ragged
         self._inputs = tuple(has_rows)
         # Constants outside the body are constants of each program.
         self._constants = {inner: outer.node for outer, inner in body.captures.items() if inner not in has_rows}
-        self.many = self._lifted()  # at once, so that what cannot be lifted is refused where it is written
+        # At once, so that what cannot be lifted is refused where it is written.
+        self.many = self.one if self.is_packed else self._lifted()
+
+    def find_parts(self, ragged: RaggedRows, side_by_side: Sequence[bool]) -> None:
+        """Finds out whose part of the results is whose; see `RaggedRows.find_parts`."""
+        ragged.find_parts(self.specs, self._shapes_with, side_by_side)
+        self.specs = tuple(starmap(ragged.spec_outside, enumerate(self.specs)))
 
     def __repr__(self) -> str:
         return f"<batched {self.label}, at most {self.batch.max_size}>"
@@ -125,8 +142,11 @@ class SharedBody(SharedCode):
     @cached_property
     def one(self) -> BodyProgram:
         """Over one member."""
+        return self._as_written([x.shape for x in self._inputs])
+
+    def _as_written(self, shapes: Sequence[Shape]) -> BodyProgram:
         with Graph() as graph:
-            feeds = tuple(placeholder(x.dtype, x.shape) for x in self._inputs)
+            feeds = tuple(placeholder(x.dtype, given) for x, given in zip(self._inputs, shapes, strict=True))
             rows = RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=self.label)
             found = self.built(rows, [LiftedValue(x, has_rows=False) for x in feeds])
             # What comes of a TensorArray is a row although its inputs are not.
@@ -137,12 +157,85 @@ class SharedBody(SharedCode):
         """Over one member, and over many."""
         return self.one, self.many
 
+    def _shapes_with(self, lengths: Mapping[OpenExtent, int], members: int) -> list[Shape]:
+        """The shapes of the results for these extents of arguments; None for one that is not known then."""
+        shapes = [x.shape for x in self._inputs]
+        assert self._ragged is not None
+        for place, given in enumerate(shapes[: self._ragged.told + 1] if self.is_packed else ()):
+            count = members + (place == self._ragged.told)
+            shapes[place] = tuple(count if extent is None else extent for extent in given or ())
+        for (place, axis), length in lengths.items():
+            extents = list(shapes[place] or ())
+            extents[axis] = length
+            shapes[place] = tuple(extents)
+        try:
+            return [x.shape for x in self._as_written(shapes).fetches]
+        except (GraphError, CannotLift):
+            return [None] * len(self.specs)
+
+    # -- what is fed, and what comes back ------------------------------------------------------------------------
+
+    def kind(self, inputs: Sequence[Array]) -> Hashable:
+        """Equal for members that may share a call, as far as dtypes and shapes are concerned.
+
+        Raises:
+            Exception: a function of the user's about shapes failed.
+        """
+        if self._ragged is not None:
+            return self._ragged.kind(inputs)
+        return tuple([(value.dtype, value.shape) for value in inputs])
+
+    def inside(self, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The inputs of the body, of those of a node."""
+        return inputs if self._ragged is None else self._ragged.with_told(inputs)
+
+    def rows_inside(self, inputs: Sequence[LiftedValue], node: Node) -> Sequence[LiftedValue]:
+        """The inputs of the body, where those of a node have rows."""
+        if self._ragged is None:
+            return inputs
+        if self.is_packed:
+            raise CannotLift(f"{node.name} is written for packed rows of all members, not for one", node.location)
+        told = self._ragged.told
+        return (*inputs[:told], self._ragged.tell_row(inputs), *inputs[told:])
+
+    def fed(self, members: Sequence[Sequence[Array]]) -> list[Array]:
+        """The values that the graph is fed for members with these inputs; see `is_for_many`."""
+        first = members[0]
+        if not self.is_for_many(len(members)):
+            return list(first)
+        joined = _stacked if self._ragged is None else self._ragged.joined
+        return [
+            joined(place, [inputs[place] for inputs in members]) if has_rows else first[place]
+            for place, has_rows in enumerate(self.has_rows)
+        ]
+
+    def is_for_many(self, count: int) -> bool:
+        """Whether `many` is what is run for so many members, or else `one`."""
+        return count > 1 or self.is_packed
+
+    def parts(
+        self, results: Sequence[Array], fed: Sequence[Array], members: Sequence[Sequence[Array]]
+    ) -> Iterable[Sequence[Array]]:
+        """The results of each member, of those of a call.
+
+        Raises:
+            ValueError: a result is not as long as it has to be.
+        """
+        if not self.is_for_many(len(members)):
+            return (results,)
+        if self._ragged is not None:
+            return self._ragged.parts(results, fed, members)
+        return (
+            [value[row, ...] if value.dtype.kind == "T" else value[row] for value in results]
+            for row in range(len(members))
+        )
+
     def results_of(self, found: Sequence[Array]) -> Value:
         """The outputs of the node of a call, of the results of its member."""
         return found[0] if len(self.specs) == 1 else tuple(found)
 
     def built(self, rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
-        """The results, in the current graph; `inputs` has one for each of the node's."""
+        """The results, in the current graph; `inputs` has one for each of the body's."""
         known = {**known_constants(self._constants), **dict(zip(self._inputs, inputs, strict=True))}
         return Lifting(rows, self.label).values(self._body, known, self._body.results)
 
@@ -156,6 +249,10 @@ class SharedBody(SharedCode):
             count = shape(feeds[self.has_rows.index(True)])[0]
             found = lift(self._body, known, self._body.results, count, self.label)
         return BodyProgram(graph, feeds, tuple(found))
+
+
+def _stacked(place: int, rows: Sequence[Array]) -> Array:
+    return np.stack(rows)
 
 
 def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValue]:
@@ -203,7 +300,7 @@ def _no_gradient(node: Node, *grads: Tensor | None) -> NoReturn:
 @row_rule(BATCHED)
 def _batched_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[Tensor]:
     shared: SharedBody = node.attrs["shared"]
-    return [rows.spread(value) for value in shared.built(rows, inputs)]
+    return [rows.spread(value) for value in shared.built(rows, shared.rows_inside(inputs, node))]
 
 
 def batched(
@@ -214,6 +311,9 @@ def batched(
     max_delay_s: float = 0.0,
     max_bytes: int | None = None,
     cost: str = "learned",
+    pad: bool | float | str | None = None,
+    bucket: Sequence[int] | Callable[[int], int] | None = None,
+    ragged: str | None = None,
 ) -> Callable[..., Nest]:
     """Makes a function whose calls in graphs may be computed together with others: request batching.
 
@@ -234,13 +334,18 @@ def batched(
         max_delay_s: seconds that a member may wait for others although nothing else is left to do.
         max_bytes: most bytes of arguments of a call; a member that has more is alone.
         cost: "learned": how many share a call is chosen from what calls took; "none": as many as there are.
+        pad: what arguments are padded with that differ in extents which the graph leaves open, so that they share
+            calls; the function takes ``lengths`` then, and honours them. See `Batch`.
+        bucket: extents to pad to, or a function of a length that gives one.
+        ragged: "packed": the function gets such arguments side by side, and ``offsets``.
 
     Returns:
         A function that takes and returns the same; without `fn`, a decorator.
 
     Raises:
         GraphError: an option is out of its range; or, from the function: what it does cannot be computed for several
-            members at once (the message names it), or it has no argument that is a tensor.
+            members at once (the message names it), it has no argument that is a tensor, or with `pad`, `bucket` or
+            `ragged` nobody knows whose part of a result is whose.
 
     >>> import asyncflow as af
     >>> classify = batched(lambda x: af.argmax(x @ af.ones((4, 3))), max_size=32)
@@ -248,17 +353,29 @@ def batched(
     ...     classify(af.placeholder("float32", (4,)))
     <Tensor batched:0 int64[]>
     """
-    batch = Batch(max_size, max_delay_s=max_delay_s, max_bytes=max_bytes, cost=cost)
+    batch = Batch(
+        max_size, max_delay_s=max_delay_s, max_bytes=max_bytes, cost=cost, pad=pad, bucket=bucket, ragged=ragged
+    )
     if fn is None:
         return lambda decorated: batched_with(decorated, batch)
     return batched_with(fn, batch)
 
 
-def batched_with(fn: Callable[..., Nest], batch: Batch, name: str = "") -> Callable[..., Nest]:
-    """See `batched`; `name` is that of the nodes, and without one, the function's."""
+def batched_with(
+    fn: Callable[..., Nest], batch: Batch, name: str = "", side_by_side: Sequence[bool] = ()
+) -> Callable[..., Nest]:
+    """See `batched`.
+
+    Args:
+        fn: see there.
+        batch: see there.
+        name: of the nodes; without one, the function's.
+        side_by_side: once the function has been called, which of its results are so, if that is known.
+    """
     if not callable(fn):
         raise GraphError(f"batched takes a function; got {fn!r}")
     refuse_coroutines(fn)
+    _require_told(fn, batch)
     name = name or getattr(fn, "__name__", "")
 
     @wraps(fn)
@@ -268,9 +385,36 @@ def batched_with(fn: Callable[..., Nest], batch: Batch, name: str = "") -> Calla
             return fn(*args, **kwargs)
         with graph_for(*leaves) as graph:
             given = [graph.import_tensor(as_tensor(leaf)) for leaf in leaves]
-            return _add_call(fn, batch, graph, given, structure, name if name.isidentifier() else "batched")
+            label = graph.unique_name(name if name.isidentifier() else "batched")
+            return _add_call(fn, batch, graph, given, structure, label, side_by_side)
 
+    if batch.tells is not None:  # which callers do not give
+        shown = _signature_of(fn)
+        if shown is not None:
+            parameters = [x for name, x in shown.parameters.items() if name != batch.tells]
+            vars(call)["__signature__"] = shown.replace(parameters=parameters)
     return call
+
+
+def _signature_of(fn: Callable[..., Nest]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except ValueError:  # it has none
+        return None
+
+
+def _require_told(fn: Callable[..., Nest], batch: Batch) -> None:
+    """Raises GraphError if a function does not take what tells it of its rows."""
+    shown = None if batch.tells is None else _signature_of(fn)
+    if shown is None:
+        return
+    parameters = shown.parameters
+    if batch.tells not in parameters and all(x.kind is not x.VAR_KEYWORD for x in parameters.values()):
+        how = "pad= and bucket= are" if batch.ragged is None else 'ragged="packed" is'
+        raise GraphError(
+            f"{how} for a function that takes an argument {batch.tells}=, by which it tells rows from one another and "
+            f"from padding; {getattr(fn, '__name__', fn)} takes {', '.join(parameters) or 'none'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,17 +424,31 @@ class _TracedBody:
 
 
 def _add_call(
-    fn: Callable[..., Nest], batch: Batch, graph: Graph, given: Sequence[Tensor], structure: nest.Structure, name: str
+    fn: Callable[..., Nest],
+    batch: Batch,
+    graph: Graph,
+    given: Sequence[Tensor],
+    structure: nest.Structure,
+    label: str,
+    side_by_side: Sequence[bool],
 ) -> Nest:
-    label = graph.unique_name(name)
-    traced = _trace(fn, graph, given, structure, label)
+    ragged = None
+    if batch.tells is not None:
+        ragged = RaggedRows(batch, given, label)
+    traced = _trace(fn, graph, given, structure, label, ragged, batch.tells)
     body = traced.body
     outer = {inner: outer for outer, inner in body.captures.items() if outer.node.op is not CONSTANT}
-    has_rows = {**dict.fromkeys(body.inputs[: len(given)], True), **{x: not is_same_for_all(outer[x]) for x in outer}}
+    own = body.inputs[: len(given) + (ragged is not None)]
+    has_rows = {**dict.fromkeys(own, True), **{x: not is_same_for_all(outer[x]) for x in outer}}
     if not any(has_rows.values()):
         raise GraphError(f"{label}: a batched function takes a tensor, of which each member has its own; it has none")
+    if batch.ragged is not None and not all(has_rows[x] is False for x in outer):
+        its = next(x.name for inner, x in outer.items() if has_rows[inner])
+        raise GraphError(f"{label}: {its}, which it captures, is each run's own; make it an argument, to be packed too")
     try:
-        shared = SharedBody(body, batch, has_rows, label)
+        shared = SharedBody(body, batch, has_rows, label, ragged)
+        if ragged is not None:
+            shared.find_parts(ragged, side_by_side)
     except CannotLift as reason:
         raise GraphError(f"{label} cannot be batched: {reason}") from None
     attrs: Attrs = {"shared": shared, **variables_of(body)}
@@ -301,18 +459,30 @@ def _add_call(
 
 
 def _trace(
-    fn: Callable[..., Nest], graph: Graph, given: Sequence[Tensor], structure: nest.Structure, label: str
+    fn: Callable[..., Nest],
+    graph: Graph,
+    given: Sequence[Tensor],
+    structure: nest.Structure,
+    label: str,
+    ragged: RaggedRows | None,
+    tells: str | None,
 ) -> _TracedBody:
     body = Subgraph(graph, label)
     with body:
-        inner = [body.add_input(x.spec, "x") for x in given]
-        args, kwargs = structure.unflatten(inner)
-        leaves, returned = nest.flatten(fn(*args, **kwargs))
+        specs = [x.spec for x in given] if ragged is None else [*(x.spec for x in given), ragged.told_spec]
+        if ragged is not None:
+            specs = list(starmap(ragged.spec_inside, enumerate(specs)))
+        inner = [body.add_input(spec, "x") for spec in specs]
+        args, kwargs = structure.unflatten(inner if tells is None else inner[:-1])
+        leaves, returned = nest.flatten(
+            fn(*args, **kwargs) if tells is None else fn(*args, **kwargs, **{tells: inner[-1]})
+        )
         refuse_coroutines(*leaves)
         if not leaves:
             raise GraphError(f"{label}: a batched function returns a tensor, or a nest of them; it gives nothing")
         results = [result_tensor(body, leaf) for leaf in leaves]
-    refuse_handles("batched", (*structure.paths("argument"), *returned.paths("result")), [*inner, *results])
+    paths = [*structure.paths("argument"), *([] if tells is None else [tells]), *returned.paths("result")]
+    refuse_handles("batched", paths, [*inner, *results])
     body.results = results
     body.closed = True
     if (fault := why_not_shareable(body)) is not None:

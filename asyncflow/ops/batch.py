@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import pairwise
 
 from asyncflow.errors import GraphError
 
@@ -20,6 +22,17 @@ class Batch:
         max_bytes: most bytes of inputs that share a call; a firing that has more is alone. None for no limit.
         cost: "learned": how many share a call is chosen from what calls of each size took; "none": as many as there
             are.
+        pad: a number or string. Firings whose arguments differ in extents that the graph leaves open share a call:
+            each argument is padded with it, at its end, to the longest. The function takes one more argument,
+            ``lengths``: the member's own extents, in the order of arguments and axes; a scalar if there is one.
+            Results are cut to these again.
+        bucket: ascending extents, each for those that are no longer than it, or a function of a length that gives an
+            extent. As `pad` (0 without it), but to that extent, and only firings with equal ones share a call; what is
+            longer than the last keeps its own.
+        ragged: "packed": such arguments differ in their first extent, and the function gets them side by side, with no
+            padding: ``[total, ...]``, the others as ``[members, ...]``, and one more argument, ``offsets``: member k
+            has the rows from ``offsets[k]`` to ``offsets[k + 1]``; several such arguments have a row of them each.
+            It is written for all members at once, and each result has a row for each row or for each member.
 
     Raises:
         GraphError: an argument is out of its range.
@@ -30,6 +43,9 @@ class Batch:
     max_delay_s: float = 0.0
     max_bytes: int | None = None
     cost: str = "learned"
+    pad: bool | float | str | None = None
+    bucket: Sequence[int] | Callable[[int], int] | None = None
+    ragged: str | None = None
 
     def __post_init__(self) -> None:
         counts: dict[str, object] = {"max_size": self.max_size, "max_bytes": self.max_bytes}
@@ -43,6 +59,29 @@ class Batch:
             raise GraphError(f"Batch: max_delay_s is a number of seconds, 0 or more; got {delay!r}")
         if self.cost not in ("learned", "none"):
             raise GraphError(f'Batch: cost is "learned" or "none"; got {self.cost!r}')
+        if self.ragged not in (None, "packed"):
+            raise GraphError(f'Batch: ragged is "packed" or None; got {self.ragged!r}')
+        if self.ragged is not None and (self.pad is not None or self.bucket is not None):
+            raise GraphError('Batch: ragged="packed" pads nothing; leave out pad= and bucket=')
+        if self.pad is not None and not isinstance(self.pad, numbers.Real | str):
+            raise GraphError(f"Batch: pad is a number or a string; got {self.pad!r}")
+        if self.bucket is not None and not callable(self.bucket):
+            object.__setattr__(self, "bucket", _edges(self.bucket))
+
+    @property
+    def tells(self) -> str | None:
+        """The name of the argument that tells the function whose rows are how long; None if all are alike."""
+        if self.ragged is not None:
+            return "offsets"
+        return None if self.pad is None and self.bucket is None else "lengths"
+
+
+def _edges(bucket: object) -> tuple[int, ...]:
+    edges = tuple(bucket) if isinstance(bucket, Iterable) else ()
+    are_extents = all(isinstance(edge, numbers.Integral) and not isinstance(edge, bool) for edge in edges)
+    if not edges or not are_extents or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
+        raise GraphError(f"Batch: bucket is ascending extents of at least 1, or a function of one; got {bucket!r}")
+    return tuple(map(int, edges))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,13 @@ from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 nest.register_leaf(Spec)
 
-_share_calls: list[Callable[[Callable[..., Nest], Batch, str], Callable[..., Nest]]] = []
+ShareCalls: TypeAlias = Callable[[Callable[..., Nest], Batch, str, Sequence[bool]], Callable[..., Nest]]
+"""Makes a function whose calls are computed together; see `asyncflow.lift.batched.batched_with`."""
+
+_share_calls: list[ShareCalls] = []
 
 
-def install_batching(share: Callable[[Callable[..., Nest], Batch, str], Callable[..., Nest]]) -> None:
+def install_batching(share: ShareCalls) -> None:
     """Tells how the calls of a function are computed together, which takes more than is known here."""
     _share_calls[:] = [share]
 
@@ -77,7 +80,8 @@ class CustomOp(Generic[P]):
         if batch is not None and not isinstance(batch, Batch):
             raise GraphError(f"@op: batch= of {self.name} is an af.Batch; got {batch!r}")
         self._batch = batch
-        rows = rows or batch is not None
+        # Packed rows are no axis of members.
+        rows = rows or (batch is not None and batch.ragged is None)
         if rows and is_async:
             raise GraphError(f"@op: {self.name} is a coroutine function; rows=True is for functions that do not await")
         self._is_stateful = self._has_effects(stateful)
@@ -120,15 +124,26 @@ class CustomOp(Generic[P]):
         """
         if current_graph() is None and not any(is_symbolic(x) for x in inputs):
             return self.function(*inputs, **arguments)
-        self._check_call(inputs, arguments)
-        if self._batch is None:
-            return self._build(*inputs, **arguments)
-        return _share_calls[0](partial(self._build, **arguments), self._batch, self.name)(*inputs)
+        batch = self._batch
+        told = () if batch is None or batch.tells is None else (None,)
+        self._check_call((*inputs, *told), arguments)
+        if batch is None:
+            return self._build(inputs, arguments)
 
-    def _build(self, *inputs: TensorLike, **arguments: object) -> Nest:
+        side_by_side: list[bool] = []
+
+        def build(*given: TensorLike, **told: TensorLike) -> Nest:
+            return self._build((*given, *told.values()), arguments, side_by_side)
+
+        return _share_calls[0](build, batch, self.name, side_by_side)(*inputs)
+
+    def _build(self, inputs: Sequence[TensorLike], arguments: Attrs, side_by_side: list[bool] | None = None) -> Nest:
         with graph_for(*inputs) as graph:
             tensors = [graph.import_tensor(as_tensor(x)) for x in inputs]
             outputs = self._declare(tensors, arguments)
+            if side_by_side is not None and self._batch is not None and self._batch.ragged is not None:
+                side_by_side[:] = [leaf.shape is not None and leaf.shape[:1] == (None,) for leaf in _leaves_of(outputs)]
+                outputs = nest.map_leaves(_of_members, outputs)
             attrs: Attrs = {"outputs": outputs, "arguments": arguments}
             node = graph.add_node(self.op, tensors, attrs, declared_specs(**attrs))
         node.device = self.device or node.device
@@ -278,7 +293,9 @@ def op(
         pure: calls with equal inputs give the same and change nothing, so that a gradient may call the function once
             more in place of keeping what it gave (`recompute`), and members of a batch that failed may be tried apart.
         batch: firings of several runs, iterations and branches share a call, as with `batched`; the function works on
-            rows then, those of all members. Unless it is `pure`, a call that fails fails for all of them.
+            rows then, those of all members. Unless it is `pure`, a call that fails fails for all of them. With `pad`
+            or `bucket` it gets their lengths as one more argument, and with ``ragged="packed"`` their offsets: a result
+            declared with an open first extent is then side by side, as the argument is.
 
     Raises:
         GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects.
@@ -305,6 +322,15 @@ def op(
     if function is None:
         return lambda decorated: CustomOp(decorated, **options)
     return CustomOp(function, **options)
+
+
+def _leaves_of(outputs: Outputs) -> list[Spec]:
+    return nest.flatten(outputs)[0]
+
+
+def _of_members(spec: Spec) -> Spec:
+    """What a function of packed rows gives, of what a member gets."""
+    return spec if spec.shape is None or spec.shape[:1] == (None,) else Spec(spec.dtype, (None, *spec.shape))
 
 
 # -- declarations ----------------------------------------------------------------------------------------------------

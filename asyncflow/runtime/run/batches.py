@@ -193,7 +193,8 @@ class Batches(LinedState):
 
     def join(self, shared: SharedBody, inputs: tuple[Array, ...]) -> BatchMember:
         """The place in line of one member, of the run whose context this is in."""
-        kind = tuple([(value.dtype, value.shape) for value in inputs])
+        inputs = shared.inside(inputs)
+        kind = shared.kind(inputs)
         signature = (shared, kind, *common_values(shared.has_rows, inputs))
         known = self._known_of(shared)
         member = BatchMember(self, shared, known, inputs, signature)
@@ -287,7 +288,7 @@ class Batches(LinedState):
     def _start(self, call: BatchCall[BatchMember]) -> None:
         """Computes a batch: here and now, if it is short, or else beside."""
         first = call.members[0]
-        plan = first.known.plans_of(first.shared).get(len(call.members) > 1)
+        plan = first.known.plans_of(first.shared).get(first.shared.is_for_many(len(call.members)))
         if plan is None:
             self.beside(self._planned(call))
         else:
@@ -301,7 +302,8 @@ class Batches(LinedState):
 
     async def _planned(self, call: BatchCall[BatchMember]) -> None:
         try:
-            plan = await self._plan(call.members[0].shared, is_many=len(call.members) > 1)
+            shared = call.members[0].shared
+            plan = await self._plan(shared, is_many=shared.is_for_many(len(call.members)))
         except Exception as error:
             self._failed(call, error)
         else:
@@ -310,19 +312,19 @@ class Batches(LinedState):
     def _compute(self, call: BatchCall[BatchMember], plan: Plan) -> None:
         started_ns = self.turn.clock()
         try:
-            values = _values(call.members)
-            results = self._runs.run_short(plan, values)
+            fed = call.members[0].shared.fed([member.inputs for member in call.members])
+            results = self._runs.run_short(plan, fed)
             if results is None:
-                run = self._runs.start_batch(plan, values, partial(self._over, call, started_ns))
+                run = self._runs.start_batch(plan, fed, partial(self._over, call, fed, started_ns))
                 if not run.is_finished:
                     self._runs_of[call] = run
                 return
         except Exception as error:
             self._failed(call, error)
         else:
-            self._ended(call, results, started_ns)
+            self._ended(call, fed, results, started_ns)
 
-    def _over(self, call: BatchCall[BatchMember], started_ns: int, run: Run) -> None:
+    def _over(self, call: BatchCall[BatchMember], fed: Sequence[Array], started_ns: int, run: Run) -> None:
         """The run of a call has ended."""
         self._runs_of.pop(call, None)
         try:
@@ -334,7 +336,7 @@ class Batches(LinedState):
                 self._batcher.failed(call, divisible=False)
                 self.turn.wake()
             else:
-                self._ended(call, results, started_ns)
+                self._ended(call, fed, results, started_ns)
 
     async def _plan(self, shared: SharedBody, *, is_many: bool) -> Plan:
         plans = self._known_of(shared).plans_of(shared)
@@ -352,19 +354,26 @@ class Batches(LinedState):
         found = self._runs.run_short(plan, values)
         return await self._runs.run_batch(plan, values) if found is None else found
 
-    def _ended(self, call: BatchCall[BatchMember], results: Sequence[Array], started_ns: int) -> None:
+    def _ended(
+        self, call: BatchCall[BatchMember], fed: Sequence[Array], results: Sequence[Array], started_ns: int
+    ) -> None:
+        members, shared = call.members, call.members[0].shared
+        try:
+            if len(members) > 1:
+                for value in results:
+                    if isinstance(value, np.ndarray):
+                        value.flags.writeable = False  # members have views of it
+            parts = list(shared.parts(results, fed, [member.inputs for member in members]))
+        except Exception as error:
+            self._failed(call, error)
+            return
         self._batcher.ended(call, self.turn.clock() - started_ns)
-        members = call.members
         members[0].known.count(len(members))
         self._tell(call, started_ns, None)
-        if len(members) > 1:
-            for value in results:
-                if isinstance(value, np.ndarray):
-                    value.flags.writeable = False  # members have views of it
-            if self._random.random() < self._checked_share:
-                self.beside(self._check(members, results))
-        for row, member in enumerate(members):
-            self._give(member, results if len(members) == 1 else [_row(value, row) for value in results])
+        if len(members) > 1 and self._random.random() < self._checked_share:
+            self.beside(self._check(members, parts))
+        for member, part in zip(members, parts, strict=True):
+            self._give(member, part)
         self.wake_called()
         if self._batcher.lanes:
             self.turn.wake()
@@ -401,13 +410,14 @@ class Batches(LinedState):
         """Has that share of the calls for several members computed one by one as well."""
         self._checked_share = share
 
-    async def _check(self, members: Sequence[BatchMember], results: Sequence[Array]) -> None:
+    async def _check(self, members: Sequence[BatchMember], together: Sequence[Sequence[Array]]) -> None:
         """Computes each member by itself, and logs where the result is another."""
         shared = members[0].shared
-        plan = await self._plan(shared, is_many=False)
-        for row, member in enumerate(members):
+        plan = await self._plan(shared, is_many=shared.is_for_many(1))
+        for row, (member, found) in enumerate(zip(members, together, strict=True)):
             try:
-                alone = await self._runs.run_batch(plan, list(member.inputs))
+                fed = shared.fed([member.inputs])
+                (alone,) = shared.parts(await self._runs.run_batch(plan, fed), fed, [member.inputs])
             except SessionClosedError:
                 return
             except Exception as error:
@@ -416,12 +426,12 @@ class Batches(LinedState):
                     *(row, shared.label, len(members), error),
                 )
                 continue
-            for place, (one, many) in enumerate(zip(alone, results, strict=True)):
-                if not _agree(np.asarray(one), np.asarray(many[row])):
+            for place, (one, many) in enumerate(zip(alone, found, strict=True)):
+                if not _agree(np.asarray(one), np.asarray(many)):
                     shapes = ", ".join(str(np.shape(value)) for value in member.inputs)
                     _log.warning(
                         "result %d of %s differs for member %d of a call for %d (arguments %s): %r together, %r alone",
-                        *(place, shared.label, row, len(members), shapes, many[row], one),
+                        *(place, shared.label, row, len(members), shapes, many, one),
                     )
 
     def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
@@ -436,22 +446,6 @@ class Batches(LinedState):
                 self._give(member, cause)
             self.wake_called()
         self.turn.wake()
-
-
-def _values(members: Sequence[BatchMember]) -> list[Array]:
-    """The values that the body's graph is fed for these members."""
-    first = members[0]
-    if len(members) == 1:
-        return list(first.inputs)
-    return [
-        np.stack([member.inputs[place] for member in members]) if has_rows else first.inputs[place]
-        for place, has_rows in enumerate(first.shared.has_rows)
-    ]
-
-
-def _row(value: Array, row: int) -> Array:
-    """One row's value; of strings, an array too, where NumPy gives a `str`."""
-    return value[row, ...] if value.dtype.kind == "T" else value[row]
 
 
 def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:
