@@ -78,7 +78,7 @@ class RaggedRows:
         return GraphError(f"{self._label} cannot be batched over members of different extents: {why}")
 
     def _fill(self, dtype: np.dtype[np.generic], place: int) -> Array:
-        """What an argument is padded with."""
+        """The element that an argument is padded with."""
         pad = self._pad if self._pad is not None else "" if dtype.kind == "T" else 0
         try:
             fill = np.asarray(pad).astype(dtype)

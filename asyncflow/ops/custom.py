@@ -329,7 +329,7 @@ def _leaves_of(outputs: Outputs) -> list[Spec]:
 
 
 def _of_members(spec: Spec) -> Spec:
-    """What a function of packed rows gives, of what a member gets."""
+    """The spec of what a function of packed rows gives, of that of what a member gets."""
     return spec if spec.shape is None or spec.shape[:1] == (None,) else Spec(spec.dtype, (None, *spec.shape))
 
 
