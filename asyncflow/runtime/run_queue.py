@@ -61,7 +61,8 @@ class QueuedRun:
         charge_s: what such runs take on average, as was known when it was offered; 0 if nothing was.
         reserved: bytes of memory that it counts as while it is in flight.
         arrival: how many were offered before it.
-        started_s: when it began.
+        started_s: when it was let in, or began.
+        has_begun: whether all that it needs was there, so that the time from then on is its own.
     """
 
     cost: RunCost | None
@@ -72,6 +73,7 @@ class QueuedRun:
     reserved: int = 0
     arrival: int = 0
     started_s: float = 0.0
+    has_begun: bool = False
 
     @property
     def is_gone(self) -> bool:
@@ -162,7 +164,7 @@ class RunQueue(Generic[R]):
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
         if not self.queued and self._has_room(run):
-            if self.in_flight and run.deadline_s < inf and run.is_late(now_s):
+            if run.deadline_s < inf and self.in_flight and run.is_late(now_s):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
             return True
@@ -188,22 +190,23 @@ class RunQueue(Generic[R]):
 
     def begin(self, run: R, cost: RunCost, now_s: float) -> None:
         """All that a run in flight needs is there: the time from now on is its own."""
-        run.cost, run.charge_s, run.started_s = cost, cost.mean_s, now_s
-        self._reserved += cost.nbytes - run.reserved
-        run.reserved = cost.nbytes
+        run.has_begun, run.started_s = True, now_s
+        if run.cost is not cost:
+            run.cost, run.charge_s = cost, cost.mean_s
+            self._reserved += cost.nbytes - run.reserved
+            run.reserved = cost.nbytes
 
-    def end(self, run: R) -> None:
-        """A run is in flight no more."""
+    def end(self, run: R, taken_s: float | None = None) -> None:
+        """A run is in flight no more; it took so long, or None if that says nothing of others."""
         del self.in_flight[run]
         self._reserved -= run.reserved
+        if taken_s is not None and run.cost is not None:
+            run.cost.observe(taken_s)
+            self._mean_s += (taken_s - self._mean_s) / 8
 
     def reserved_by_others(self, run: R) -> int:
         """Bytes that others in flight count as."""
         return self._reserved - run.reserved
-
-    def learn(self, taken_s: float) -> None:
-        """A run took so long; its own cost is told by whoever knows its kind."""
-        self._mean_s += (taken_s - self._mean_s) / 8
 
     def decide(self, now_s: float) -> Iterator[tuple[R, AsyncflowError | None]]:
         """Of those that wait, each whose turn has come: it has started, or it never will, for this reason."""

@@ -245,12 +245,22 @@ def test_how_long_a_run_waits_is_foretold(priority: int, servers: int) -> None:
 def test_how_long_a_run_waits_is_foretold_of_runs_nobody_knows() -> None:
     """As the mean of those that have ended."""
     queue: RunQueue[Caller] = RunQueue(1)
-    for _ in range(11):
-        queue.offer(Caller(None), 0.0)
-    assert queue.wait_s(Caller(None), 0.0) < 1e-3
+
+    def foretold_s() -> float:
+        others = [Caller(None) for _ in range(11)]
+        for other in others:
+            queue.offer(other, 0.0)
+        found = queue.wait_s(Caller(None, arrival=10**6), 0.0)
+        for other in others[1:]:
+            queue.withdraw(other)
+        queue.end(others[0])
+        return found
+
+    assert foretold_s() < 1e-3
     for _ in range(60):
-        queue.learn(2.0)
-    assert queue.wait_s(Caller(None, arrival=99), 0.0) == pytest.approx(22, rel=0.01)
+        queue.offer(known := Caller(cost()), 0.0)
+        queue.end(known, 2.0)
+    assert foretold_s() == pytest.approx(22, rel=0.01)
 
 
 def test_an_urgent_run_is_not_refused_for_those_behind_it() -> None:

@@ -78,17 +78,15 @@ def simulate(queue: RunQueue[Request], requests: Iterator[Request]) -> Outcome:
             coming = next(requests, None)
         else:
             now_s, _, run = heapq.heappop(events)
-            queue.end(run)
             taken_s = now_s - run.started_s
+            is_known = run.cost is not None and (now_s < run.deadline_s or taken_s > run.cost.expected_s)
+            queue.end(run, taken_s if is_known else None)
             found.busy_s += taken_s
             if now_s < run.deadline_s:
                 found.useful_s += taken_s
                 found.latencies_s[run.priority].append(now_s - run.arrived_s)
             else:
                 found.others[run.priority, "stopped"] += 1
-            if run.cost is not None and (now_s < run.deadline_s or taken_s > run.cost.expected_s):
-                run.cost.observe(taken_s)
-                queue.learn(taken_s)
         if queue.queued or queue._refused:
             for run, error in queue.decide(now_s):
                 if error is None:

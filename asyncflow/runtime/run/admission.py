@@ -29,11 +29,9 @@ class AdmissionTicket(QueuedRun):
     """The leave to have one run in flight, or the wait for it.
 
     Attributes:
-        has_begun: whether all that it needs was there, so that the time from then on is its own.
         turn: done when it may start, or never will; None for one that never had to wait.
     """
 
-    has_begun: bool = False
     turn: asyncio.Future[None] | None = None
 
     @property
@@ -120,7 +118,6 @@ class Admission:
 
     def begin(self, ticket: AdmissionTicket, plan: Plan) -> None:
         """A run starts: all that it needs is there."""
-        ticket.has_begun = True
         if self._accounts and len(self.queue.in_flight) == 1:
             self._held = [account.lap("runs")[1] for account in self._accounts]
         self.queue.begin(ticket, plan.cost, asyncio.get_running_loop().time())
@@ -132,14 +129,15 @@ class Admission:
         if ticket not in queue.in_flight:
             queue.withdraw(ticket)
         else:
-            if self._accounts and ticket.has_begun and ticket.cost is not None:
-                ticket.cost.observe_bytes(self._needed(ticket))
-            queue.end(ticket)
-            cost, taken_s = ticket.cost, now_s - ticket.started_s
-            # One that was stopped would have taken longer still.
-            if cost is not None and ticket.has_begun and (is_whole or taken_s > cost.expected_s):
-                cost.observe(taken_s)
-                queue.learn(taken_s)
+            taken_s = None
+            if ticket.has_begun and ticket.cost is not None:
+                taken_s = now_s - ticket.started_s
+                if self._accounts:
+                    ticket.cost.observe_bytes(self._needed(ticket))
+                # One that was stopped would have taken longer still.
+                if not is_whole and taken_s <= ticket.cost.expected_s:
+                    taken_s = None
+            queue.end(ticket, taken_s)
         if queue.queued:
             self._settle(now_s)
 

@@ -1,0 +1,173 @@
+"""More requests than can be served: how many are served in time, how soon the others know, and what is important.
+
+Requests come at random, whether or not earlier ones have been answered, and are of use within ten times what one takes
+alone; one in twenty-five is important. The first case computes, as many at a time as there are cores; the second waits
+for a database, which serves eight at a time. By hand, a semaphore lets as many in, and as many may wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from random import Random
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import asyncflow as af
+from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.peers import NO_PEERS, Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    Ask = Callable[[int, float | None], Awaitable[object]]
+
+GOODPUT: Final = Figure("answers in time, of what can be done", "%", higher_is_better=True)
+P99: Final = Figure("latency p99 of those", "ms")
+IMPORTANT: Final = Figure("latency p99 of important ones", "ms")
+REFUSAL: Final = Figure("p90 until a refusal is known", "µs")
+SEMAPHORE: Final = "semaphore"
+UNLIMITED: Final = "asyncflow, no limit"
+PATIENCE: Final = 10
+"""An answer is of use within so many times what one takes alone."""
+QUEUED: Final = 2
+"""For each run that may be in flight, so many may wait."""
+IMPORTANT_PART: Final = 0.04
+
+
+@dataclass(slots=True)
+class _Log:
+    """What became of the requests of one trial, in seconds."""
+
+    latencies: dict[int, list[float]] = field(default_factory=lambda: {0: [], 1: []})
+    refusals: list[float] = field(default_factory=list)
+
+
+async def measure(
+    peers: Peers = NO_PEERS,
+    *,
+    repeats: int = 3,
+    seconds: float = 2.0,
+    times: Sequence[float] = (0.8, 5.0),
+    extent: int = 1200,
+    wait_ms: float = 20.0,
+    alone: int = 40,
+) -> list[Result]:
+    """Goodput and latencies at `times` what can be done, by admission, by hand, and without a limit.
+
+    What can be done is told from `alone` requests a client.
+    """
+    cores, connections = os.cpu_count() or 1, asyncio.Semaphore(8)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (extent, extent))
+        product = af.sum(x @ x)
+
+        @af.op(outputs=af.spec("float64", ()))
+        async def wait(milliseconds: Any) -> Any:
+            async with connections:
+                await asyncio.sleep(float(milliseconds) / 1e3)
+            return milliseconds
+
+        waited = wait(af.constant(wait_ms, "float64"))
+    fed = np.full((extent, extent), 1e-3, np.float32)
+    fed.flags.writeable = False
+    results = []
+    for name, servers, fetch, feeds in (
+        (f"a product of {extent}, {cores} at a time", cores, product, {x: fed}),
+        (f"{wait_ms:g} ms of waiting, 8 at a time", 8, waited, {}),
+    ):
+        limits = {"max_runs": servers, "max_queued": QUEUED * servers}
+        async with af.Session(graph, **limits) as limited, af.Session(graph) as unlimited:  # type: ignore[arg-type]
+
+            def ask(session: af.Session, fetch: Any = fetch, feeds: Any = feeds) -> Ask:
+                return lambda priority, timeout: session.run(fetch, feeds, priority=priority, timeout=timeout)
+
+            alone_s, capacity = await _calibrated(ask(limited), servers, alone)
+            asks = {ASYNCFLOW: ask(limited), SEMAPHORE: _by_hand(ask(unlimited), servers), UNLIMITED: ask(unlimited)}
+            for each in times:
+                trials = {
+                    system: _trial(call, each * capacity, alone_s, capacity, seconds) for system, call in asks.items()
+                }
+                results += await compare("overload", f"{name}, {each:g}x", trials, repeats=repeats)
+    return results
+
+
+async def _calibrated(ask: Ask, servers: int, each: int) -> tuple[float, float]:
+    """How long a request takes alone, and how many can be done a second, told from so many a client."""
+    for _ in range(3):
+        await ask(0, None)
+    began = perf_counter()
+    for _ in range(each):
+        await ask(0, None)
+    alone_s = (perf_counter() - began) / each
+
+    async def client() -> None:
+        for _ in range(each):
+            await ask(0, None)
+
+    began = perf_counter()
+    await asyncio.gather(*(client() for _ in range(servers)))
+    return alone_s, servers * each / (perf_counter() - began)
+
+
+def _by_hand(ask: Ask, servers: int) -> Ask:
+    """The same limits, as a handler would have them."""
+    free = asyncio.Semaphore(servers)
+    waiting = 0
+
+    async def limited(priority: int, timeout: float | None) -> None:
+        nonlocal waiting
+        if waiting >= QUEUED * servers:
+            raise af.OverloadedError("too many wait")
+        waiting += 1
+        is_waiting = True
+        try:
+            async with asyncio.timeout(timeout), free:
+                waiting, is_waiting = waiting - 1, False
+                await ask(priority, None)
+        finally:
+            waiting -= is_waiting
+
+    return limited
+
+
+def _trial(ask: Ask, rate: float, alone_s: float, capacity: float, seconds: float) -> Trial:
+    async def trial() -> Sample:
+        log = _Log()
+        dice = Random(1)
+
+        async def request(priority: int) -> None:
+            asked = perf_counter()
+            try:
+                await ask(priority, PATIENCE * alone_s)
+                log.latencies[priority].append(perf_counter() - asked)
+            except af.OverloadedError:
+                log.refusals.append(perf_counter() - asked)
+            except TimeoutError:
+                pass  # asyncflow's is one too; it counts as not answered
+
+        began = due = perf_counter()
+        async with asyncio.TaskGroup() as group:
+            while due < began + seconds:
+                due += dice.expovariate(rate)
+                await asyncio.sleep(max(0.0, due - perf_counter()))
+                group.create_task(request(int(dice.random() > IMPORTANT_PART)))
+        return _sample(log, capacity * (perf_counter() - began))
+
+    return trial
+
+
+def _sample(log: _Log, possible: float) -> Sample:
+    both = log.latencies[0] + log.latencies[1]
+    figures = {GOODPUT: 100 * len(both) / possible}
+    for figure, scale, part, values in (
+        (P99, 1e3, 0.99, both),
+        (IMPORTANT, 1e3, 0.99, log.latencies[0]),
+        (REFUSAL, 1e6, 0.9, log.refusals),  # a few had waited, and gave way to important ones
+    ):
+        if values:
+            figures[figure] = scale * float(np.quantile(values, part))
+    return Sample(figures)
