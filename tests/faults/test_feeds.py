@@ -183,6 +183,15 @@ async def test_f37_layouts(run: Run, graph: af.Graph, layout: str) -> None:
     assert np.asarray(same).dtype.isnative
 
 
+async def test_f37_more_elements_than_an_int32_counts(run: Run, graph: af.Graph) -> None:
+    """FAULTS F37: 2**31 and three more; nobody can write to it, so it is not copied."""
+    fed = np.zeros(2**31 + 3, np.int8)
+    fed[[2**31, -1]] = 5, 7
+    x = af.placeholder("int8", (None,))
+    count, inside, last, tail = af.size(x), x[2**31], x[-1], af.sum(x[2**31 - 1 :])
+    assert await run([count, inside, last, tail], {x: _locked(fed)}) == [2**31 + 3, 5, 7, 12]
+
+
 async def test_f37_a_masked_array(run: Run, graph: af.Graph) -> None:
     """FAULTS F37: would lose its mask, so it is refused."""
     x = af.placeholder("float32", None, name="x")

@@ -402,7 +402,32 @@ def test_a_write_that_loses_many_races_has_the_others_wait() -> None:
     assert state.read() == 100
 
 
-def test_no_update_is_lost_between_threads() -> None:
+async def test_f50_writers_of_whole_arrays_are_never_mixed() -> None:
+    """FAULTS F50: sessions on three threads assign to one variable; what is read one of them has written."""
+    names = range(3)
+    with af.Graph() as graph:
+        v = af.Variable(np.zeros(1000), name="v", container="f50")
+        x = af.placeholder("float64", ())
+        write, total = v.assign(af.broadcast_to(x, (1000,))).node, v.read()
+    seen: list[set[float]] = []
+    start = threading.Barrier(len(names))
+
+    async def work(name: int) -> None:
+        async with af.Session(graph) as session:
+            start.wait()
+            for _ in range(40):
+                await session.run(write, {x: float(name)})
+                seen.append(set((await session.run(total)).tolist()))
+
+    try:
+        await asyncio.gather(*[asyncio.to_thread(asyncio.run, work(name)) for name in names])
+    finally:
+        af.reset_container("f50")
+    assert len(seen) == 120 and all(len(each) == 1 and each <= {0.0, 1.0, 2.0} for each in seen)
+
+
+def test_f50_no_update_is_lost_between_threads() -> None:
+    """FAULTS F50: a write applies its function to what the last one left."""
     state = VariableState("v", af.spec("int64", ()), np.array(0))
     start = threading.Barrier(4)
 
