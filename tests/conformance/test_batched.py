@@ -186,6 +186,84 @@ async def test_members_have_deadline_and_priority_of_their_run(
     assert second.deadline_ns == float("inf")
 
 
+async def test_little_memory_makes_small_calls() -> None:
+    """What does not fit into memory for all is computed in parts, and it is learnt how many fit."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (10_000,), name="x")
+        y = af.batched(lambda x: af.sum(af.sort(x * 2) + 1), cost="none")(x)
+    async with af.Session(graph, memory_limit=1_000_000) as session:
+        for _ in range(3):
+            found = await asyncio.gather(*(session.run(y, {x: np.full(10_000, float(k))}) for k in range(16)))
+            assert found == [10_000 * (2 * k + 1) for k in range(16)]
+        counts = session.statistics().batches["batched"]
+    assert counts.largest == 16
+    assert counts.failed <= 6
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_f42_members_of_any_fate(open_session: OpenSession, seed: int) -> None:
+    """FAULTS F20, F38, F40, F42, F45: whoever is cancelled, late or at fault changes no other result."""
+
+    @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
+    def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if (x >= 700).any():
+            raise ValueError("700")
+        return x
+
+    step = af.batched(lambda s, i: checked(s) * 3 + i, max_size=5)
+    with af.Graph() as graph:
+        x, n = af.placeholder("int64", (), name="x"), af.placeholder("int64", (), name="n")
+        _, y = af.while_loop(lambda i, s: i < n, lambda i, s: (i + 1, step(s, i) % 1000), (0, x))
+        z = af.batched(lambda y: y + 1)(y)
+    rng = np.random.default_rng(seed)
+
+    def by_hand(start: int, count: int) -> int | None:
+        for k in range(count):
+            if start >= 700:
+                return None
+            start = (start * 3 + k) % 1000
+        return start + 1
+
+    async with open_session(graph, debug=seed % 2 == 1) as session:
+
+        async def request() -> str:
+            start, count = int(rng.integers(0, 999)), int(rng.integers(0, 5))
+            fate, turns = rng.choice(["stays", "stays", "cancelled", "late"]), int(rng.integers(0, 12))
+            timeout = float(rng.choice([1e-9, 1e-4, 1e-3])) if fate == "late" else None
+            for _ in range(int(rng.integers(0, 6))):
+                await asyncio.sleep(0)
+            work = session.run(z, {x: start, n: count}, timeout=timeout, priority=int(rng.integers(0, 3)))
+            run = asyncio.ensure_future(work)
+            for _ in range(turns if fate == "cancelled" else 0):
+                await asyncio.sleep(0)
+            if fate == "cancelled":
+                run.cancel()
+            await asyncio.wait([run])
+            expected = by_hand(start, count)
+            if run.cancelled():
+                assert fate == "cancelled"
+                return "cancelled"
+            error = run.exception()
+            if isinstance(error, af.DeadlineExceeded):
+                assert fate == "late"
+                return "late"
+            if error is not None:
+                assert expected is None, error
+                assert isinstance(error.__cause__, ValueError), error
+                return "at fault"
+            assert run.result() == expected
+            return "stays"
+
+        fates = await asyncio.gather(*(request() for _ in range(30)))
+        assert {"stays", "at fault"} <= set(fates)
+        assert await session.run(z, {x: 1, n: 1}) == 4
+        for _ in range(100_000):
+            if not session.statistics().runs:
+                break
+            await asyncio.sleep(0)
+        assert session.statistics().runs == 0
+
+
 async def test_f41_a_function_that_gives_other_rows(open_session: OpenSession) -> None:
     """FAULTS F41: a function of rows that gives too few fails with what it should have given; no row goes astray."""
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from asyncflow.errors import OutOfMemoryError, SessionClosedError
+from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError
 from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
 from asyncflow.lift.pooled import SharedLoop
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
@@ -172,12 +172,16 @@ class Batches(LinedState):
         turn: of the session.
         runs: of the session.
         seed: of the sizes that are tried out.
+        is_watched: rows carry the number of their member, which is looked at when it gets its results.
     """
 
-    def __init__(self, turn: Turn, runs: RunsBatches, seed: int) -> None:
+    def __init__(self, turn: Turn, runs: RunsBatches, seed: int, *, is_watched: bool = False) -> None:
         super().__init__()
         self.turn = turn
         self._runs = runs
+        self._is_watched = is_watched
+        self._owners: dict[BatchCall[BatchMember], Array] = {}
+        """Of calls under way that are watched, the number of each row's member."""
         self._batcher: Batcher[BatchMember] = Batcher(seed)
         # A function goes with the graph that calls it.
         self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
@@ -312,6 +316,8 @@ class Batches(LinedState):
     def _compute(self, call: BatchCall[BatchMember], plan: Plan) -> None:
         started_ns = self.turn.clock()
         try:
+            if self._is_watched:
+                self._owners[call] = _numbers(call.members)
             fed = call.members[0].shared.fed([member.inputs for member in call.members])
             results = self._runs.run_short(plan, fed)
             if results is None:
@@ -333,6 +339,7 @@ class Batches(LinedState):
             self._failed(call, error)
         else:
             if run.is_stopped:  # as nobody wanted it any more
+                self._owners.pop(call, None)
                 self._batcher.failed(call, divisible=False)
                 self.turn.wake()
             else:
@@ -359,6 +366,8 @@ class Batches(LinedState):
     ) -> None:
         members, shared = call.members, call.members[0].shared
         try:
+            if self._is_watched and not np.array_equal(self._owners.pop(call), _numbers(members)):
+                raise InternalError(f"a call of {shared.label} has rows of other members than it was given")
             if len(members) > 1:
                 for value in results:
                     if isinstance(value, np.ndarray):
@@ -436,6 +445,7 @@ class Batches(LinedState):
 
     def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
         shared = call.members[0].shared
+        self._owners.pop(call, None)
         call.members[0].known.count(len(call.members), failed=1)
         self._tell(call, self.turn.clock(), error)
         lacks_memory = isinstance(error, OutOfMemoryError | MemoryError)
@@ -446,6 +456,10 @@ class Batches(LinedState):
                 self._give(member, cause)
             self.wake_called()
         self.turn.wake()
+
+
+def _numbers(members: Sequence[BatchMember]) -> Array:
+    return np.array([id(member) for member in members])
 
 
 def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:
