@@ -90,8 +90,8 @@ class Op:
         rows_kernel: the same for inputs that all have a row axis in front, where one call does for all rows.
         effects: resources a node touches, in the order it touches them; None for a pure op.
         needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
-        is_async: the kernel may suspend its firing. A user's gives an awaitable; the library's own gives its result, or
-            a place in line (`asyncflow.state.waiting.lines`), and is called on the event loop.
+        is_async: the kernel may suspend its firing. A user's gives a coroutine; the library's own gives one, its
+            result, or a place in line (`asyncflow.state.waiting.lines`), and is called on the event loop.
         waits_in_line: such a kernel may give a place in line though no resource among its attributes has lines.
         is_random: two nodes with equal inputs are not interchangeable.
         is_user: the kernel is the user's own code: its outputs are checked on every firing.

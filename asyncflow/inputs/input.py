@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Awaitable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -170,6 +170,18 @@ class InputState:
         self.position += 1
         return element
 
+    def next_or_wait(self) -> Element | Awaitable[Element]:
+        """The next element if it is there, for which no task is needed; else what waits for it."""
+        if not self.reading.is_ready:
+            return self.next()
+        element = self.reading.take_nowait()
+        self.position += 1
+        return element
+
+    def has_more_or_wait(self) -> np.bool_ | Awaitable[np.bool_]:
+        """True if another element is there; else what waits for it."""
+        return np.True_ if self.reading.is_ready else self.has_more()
+
     kind: ClassVar[str] = "input"
 
     def capture(self) -> dict[str, Array]:
@@ -232,11 +244,11 @@ def _next_spec(*, input: Input) -> tuple[Spec, ...]:
 
 
 def _next_kernel(xp: Namespace, *, input: InputState) -> Kernel:
-    return input.next
+    return input.next_or_wait
 
 
 def _has_more_kernel(xp: Namespace, *, input: InputState) -> Kernel:
-    return input.has_more
+    return input.has_more_or_wait
 
 
 # What is read is the user's, and so may be the code that reads it.

@@ -56,6 +56,17 @@ class ReadAhead:
 
     # -- for those who take --------------------------------------------------------------------------------------
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether an element is there, and nobody waits for it."""
+        return bool(self._ready) and not self._waiting
+
+    def take_nowait(self) -> Element:
+        """Takes the next element, which is ready."""
+        element = self._ready.popleft()
+        self._read_on()
+        return element
+
     async def has_more(self) -> bool:
         """Whether another element comes; waits until one is there, or none will be.
 
@@ -78,9 +89,7 @@ class ReadAhead:
         while not self._ready:
             if not await self.has_more():
                 raise self._failure()
-        element = self._ready.popleft()
-        self._read_on()
-        return element
+        return self.take_nowait()
 
     def _failure(self) -> Exception:
         assert self._end is not None

@@ -72,7 +72,7 @@ class _Elements:
         self._state = state
         self.value: Value = np.int64(0)
 
-    def next(self) -> Nest:
+    def next_or_wait(self) -> Nest:
         """The next element."""
         taken = int(cast("np.int64", self.value))
         if taken == _MOST_ELEMENTS:
@@ -82,7 +82,7 @@ class _Elements:
         self.value = np.int64(taken + 1)
         return self._known[taken]
 
-    def has_more(self) -> Value:
+    def has_more_or_wait(self) -> Value:
         """Whether there is one."""
         return np.bool_(not isinstance(self._known[int(cast("np.int64", self.value))], EndOfInput))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.faults.kernels import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -172,3 +173,31 @@ def test_says_what_elements_are_and_refuses_what_they_cannot_be(graph: af.Graph,
         af.from_async_generator(_nothing, af.spec("int64")).batch(2, pad=0)
     with pytest.raises(af.GraphError, match=r"input_next\) changes Input\('lines'\), once for each row"):
         af.vmap(lambda x: (lines.next(), x))(af.constant([1, 2]))
+
+
+async def test_an_element_that_is_there_needs_no_task(tmp_path: Path) -> None:
+    """Only who has to wait is a task; and who waits is not overtaken by who comes later."""
+    (tmp_path / "lines").write_text("".join(f"{k}\n" for k in range(9)))
+    lines = af.read_lines(tmp_path / "lines", prefetch=9, name="lines")
+    with af.Graph() as graph:
+        line, more = lines.next(), lines.has_more()
+    names: list[str] = []
+
+    def note(loop: Any, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        names.append(options.get("name") or "")
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    async with af.Session(graph) as session:
+        assert await session.run(line) == "0"
+        reading = session.state.lookup(lines).reading
+        await until(lambda: len(reading._ready) == 8)
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(note)
+        try:
+            assert [str(await session.run(line)) for _ in range(8)] == [str(k) for k in range(1, 9)]
+            assert names == []
+            assert not await session.run(more)
+            assert names == ["lines/has_more"]
+        finally:
+            loop.set_task_factory(None)
+        assert session.state.lookup(lines).position == 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from functools import partial
+from inspect import isawaitable, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -23,7 +24,7 @@ from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on_host
-from asyncflow.graph.resource import Resource, resources_of, waits_in_line
+from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
@@ -145,14 +146,15 @@ def bind_launch(
         infer=partial(_infer, node),
     )
     kernel = bare(np if on_host else device.xp)
-    if waits_in_line(node):
+    if node.op.is_async and not iscoroutinefunction(kernel):
         kernel = _awaiting(kernel)
     return device.bind(partial(_one_by_one, kernel) if node.op is TENSOR_ARRAY else kernel, info)
 
 
 def _awaiting(kernel: Kernel) -> Kernel:
     async def call(*inputs: Value) -> Value:
-        return await granted(kernel(*inputs))
+        found = kernel(*inputs)
+        return await found if isawaitable(found) else await granted(found)
 
     return call
 

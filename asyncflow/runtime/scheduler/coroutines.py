@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ class Coroutines:
         self._grace: asyncio.TimerHandle | None = None
 
     def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
-        """Starts a firing."""
+        """Starts a firing, which has ended if its kernel gives its result at once."""
         executor, run, device = self._executor, self._executor.run, self._executor.asynchronous
         spans = executor.new_spans()
         started = run.turn.clock()
@@ -50,6 +51,11 @@ class Coroutines:
         with ExitStack() as undone:
             with executor.recording(spans):
                 coroutine = node.kernel(*inputs)
+                if not isinstance(coroutine, Coroutine):
+                    if executor.recorder is not None:
+                        executor.recorder.firing(node, iteration, "async", started, run.turn.clock(), coroutine, "ok")
+                    executor.complete(node, iteration, inputs, coroutine)
+                    return
                 undone.callback(coroutine.close)
             undone.pop_all()
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
