@@ -160,11 +160,11 @@ class RunQueue(Generic[R]):
         Raises:
             OverloadedError: it may not wait.
         """
-        cost = run.cost
+        cost, in_flight = run.cost, self.in_flight
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
-        if not self.queued and self._has_room(run):
-            if run.deadline_s < inf and self.in_flight and run.is_late(now_s):
+        if not self.queued and (not in_flight or self._has_room(run)):
+            if run.deadline_s < inf and in_flight and run.is_late(now_s):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
             return True

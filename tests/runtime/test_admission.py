@@ -372,7 +372,7 @@ async def test_a_run_that_never_began_says_nothing_of_its_plan(graph: af.Graph) 
         admission.leave(ticket)
         assert not plan.cost.recent_s
         ticket = admission.apply(plan, None)
-        admission.begin(ticket, plan)
+        admission.queue.begin(ticket, plan.cost, asyncio.get_running_loop().time())
         admission.leave(ticket, is_whole=True)
         assert len(plan.cost.recent_s) == 1
 

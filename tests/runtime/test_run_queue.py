@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
@@ -153,6 +154,19 @@ def test_every_interleaving_of_four_runs(limits: int, kinds: str) -> None:
                 paths.append((*path, event))
     assert set(ends) <= {"ended", "refused", "withdrawn", "OverloadedError", "DeadlineExceeded"}
     assert ends["ended"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_many_runs_in_any_order(seed: int) -> None:
+    """Forty runs of all kinds: the same rules hold, and nobody is left."""
+    dice = Random(seed)
+    limits = LIMITS[seed % len(LIMITS)]
+    kinds = [dice.choice(KINDS[dice.choice(list(KINDS))]) for _ in range(40)]
+    world = made(limits, kinds, ())
+    while not {"new", "waiting", "running", "left"}.isdisjoint(world.states):
+        world.do(*dice.choice([event for event in world.events() if event[0] != "tick" or dice.random() < 0.01]))
+    assert world.queue.queued == len(world.queue.in_flight) == 0
+    assert world.queue._lines == {}
 
 
 def served(queue: RunQueue[Caller], classes: dict[int, float], until_s: float) -> Counter[int]:

@@ -85,6 +85,8 @@ class Admission:
         queue = self.queue
         if queue.max_queued_bytes is not None and not queue.has_room:
             ticket.nbytes = _held_bytes(values)
+        if self._accounts and not queue.in_flight:
+            self._held = [account.lap("runs")[1] for account in self._accounts]
         now_s = loop.time()
         try:
             if not queue.offer(ticket, now_s):
@@ -115,12 +117,6 @@ class Admission:
             self.refused += 1
             self.late += 1
             raise too_late() from None
-
-    def begin(self, ticket: AdmissionTicket, plan: Plan) -> None:
-        """A run starts: all that it needs is there."""
-        if self._accounts and len(self.queue.in_flight) == 1:
-            self._held = [account.lap("runs")[1] for account in self._accounts]
-        self.queue.begin(ticket, plan.cost, asyncio.get_running_loop().time())
 
     def leave(self, ticket: AdmissionTicket, *, is_whole: bool = False) -> None:
         """A run has ended, or will not start; `is_whole` says that it came to its end."""

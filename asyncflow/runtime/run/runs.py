@@ -182,7 +182,7 @@ class Runs:
                 checked = as_of_now(checked) if waits else checked
                 claim = await self._claimed(plan, atomic, timeout, asked_s)
             if ticket is not None and self.admission is not None:
-                self.admission.begin(ticket, plan)
+                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
             staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
             start = partial(
                 self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim, priority=priority
@@ -258,7 +258,7 @@ class Runs:
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
             if ticket is not None and self.admission is not None:
-                self.admission.begin(ticket, plan)
+                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
             run = self._start(plan, checked, timeout, asked_s, recorder, channel, priority=priority)
             while (items := await channel.get()) is not None:
                 # The loop goes on with the same arrays, so the consumer gets copies.
