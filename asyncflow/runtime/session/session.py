@@ -368,9 +368,9 @@ class Session(NotPickled):
             atomic: make what the run reads and writes of variables one step for every other run of the session: it
                 starts when those in flight that touch the same variables have ended, and later ones wait for it. It
                 undoes nothing: a run that fails or is cancelled leaves what it has written.
-            priority: with `max_runs`, which of those that wait starts first: that of the lowest number, of equal ones
-                the one whose `timeout` passes first, then the one that came first. Each number that waits gets at least
-                an eighth of the time and of the places in the queue (with nine or more, an equal part).
+            priority: which of those that wait (`max_runs`; for places in batches and pools) goes first: that of the
+                lowest number, of equal ones the one whose `timeout` passes first, then the one that came first. Each
+                number that waits gets at least an eighth (of nine or more, an equal part).
             record: a path to write down, however the run ends once it has begun, in which order its nodes were taken,
                 with all else that `replay` needs to do it again; not together with `trace`. Such a run is interpreted,
                 and what touches variables stays on the event loop.
