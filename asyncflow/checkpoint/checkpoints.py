@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncflow.checkpoint.directory import find_step
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
-from asyncflow.checkpoint.reader import read_arrays
+from asyncflow.checkpoint.reader import empty_buffers, read_arrays
 from asyncflow.checkpoint.writer import Content, SaveStopped, write_checkpoint
 from asyncflow.errors import CheckpointError, DeviceLostError, brief, warn_user
 from asyncflow.graph.graph import Graph
@@ -211,7 +211,9 @@ class Checkpoints:
         manifest = await call_beside(read_manifest, step)
         compared = _Comparison(manifest, step, awaits)
         await self._compare(compared, found)
-        arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known)
+        buffers = empty_buffers(manifest, compared.known)
+        arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
+        del buffers
         compared.faults += damaged
         new = [name for name, parts in arrays.items() if _fits(compared, name, parts, found)]
         if strict:
@@ -263,7 +265,8 @@ class Checkpoints:
             found = {x: each for x, each in self._states(variables).items() if isinstance(each[1], VariableState)}
             step = await call_beside(find_step, source)
             manifest = await call_beside(read_manifest, step)
-            arrays, faults = await call_beside(read_arrays, step, manifest, found.keys() & manifest.states.keys())
+            names = found.keys() & manifest.states.keys()
+            arrays, faults = await call_beside(read_arrays, step, manifest, names, empty_buffers(manifest, names))
             place = f"{step}: "
         else:
             resources = [key for key in source if isinstance(key, Resource)]

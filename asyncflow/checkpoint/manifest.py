@@ -18,11 +18,11 @@ from typing import Final
 
 import numpy as np
 
+from asyncflow.checkpoint.checksum import CHECKSUMS, FORMAT
 from asyncflow.checkpoint.tensor_file import TensorRecord
 from asyncflow.errors import CheckpointError, brief
 
 NAME: Final = "manifest.json"
-FORMAT: Final = "asyncflow checkpoint 1"
 _KIND = re.compile(r"[a-z]+")
 
 
@@ -78,6 +78,7 @@ class Manifest:
         random: None if it was not saved: of some variables alone.
         states: by name.
         versions: of the libraries that wrote it.
+        format: says how its checksums are made.
     """
 
     step: int
@@ -85,6 +86,7 @@ class Manifest:
     random: RandomState | None
     states: Mapping[str, StateRecord]
     versions: Mapping[str, str] = field(default_factory=dict)
+    format: str = FORMAT
 
     def files(self) -> dict[str, list[TensorRecord]]:
         """The arrays in each file."""
@@ -95,8 +97,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file."""
-        content = {"format": FORMAT, **asdict(self)}
-        text = json.dumps(content, indent=1, sort_keys=True)
+        text = json.dumps(asdict(self), indent=1, sort_keys=True)
         return f'{text[:-2]},\n "checksum": "{zlib.crc32(text.encode()):08x}"\n}}\n'.encode()
 
 
@@ -119,8 +120,9 @@ def read_manifest(path: Path) -> Manifest:
             return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # it is no JSON, or not what is written here
-    if written != FORMAT:
-        raise CheckpointError(f"{file}: is of the format {brief(written)}; this version of asyncflow reads {FORMAT!r}")
+    if written not in tuple(CHECKSUMS):
+        known = " and ".join(map(repr, sorted(CHECKSUMS)))
+        raise CheckpointError(f"{file}: is of the format {brief(written)}; this version of asyncflow reads {known}")
     raise CheckpointError(f"{file}: is damaged: it is not what was written; take another step, or a copy of this one")
 
 
@@ -141,7 +143,10 @@ def _parsed(raw: bytes) -> Manifest:
         None if random is None else RandomState(**random),
         states,
         content["versions"],
+        content["format"],
     )
+    if manifest.format not in CHECKSUMS:
+        raise ValueError
     if not all(_KIND.fullmatch(x.kind) for x in states.values()):
         raise ValueError  # a kind is part of a file's name
     numbers = [manifest.step, *(() if manifest.random is None else (manifest.random.seed, manifest.random.runs))]
@@ -156,4 +161,4 @@ def _parsed(raw: bytes) -> Manifest:
     return manifest
 
 
-__all__ = ["FORMAT", "NAME", "Manifest", "RandomState", "StateRecord", "file_of", "library_versions", "read_manifest"]
+__all__ = ["NAME", "Manifest", "RandomState", "StateRecord", "file_of", "library_versions", "read_manifest"]

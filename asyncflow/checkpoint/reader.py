@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from asyncflow.checkpoint.checksum import BLOCK, CHECKSUMS, Checksum
 from asyncflow.checkpoint.manifest import Manifest
 from asyncflow.checkpoint.tensor_file import TensorRecord, from_strings, header, laid_out
 from asyncflow.errors import CheckpointError
 from asyncflow.values import Array
 
-CHUNK: Final = 1 << 20
+CHUNK: Final = BLOCK
 """Bytes that are read at a time, and checked while the processor has them at hand."""
 
 _READERS: Final = 2
@@ -25,8 +25,31 @@ _READERS: Final = 2
 Arrays: TypeAlias = dict[str, dict[str, Array]]
 """By state and part."""
 
+Buffers: TypeAlias = Mapping[tuple[str, str], Array]
+"""Arrays to fill, of bytes where there are strings, by file and name in it."""
 
-def read_arrays(path: Path, manifest: Manifest, names: Collection[str]) -> tuple[Arrays, list[str]]:
+
+def empty_buffers(manifest: Manifest, names: Collection[str]) -> Buffers:
+    """Memory for the arrays of the states `names`, without touching it.
+
+    To be called on the event loop's thread, whose heap has what old values have freed. Each other thread has a heap of
+    its own, to which the kernel gives pages that it has to clear first.
+    """
+    return {
+        (state.file, record.name): _empty(record)
+        for name, state in manifest.states.items()
+        if name in names
+        for record in state.tensors.values()
+    }
+
+
+def _empty(record: TensorRecord) -> Array:
+    return np.empty(record.nbytes, np.uint8) if record.dtype == "string" else np.empty(record.shape, record.spec.dtype)
+
+
+def read_arrays(
+    path: Path, manifest: Manifest, names: Collection[str], buffers: Buffers | None = None
+) -> tuple[Arrays, list[str]]:
     """The arrays of the states `names`, and what is wrong with those that are missing.
 
     Arrays are read-only and own their memory.
@@ -35,7 +58,9 @@ def read_arrays(path: Path, manifest: Manifest, names: Collection[str]) -> tuple
         path: of the step.
         manifest: of the step.
         names: of states.
+        buffers: to fill; None for new ones.
     """
+    buffers = empty_buffers(manifest, names) if buffers is None else buffers
     owners = {
         (state.file, record.name): (name, part)
         for name, state in manifest.states.items()
@@ -45,8 +70,9 @@ def read_arrays(path: Path, manifest: Manifest, names: Collection[str]) -> tuple
     found: Arrays = {name: {} for name in names}
     faults: list[str] = []
     for file, records in manifest.files().items():
-        wanted = {record.name for record in records if (file, record.name) in owners}
-        arrays, wrong = _read_file(path / file, laid_out(records), wanted) if wanted else ({}, [])
+        wanted = {record.name: buffers[file, record.name] for record in records if (file, record.name) in owners}
+        checksum = CHECKSUMS[manifest.format]
+        arrays, wrong = _read_file(path / file, laid_out(records), wanted, checksum) if wanted else ({}, [])
         faults += wrong
         for label, array in arrays.items():
             name, part = owners[file, label]
@@ -55,7 +81,9 @@ def read_arrays(path: Path, manifest: Manifest, names: Collection[str]) -> tuple
     return whole, faults
 
 
-def _read_file(path: Path, records: list[TensorRecord], wanted: Collection[str]) -> tuple[dict[str, Array], list[str]]:
+def _read_file(
+    path: Path, records: list[TensorRecord], wanted: Mapping[str, Array], checksum: Checksum
+) -> tuple[dict[str, Array], list[str]]:
     """The arrays of a file, and what is wrong with it."""
     head = header(records)
     expected = len(head) + sum(record.nbytes for record in records)
@@ -75,7 +103,7 @@ def _read_file(path: Path, records: list[TensorRecord], wanted: Collection[str])
         begin = len(head)
         for record in records:
             if record.name in wanted:
-                reads[record.name] = readers.submit(_read_array, path, begin, record)
+                reads[record.name] = readers.submit(_read_array, path, begin, record, wanted[record.name], checksum)
             begin += record.nbytes
     arrays: dict[str, Array] = {}
     faults: list[str] = []
@@ -89,25 +117,27 @@ def _read_file(path: Path, records: list[TensorRecord], wanted: Collection[str])
     return arrays, faults
 
 
-def _read_array(path: Path, begin: int, record: TensorRecord) -> Array:
-    is_text = record.dtype == "string"
-    array = np.empty(record.nbytes, np.uint8) if is_text else np.empty(record.shape, record.spec.dtype)
+def _read_array(path: Path, begin: int, record: TensorRecord, array: Array, checksum: Checksum) -> Array:
     raw = array.reshape(-1).view(np.uint8)
     view = raw.data
     crc32, at = 0, 0
     with FileIO(path) as file:
         file.seek(begin)
         while at < len(view):
-            count = file.readinto(view[at : at + CHUNK])
-            if not count:
-                raise CheckpointError(f"tensor {record.name!r} ends after {at} of {record.nbytes} bytes")
-            crc32 = zlib.crc32(view[at : at + count], crc32)
-            at += count
+            chunk = view[at : at + CHUNK]
+            filled = 0
+            while filled < len(chunk):
+                count = file.readinto(chunk[filled:])
+                if not count:
+                    raise CheckpointError(f"tensor {record.name!r} ends after {at + filled} of {record.nbytes} bytes")
+                filled += count
+            crc32 = checksum(chunk, crc32)
+            at += filled
     if crc32 != record.crc32:
         raise CheckpointError(
             f"tensor {record.name!r} is damaged: its checksum is {crc32:08x}, and was {record.crc32:08x}"
         )
-    if is_text:
+    if record.dtype == "string":
         array = from_strings(raw, record)
     array.flags.writeable = False
     return array
@@ -118,4 +148,4 @@ def verify(path: Path, manifest: Manifest) -> list[str]:
     return read_arrays(path, manifest, manifest.states)[1]
 
 
-__all__ = ["read_arrays", "verify"]
+__all__ = ["empty_buffers", "read_arrays", "verify"]

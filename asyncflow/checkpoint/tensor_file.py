@@ -40,7 +40,7 @@ class TensorRecord:
         dtype: the name of its dtype.
         shape: its extents.
         nbytes: how many bytes of the file it takes.
-        crc32: the checksum of those.
+        crc32: the checksum of those, which the format of the manifest tells how to make.
     """
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from asyncflow.checkpoint.checksum import sums_crc32
 from asyncflow.checkpoint.directory import begin_step, drop, keep_latest, publish, steps, sync_directory
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, StateRecord, file_of, library_versions
 from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, header, laid_out
@@ -114,7 +114,7 @@ def _write_arrays(
     sums: dict[str, int] = {}
 
     def add(name: str, chunk: memoryview) -> None:
-        sums[name] = zlib.crc32(chunk, sums.get(name, 0))
+        sums[name] = sums_crc32(chunk, sums[name])
 
     # One thread, which has all chunks in their order.
     with _Durable(path) as file, ThreadPoolExecutor(1, "asyncflow:checksums") as beside:
