@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.memory import MemoryAccount
 from asyncflow.runtime.run.admission import Admission
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.testing import virtual_clock
@@ -377,6 +378,19 @@ async def test_a_run_that_never_began_says_nothing_of_its_plan(graph: af.Graph) 
         assert len(plan.cost.recent_s) == 1
 
 
+async def test_what_was_learnt_outlasts_that_a_graph_grows(program: Program) -> None:
+    program.gate.opened.set()
+    async with af.Session(max_runs=1) as session:
+        for number in range(3):
+            await program.run(session, number)
+        learnt = session.plan(program.slow, [program.x]).cost
+        with program.graph:
+            af.constant(1)
+        await program.run(session, 3)
+        assert session.plan(program.slow, [program.x]).cost is learnt
+        assert len(learnt.recent_s) == 4
+
+
 async def test_runs_wait_for_as_much_memory_as_their_kind_needed_before(graph: af.Graph) -> None:
     """Of 1 MB, each needs 400 kB: two at a time once one has run, and a small one beside them."""
     gate = CoroutineGate()
@@ -433,3 +447,33 @@ async def test_what_is_fed_to_runs_that_wait_is_limited(program: Program) -> Non
             program.gate.opened.set()
             assert [await first, await second] == [1000, 200]
         assert session.statistics().queued_bytes == 0
+
+
+async def test_what_runs_leave_behind_is_not_reserved_for_ever(graph: af.Graph) -> None:
+    """It counts for the run that made it, and by and by for none."""
+    x = af.placeholder("float32", ())
+    account = MemoryAccount("cpu:0")
+    options = SessionOptions(max_runs=2, memory_limit=1_000_000)
+    admission = Admission(options, [account])
+    now_s = asyncio.get_running_loop().time
+    async with af.Session(graph) as session:
+        plan = session.plan(x * 2.0, [x])
+
+        def run(nbytes: int, beside: int = 0) -> np.ndarray[Any, Any]:
+            ticket = admission.apply(plan, None)
+            admission.queue.begin(ticket, plan.cost, now_s())
+            made, kept = np.empty(nbytes, np.uint8), np.empty(beside, np.uint8)
+            account.track(made)
+            account.track(kept)
+            del made
+            admission.leave(ticket, is_whole=True)
+            return kept
+
+        run(400_000)
+        assert plan.cost.nbytes == 400_000
+        kept = run(400_000, 500_000)
+        assert plan.cost.nbytes == 900_000
+        for _ in range(40):
+            run(400_000)
+        assert plan.cost.nbytes == pytest.approx(400_000, rel=0.02)
+        assert account.used == kept.nbytes == 500_000

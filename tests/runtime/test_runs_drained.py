@@ -169,6 +169,21 @@ async def test_a_lone_member_of_a_batch_does_not_hold_the_session(graph: af.Grap
         assert [run.result()[0] for run in runs] == [0, 2]
 
 
+async def test_f29_closing_while_it_is_drained(graph: af.Graph, gate: CoroutineGate) -> None:
+    """Ends both at once."""
+    x, y = gated(gate)
+    async with af.Session(graph, max_runs=1) as session:
+        runs = [asyncio.create_task(session.run(y, {x: k})) for k in range(2)]
+        await until(lambda: gate.started)
+        draining = asyncio.create_task(session.drain(FOR_EVER_S))
+        await ticks(3)
+        await session.aclose(0)
+        await draining
+        for run in runs:
+            with pytest.raises(af.SessionClosedError):
+                await run
+
+
 async def test_draining_twice_and_cancelled(graph: af.Graph, gate: CoroutineGate) -> None:
     """One that is cancelled stops nothing; another goes on."""
     x, y = gated(gate)

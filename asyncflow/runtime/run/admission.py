@@ -86,7 +86,7 @@ class Admission:
         if queue.max_queued_bytes is not None and not queue.has_room:
             ticket.nbytes = _held_bytes(values)
         if self._accounts and not queue.in_flight:
-            self._held = [account.lap("runs")[1] for account in self._accounts]
+            self._look_at_idle()
         now_s = loop.time()
         try:
             if not queue.offer(ticket, now_s):
@@ -134,8 +134,13 @@ class Admission:
                 if not is_whole and taken_s <= ticket.cost.expected_s:
                     taken_s = None
             queue.end(ticket, taken_s)
+            if self._accounts and not queue.in_flight:
+                self._look_at_idle()
         if queue.queued:
             self._settle(now_s)
+
+    def _look_at_idle(self) -> None:
+        self._held = [account.lap("runs")[1] for account in self._accounts]
 
     def _needed(self, ticket: AdmissionTicket) -> int:
         """Bytes that a run needed of the device on which that was most: what was there beside what others reserve."""

@@ -317,6 +317,8 @@ class Runs:
         tell_watchers(request, values)
         plan = await self._plans.get(request, self._compile, timeout)
         if not inside:
+            if call.plan is not None and not plan.cost.recent_s:
+                plan.cost = call.plan.cost  # the graph has grown, and the run does what it did
             call.plan, call.version = plan, version
         return plan, values
 
