@@ -112,6 +112,8 @@ class SharedBody(SharedCode):
     """
 
     why_no_text = NO_TEXT.format("the function of a batched call")
+    may_be_asked_anywhere = True
+    """Its kernel may be called on any thread: who gathers members looks at one when it is waited for."""
 
     def __init__(
         self, body: Subgraph, batch: Batch, has_rows: Mapping[Tensor, bool], label: str, ragged: RaggedRows | None

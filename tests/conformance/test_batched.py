@@ -76,6 +76,24 @@ async def test_iterations_and_branches_share_calls(open_session: OpenSession, si
     assert max(sizes) > 1
 
 
+async def test_a_loop_that_waits_for_its_own_calls_is_one_function() -> None:
+    """Where an iteration needs what the one before was given, the loop is a region; else iterations share calls."""
+    fn = af.batched(lambda x: x * 3 % 1000, cost="none")
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (), name="x")
+        _, chained = af.while_loop(lambda i, s: i < 6, lambda i, s: (i + 1, fn(s)), (0, x))
+        _, summed = af.while_loop(lambda i, s: i < 6, lambda i, s: (i + 1, s + fn(x + i)), (0, 0))
+    async with af.Session(graph) as session:
+        assert len(session.plan(chained, [x]).partitions[0].root.nodes) == 3  # feed, region, fetch
+        found = await asyncio.gather(*(session.run(chained, {x: k}) for k in range(9)))
+        assert found == [k * 3**6 % 1000 for k in range(9)]
+        assert await session.run(summed, {x: 4}) == sum((4 + i) * 3 % 1000 for i in range(6))
+        chained_counts, summed_counts = session.statistics().batches.values()
+    assert chained_counts.members == 54
+    assert chained_counts.largest >= 8
+    assert summed_counts.largest > 1
+
+
 async def test_captures_and_variables(open_session: OpenSession) -> None:
     """What depends on a run is each member's own; a variable is read when the call is made, after the run's writes."""
     scale = af.Variable(np.float32(2), name="scale")

@@ -140,13 +140,35 @@ def waits_in_turn(node: WhileNode) -> bool:
     if node.graph.effects != "ordered" and node.parallel_iterations > 1:
         return False
     inside = [inner for body in node.subgraphs for inner in body.walk()]
-    # What waits without a side effect, such as a pooled loop, waits in all iterations at once.
-    others = [x for x in inside if not (x.graph is node.body and waits_in_line(x) and has_side_effect(x))]
+    others = [x for x in inside if not (x.graph is node.body and waits_in_line(x) and _waits_for_itself(node, x))]
     return (
         len(inside) == len(others) + 1
         and all(inner.op.effects is None and (inner.subgraphs or is_compilable(inner)) for inner in others)
         and all(is_small_spec(tensor.spec) for inner in inside for tensor in (*inner.inputs, *inner.outputs))
     )
+
+
+def _waits_for_itself(loop: WhileNode, node: Node) -> bool:
+    """Whether a firing of a node that waits comes after that of the iteration before.
+
+    What waits without a side effect, such as a batched call, would wait in all iterations at once, unless it needs what
+    it gave before; and it has to say that it may be asked for on any thread.
+    """
+    if has_side_effect(node):
+        return True
+    if not getattr(node.attrs.get("shared"), "may_be_asked_anywhere", False):
+        return False
+    variables = {variable: loop.body.results[place].node for place, (variable, _) in enumerate(loop.carried)}
+    seen: set[Node] = set()
+    stack = [x.node for x in node.inputs]
+    while stack:
+        each = stack.pop()
+        if each is node:
+            return True
+        if each not in seen:
+            seen.add(each)
+            stack += [variables[x] for x in each.outputs if x in variables] if each.op is PARAMETER else each.sources
+    return False
 
 
 def _nesting(node: Node) -> int:

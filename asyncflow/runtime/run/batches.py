@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
-    from asyncflow.values import Array, Value
+    from asyncflow.streams.holding import RunPart
+    from asyncflow.values import Array
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -67,28 +68,46 @@ class BatchMember(PlaceInLine):
         *("context", "deadline_ns", "inputs", "is_gone", "known", "nbytes"),
         *("offered_ns", "outcome", "priority", "shared", "signature"),
     )
+    # Known once it has joined.
+    context: Context
+    deadline_ns: float
+    known: KnownBody
+    nbytes: int
+    offered_ns: int
+    priority: int
+    signature: Hashable
 
-    def __init__(
-        self, batches: Batches, shared: SharedBody, known: KnownBody, inputs: tuple[Array, ...], signature: Hashable
-    ) -> None:
-        super().__init__(batches, shared.what, shared.results_of)
+    def __init__(self, shared: SharedBody, inputs: tuple[Array, ...]) -> None:
+        super().__init__(_NOWHERE, shared.what, shared.results_of)
         self.shared = shared
-        self.known = known
         self.inputs = inputs
-        self.signature = signature
-        self.context = copy_context()
         self.outcome: Sequence[Array] | BaseException | None = None
-        # Nobody asks without a limit.
-        self.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
-        self.offered_ns = batches.turn.clock()
-        self.deadline_ns = inf
-        self.priority = 0
         self.is_gone = False
+
+    def when_called(self, wake: Callable[[], None]) -> None:
+        """Joins the members of the session whose run this is called for, on its event loop."""
         part = current_part()
-        if part is not None:
-            self.priority = part.priority
-            if part.deadline_s < inf:
-                self.deadline_ns = self.offered_ns + (part.deadline_s - batches.turn.loop.time()) * 1e9
+        assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
+        self.state = part.owner.batches
+        try:
+            part.owner.batches.join(self, part)
+        except Exception as error:  # of the user's, about a shape
+            self.outcome, self.is_called = error, True
+        super().when_called(wake)
+
+
+class _Nowhere(LinedState):
+    """Where members are that nobody waits for yet."""
+
+    def places(self) -> list[PlaceInLine]:
+        """None that anybody has to know of."""
+        return []
+
+    def left(self, place: PlaceInLine) -> None:
+        """Nobody ever will."""
+
+
+_NOWHERE = _Nowhere()
 
 
 class BatchStatistics(NamedTuple):
@@ -195,16 +214,27 @@ class Batches(LinedState):
 
     # -- as those see it who wait --------------------------------------------------------------------------------
 
-    def join(self, shared: SharedBody, inputs: tuple[Array, ...]) -> BatchMember:
-        """The place in line of one member, of the run whose context this is in."""
-        inputs = shared.inside(inputs)
+    def join(self, member: BatchMember, part: RunPart) -> None:
+        """A member of that run waits.
+
+        Raises:
+            Exception: a function of the user's about shapes failed.
+        """
+        shared = member.shared
+        member.inputs = inputs = shared.inside(member.inputs)
         kind = shared.kind(inputs)
-        signature = (shared, kind, *common_values(shared.has_rows, inputs))
-        known = self._known_of(shared)
-        member = BatchMember(self, shared, known, inputs, signature)
-        self._batcher.offer(signature, known.costs_of(kind), shared.batch, member)
+        member.signature = (shared, kind, *common_values(shared.has_rows, inputs))
+        member.known = known = self._known_of(shared)
+        member.context = copy_context()
+        # Nobody asks without a limit.
+        member.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
+        member.offered_ns = self.turn.clock()
+        member.deadline_ns = inf
+        member.priority = part.priority
+        if part.deadline_s < inf:
+            member.deadline_ns = member.offered_ns + (part.deadline_s - self.turn.loop.time()) * 1e9
+        self._batcher.offer(member.signature, known.costs_of(kind), shared.batch, member)
         self.turn.wake()
-        return member
 
     def places(self) -> list[PlaceInLine]:
         """Everybody in line."""
@@ -220,6 +250,8 @@ class Batches(LinedState):
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants a member any more: it leaves, or what it would have got is dropped."""
         assert isinstance(place, BatchMember)
+        if isinstance(place.outcome, BaseException):
+            return  # it may never have been there
         call = self._batcher.withdraw(place.signature, place)
         run = None if call is None else self._runs_of.get(call)
         if run is not None:
@@ -483,12 +515,6 @@ def _identity(value: Array) -> Hashable:
     return value.tobytes() if value.nbytes <= _SAME_BYTES else id(value)
 
 
-def _gather(shared: SharedBody, inputs: tuple[Array, ...]) -> Value:
-    part = current_part()
-    assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
-    return part.owner.batches.join(shared, inputs)
-
-
-install_gatherer(_gather)
+install_gatherer(BatchMember)
 
 __all__ = ["BatchMember", "Batches"]

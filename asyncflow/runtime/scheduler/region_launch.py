@@ -116,7 +116,7 @@ class Regions:
         else:
             self._waiting[firing] = None
             executor.in_flight += 1
-            wake_on(executor.run.turn.loop, firing.place, partial(self._wake, firing))
+            executor.run.context.run(wake_on, executor.run.turn.loop, firing.place, partial(self._wake, firing))
 
     def _wake(self, firing: SlicedRegion) -> None:
         executor = self._executor

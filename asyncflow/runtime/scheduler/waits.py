@@ -45,7 +45,8 @@ class Waits:
         executor = self._executor
         self._places[place] = _Waiting(node, iteration, inputs, executor.run.turn.clock())
         executor.in_flight += 1
-        wake_on(executor.run.turn.loop, place, partial(self._wake, place))
+        # In the run's context, as a batched call asks whose it is.
+        executor.run.context.run(wake_on, executor.run.turn.loop, place, partial(self._wake, place))
 
     def _wake(self, place: PlaceInLine) -> None:
         executor = self._executor
