@@ -14,7 +14,7 @@ SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full mutants check reference doctest bench size gpu-check package clean
+.PHONY: help setup demo serve test test-full mutants check reference doctest bench size gpu-check package clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ setup: $(STAMP) ## Make the virtual environment .venv with the package and all t
 
 demo: $(STAMP) ## Run the main job: an LSTM learns to write from the documentation of Python, with its timeline
 	$(BIN)/python examples/character_lstm.py --output demo-out
+
+serve: $(STAMP) ## Serve three models from one session, with a page that shows their batches, on http://localhost:8000
+	$(BIN)/python examples/server.py
 
 test: $(STAMP) ## Run the tests, but for slow ones, in the five cells that find what any finds; TURN=word adds a part
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) $(if $(TURN),--turn="$(TURN)",-m 'not slow') $(PYTEST_ARGS)

@@ -18,8 +18,8 @@ event        state                                                        what h
 ============ ============================================================ ==============================================
 
 There is room while fewer than `max_runs` are in flight and, with a `memory_limit`, what runs of its kind needed before
-fits beside what is reserved for those in flight. While nothing is in flight any run starts, whatever is expected of it:
-that is how a wrong expectation is corrected.
+fits beside what is reserved for those in flight. Where there is room, and none of its kind is in flight, a run starts
+whatever is expected of it: that is how a wrong expectation is corrected, such as after the machine has paused.
 
 It is the turn of the line with the lowest priority number, but for an eighth of the time: whatever starts, a seventh of
 the time that it is expected to take is owed to each other line, and one that is owed what its first run is expected to
@@ -164,7 +164,7 @@ class RunQueue(Generic[R]):
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
         if not self.queued and (not in_flight or self._has_room(run)):
-            if run.deadline_s < inf and in_flight and run.is_late(now_s):
+            if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
             return True

@@ -291,6 +291,22 @@ def test_an_urgent_run_is_not_refused_for_those_behind_it() -> None:
     assert refused.value.retry_after_s == pytest.approx(8, rel=0.2)
 
 
+def test_what_is_expected_of_a_kind_is_corrected_while_others_are_in_flight() -> None:
+    """As after a pause of the whole machine, which its runs had to do with by chance."""
+    queue: RunQueue[Caller] = RunQueue(10)
+    queue.offer(Caller(cost(1000)), 0)
+    kind = cost(12)
+    first = Caller(kind, deadline_s=2)
+    assert queue.offer(first, 0)
+    with pytest.raises(af.OverloadedError, match="would take too long to end in time"):
+        queue.offer(Caller(kind, deadline_s=2), 0)  # one is enough to find out
+    for _ in range(60):
+        queue.begin(first, kind, 0)
+        queue.end(first, 0.01)
+        queue.offer(first := Caller(kind, deadline_s=2), 0)
+    assert queue.offer(Caller(kind, deadline_s=2), 0)
+
+
 def test_a_full_queue_makes_way_for_what_is_more_important() -> None:
     """The last of the line with the highest number goes; each keeps an eighth, and may claim as much."""
     queue: RunQueue[Caller] = RunQueue(1, max_queued=16)
