@@ -123,7 +123,7 @@ class SharedBody(SharedCode):
         self.batch = batch
         self.has_rows = tuple(has_rows.values())
         self.specs = tuple(x.spec for x in body.results)
-        self.is_repeatable = is_repeatable(body)
+        self.is_repeatable = is_repeatable(body.walk())
         self.is_packed = ragged is not None and ragged.is_packed
         self._body = body
         self._ragged = ragged
@@ -487,14 +487,14 @@ def _trace(
     refuse_handles("batched", paths, [*inner, *results])
     body.results = results
     body.closed = True
-    if (fault := why_not_shareable(body)) is not None:
+    if (fault := why_not_shareable(body.walk())) is not None:
         raise GraphError(f"{label} cannot be batched: {fault}")
     return _TracedBody(body, returned)
 
 
-def why_not_shareable(body: Subgraph) -> str | None:
-    """Names something in a body that would not be the same for each of several members; None if all is."""
-    for node in body.walk():
+def why_not_shareable(nodes: Iterable[Node]) -> str | None:
+    """Names one of the nodes that would not give the same for each of several members; None if all do."""
+    for node in nodes:
         if node.op.needs_context:
             fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
         elif any(access is Access.WRITE for _, access in node_effects(node)) and node.subgraphs == ():
@@ -528,9 +528,9 @@ def is_same_for_all(x: Tensor) -> bool:
     return True
 
 
-def is_repeatable(body: Subgraph) -> bool:
-    """Whether computing the body again does no harm: it calls nothing of the user's that is not said to be pure."""
-    return not any(node.op.is_user and not node.op.is_repeatable for node in body.walk())
+def is_repeatable(nodes: Iterable[Node]) -> bool:
+    """Whether computing them again does no harm: they call nothing of the user's that is not said to be pure."""
+    return not any(node.op.is_user and not node.op.is_repeatable for node in nodes)
 
 
 def variables_of(*bodies: Subgraph) -> dict[str, Resource]:

@@ -77,7 +77,7 @@ class SharedLoop(SharedCode):
         self.n_vars = len(self.specs)
         self.has_rows = tuple(kept.values())
         # An element of a TensorArray may be read once.
-        self.is_repeatable = all(is_repeatable(part) and not _reads_stores(part) for part in (condition, body))
+        self.is_repeatable = all(is_repeatable(part.walk()) and not _reads_stores(part) for part in (condition, body))
         self.bodies = condition, body
         self._places = tuple(kept)
         self._condition, self._body = self.bodies
@@ -261,7 +261,7 @@ def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars
         if has_rows and x.shape is None:
             raise CannotLift(f"{x.name} is {x.spec}, whose number of axes is not known")
     for part in (condition, body):
-        if (fault := why_not_shareable(part)) is not None:
+        if (fault := why_not_shareable(part.walk())) is not None:
             raise CannotLift(fault)
     devices = {node.device for part in (condition, body) for node in part.walk() if node.device is not None}
     if len(devices) > 1:

@@ -90,6 +90,21 @@ class SlottedChildren:
         return {x: LiftedValue(rows, has_rows=True) for x, rows in found.items()}
 
 
+class TakenChildren:
+    """Those that are told apart by number, whose states are there: of each part ``[vertices, children, ...]``."""
+
+    def __init__(self, states: Sequence[Tensor]) -> None:
+        self.states = states
+
+    def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
+        """See `Children.known`."""
+        slots = traced.gathers.items()
+        found = {x: rows[:, child] for child, inner in slots for x, rows in zip(inner, self.states, strict=True)}
+        for (part, children), x in traced.side_by_side.items():
+            found[x] = reshape(take(self.states[part], list(children), axis=1), (-1, *_static(x)))
+        return {x: LiftedValue(rows, has_rows=True) for x, rows in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class AllChildren:
     """Those of vertices that have any number, one after the other.

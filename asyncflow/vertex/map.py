@@ -25,6 +25,7 @@ from asyncflow.graph.dtypes import bool_, dtype_name, int64
 from asyncflow.graph.scopes import control_dependencies, name_scope
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.lift.batched import why_not_shareable
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.creation import arange, zeros
@@ -42,6 +43,7 @@ from asyncflow.vertex.children import AllChildren, Children, NoChildren, Slotted
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.input_graph import InputGraph
 from asyncflow.vertex.schedule import VertexSchedule, schedules
+from asyncflow.vertex.shared import SharedSets, add_shared_sets
 from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
 
@@ -70,6 +72,7 @@ def vertex_map(
     policy: str = "breadth_first",
     lift_parts: bool = True,
     streams: int = 1,
+    share: bool = False,
     name: str | None = None,
 ) -> VertexResults:
     """Runs a vertex function over all vertices of a batch of graphs, set by set: children before their parents.
@@ -93,6 +96,10 @@ def vertex_map(
             its own, so that they overlap on a device with so many compute streams (``Session(compute_streams=2)``),
             or on several devices. It pays for large products, on a CPU with a core for each; one thread launches for a
             card, which loses by it.
+        share: whether sets of this run are computed with those of other runs of the session that are under way, set 7
+            of one and set 0 of another as rows of one call: for many requests of one graph or a few each. It takes one
+            function and one stream; no gradient goes through it; and in what a gather reaches nothing may draw random
+            numbers.
         name: what names of its nodes begin with.
 
     Raises:
@@ -115,6 +122,8 @@ def vertex_map(
         given = pulls if isinstance(pulls, Mapping) else {"x": pulls}
     if static_int(streams, "vertex_map(streams): streams") < 1:
         raise GraphError(f"vertex_map(streams): streams is the number of parts of the batch, 1 or more; got {streams}")
+    if share and (streams != 1 or len(functions) != 1):
+        raise GraphError("vertex_map(share=True) takes one function, and streams=1")
     with graph_for(*given.values(), graph.offsets), name_scope("vertex_map" if name is None else name) as scope:
         tensors = {key: as_tensor(value) for key, value in given.items()}
         label = scope.rstrip("/")
@@ -125,14 +134,14 @@ def vertex_map(
                 raise GraphError(f"{wanted}; this one has none")
             plans = schedules(graph, policy, tensors, arity=arity, n_types=len(functions), parts=streams)
             maps = [_VertexMap(label, functions[0], graph, tensors, state, plan) for plan in plans]
-            traced = [_traced(each, tensors, lift_parts=lift_parts) for each in functions]
-            return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
+            traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
+            return _joined([mapping.build(mapping.kinds(functions, traced), share=share) for mapping in maps])
         except CannotLift as reason:
             raise GraphError(f"vertex_map: {reason}") from None
 
 
 def _traced(
-    function: VertexFunction, pulls: Mapping[str, Tensor], *, lift_parts: bool
+    function: VertexFunction, pulls: Mapping[str, Tensor], *, lift_parts: bool, share: bool
 ) -> tuple[TracedFunction, FunctionParts]:
     """A function as a body over one vertex, and its parts."""
     graph = graph_for()
@@ -140,7 +149,9 @@ def _traced(
     traced = function.trace(graph, graph.unique_name(function.name), specs)
     if lift_parts:
         join_products(traced)
-    return traced, split(traced, all_in_core=not lift_parts)
+    # Most is gained where all is computed with other runs, but draws and effects are each run's own.
+    is_all_shared = share and why_not_shareable(traced.body.walk()) is None
+    return traced, split(traced, all_in_core=not lift_parts or is_all_shared)
 
 
 def _joined(parts: Sequence[VertexResults]) -> VertexResults:
@@ -225,7 +236,7 @@ class _VertexMap:
         starts = cumulative_sum(multiply(sizes, own), include_initial=True)
         return _VertexKind(number, function, *traced, gather(plan.order, places), places, starts)
 
-    def build(self, kinds: Sequence[_VertexKind]) -> VertexResults:
+    def build(self, kinds: Sequence[_VertexKind], *, share: bool) -> VertexResults:
         """Adds the sets and what stands before and after them."""
         before = [self._before(kind) for kind in kinds]
         remarks = graph_for().root.remarks
@@ -236,7 +247,7 @@ class _VertexMap:
                 "from the sets": kind.kept,
             }
             remarks[f"{self.label}/{kind.function.name}"] = explained(kind.parts, stored)
-        states, kept = self._sets(kinds, before)
+        states, kept = self._shared_sets(kinds[0], before[0]) if share else self._sets(kinds, before)
         after = [self._after(*each, states) for each in zip(kinds, before, kept, strict=True)]
         roots = [store.take(self.schedule.root_ranks) for store in states]
         names = dict.fromkeys(name for kind in kinds for name in kind.traced.pushes)
@@ -330,12 +341,28 @@ class _VertexMap:
 
     # -- set by set ------------------------------------------------------------------------------------------------
 
-    def _sets(self, kinds: Sequence[_VertexKind], before: Sequence[dict[Tensor, LiftedValue]]) -> _Stores:
+    def _shared_sets(self, kind: _VertexKind, before: dict[Tensor, LiftedValue]) -> _Stores:
+        label, plan = f"{self.label}/{kind.function.name}", self.schedule
+        arity = None if plan.child_starts is not None else kind.function.children
+        shared = SharedSets(label, kind.traced, kind.parts, kind.kept, before, self.initial, arity)
+        spread = self._all(kind).rows.spread
+        rows = add_shared_sets(shared, plan, self.initial, spread, lambda: self._numbers(kind.vertices))
+        states, kept = self._new_stores([kind])
+        count = len(states)
+        return (
+            [store.append(x) for store, x in zip(states, rows[:count], strict=True)],
+            [[store.append(x) for store, x in zip(kept[0], rows[count:], strict=True)]],
+        )
+
+    def _new_stores(self, kinds: Sequence[_VertexKind]) -> _Stores:
         capacity = add(size(self.schedule.order), 1)
         states = [
             RowStore(x.tensor.dtype, x.shape, capacity).append(expand_dims(x.tensor, axis=0)) for x in self.initial
         ]
-        kept = [[_store(kind, x) for x in kind.kept] for kind in kinds]
+        return states, [[_store(kind, x) for x in kind.kept] for kind in kinds]
+
+    def _sets(self, kinds: Sequence[_VertexKind], before: Sequence[dict[Tensor, LiftedValue]]) -> _Stores:
+        states, kept = self._new_stores(kinds)
         # Nothing is before the first set, so all that it gathers is `initial`, and computed once.
         stores = self._set(kinds, before, constant(0, int64), (states, kept), is_first=True)
         done: tuple[Tensor, _Stores] = while_loop(

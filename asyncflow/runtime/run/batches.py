@@ -21,7 +21,6 @@ import numpy as np
 
 from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError
 from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
-from asyncflow.lift.pooled import SharedLoop
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
+    from asyncflow.runtime.run.vertex_pools import VertexPools
     from asyncflow.streams.holding import RunPart
     from asyncflow.values import Array
 
@@ -208,6 +208,8 @@ class Batches(LinedState):
         self._checked_share = 0.0
         self.pools: Pools | None = None
         """Pooled loops of the session."""
+        self.vertex_pools: VertexPools | None = None
+        """Vertex maps of the session that are shared."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._runs_of: dict[BatchCall[BatchMember], Run] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -425,10 +427,10 @@ class Batches(LinedState):
             with self.lock:
                 self.call(member)
 
-    def count_call(self, shared: SharedBody | SharedLoop, size: int, *, calls: int = 1, failed: int = 0) -> None:
+    def count_call(self, shared: SharedCode, size: int, *, calls: int = 1, failed: int = 0) -> None:
         """Counts calls, or steps, each for so many."""
         self._known_of(shared).count(size, calls=calls, failed=failed)
-        if self._runs.observers is not None and isinstance(shared, SharedLoop):
+        if self._runs.observers is not None and not isinstance(shared, SharedBody):
             self._runs.observers.pool_stepped(shared.label, size)
 
     def _tell(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:

@@ -25,6 +25,7 @@ from asyncflow.runtime.run.pools import Pools
 from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.run.single_call import CountedCall, quiet_context, run_single_call
 from asyncflow.runtime.run.versions import CompileFor, Versions
+from asyncflow.runtime.run.vertex_pools import VertexPools
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.values.copies import CopyThread
@@ -116,6 +117,7 @@ class Runs:
         self.batches = self._turn.batches = Batches(
             self._turn, self, self._options.seed or 0, is_watched=self._options.debug
         )
+        self.batches.vertex_pools = VertexPools(self.batches)
         self.batches.pools = Pools(self, self.batches, self._options.max_iterations, is_watched=self._options.debug)
 
     # -- calls ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,215 @@
+"""``vertex_map(share=True)``: sets of vertices of different runs are computed together, as the rows of one call.
+
+The sets of one run's vertices are one node, which waits in line as a pooled loop does. The core of the function is
+built as a graph of its own over vertices of any runs; who is computed next is up to the runtime
+(`asyncflow.runtime.run.vertex_pools`), where the states of all runs stand in one place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.build import graph_for, identity, placeholder
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.op import define, derivative
+from asyncflow.graph.scopes import control_dependencies
+from asyncflow.graph.shapes import is_static
+from asyncflow.graph.spec import Spec
+from asyncflow.lift.batched import (
+    NO_TEXT,
+    BodyProgram,
+    SharedCode,
+    is_repeatable,
+    is_same_for_all,
+    known_constants,
+    reads,
+    variables_of,
+    why_not_shareable,
+)
+from asyncflow.lift.lifting import Lifting
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
+from asyncflow.ops.shape import shape
+from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array, Kernel, Namespace, Value
+    from asyncflow.vertex.function import TracedFunction
+    from asyncflow.vertex.schedule import VertexSchedule
+    from asyncflow.vertex.split import FunctionParts
+
+
+class InputCounts(NamedTuple):
+    """How many inputs of the node are what, in this order.
+
+    Attributes:
+        schedule: set starts, ranks of children and, where these are any number, where those of each vertex begin.
+        states: the state of a child that is not there, in parts.
+        own: rows that each vertex has of its own.
+        common: what is the same for all vertices of all runs that share a call.
+    """
+
+    schedule: int
+    states: int
+    own: int
+    common: int
+
+
+class SharedSets(SharedCode):
+    """The code of one vertex function whose sets are computed with those of other runs.
+
+    Attributes:
+        label: its name.
+        counts: of the inputs of its node.
+        has_rows: of each of these, whether each run has its own.
+        specs: rows of states, and of what the core gives to the lazy part.
+        is_repeatable: computing a set again does no harm.
+        program: from the inputs behind the schedule and initial states, for some vertices, and what there is of their
+            children, to the rows of `specs`. Of children there are the parts of their states: of each slot, or of all,
+            with the row of the vertex that each belongs to, and where those of each vertex begin.
+    """
+
+    why_no_text = NO_TEXT.format("a vertex_map that is shared")
+
+    def __init__(
+        self,
+        label: str,
+        traced: TracedFunction,
+        parts: FunctionParts,
+        kept: Sequence[Tensor],
+        known: Mapping[Tensor, LiftedValue],
+        states: Sequence[LiftedValue],
+        arity: int | None,
+    ) -> None:
+        super().__init__(label, traced.body)
+        self.traced, self._parts, self._arity = traced, parts, arity
+        wanted = [*traced.scattered, *kept]
+        for x in wanted:
+            if not is_static(x.shape):
+                raise CannotLift(f"{x.name} {x.spec}, which sets give, is of a shape that is not known in full")
+        self.specs = tuple(Spec(x.dtype, (None, *(x.shape or ()))) for x in wanted)
+        core = [each for node in parts.core for each in (node, *(x for body in node.subgraphs for x in body.walk()))]
+        if (fault := why_not_shareable(core)) is not None:
+            raise CannotLift(f"{label} cannot be shared: {fault}")
+        self.is_repeatable = is_repeatable(core)
+        read = {*wanted, *(x for node in parts.core for x in node.inputs)}
+        given = {x: value for x, value in known.items() if x in read}
+        self._constants = {
+            x: y.tensor.node for x, y in given.items() if y.tensor.node.op is CONSTANT and not y.has_rows
+        }
+        is_common = {x: not y.has_rows and is_same_for_all(y.tensor) for x, y in given.items()}
+        self.own = {x: y for x, y in given.items() if not is_common[x]}
+        self.common = {x: y.tensor for x, y in given.items() if is_common[x] and x not in self._constants}
+        self.draws_numbers = False
+        self._state_specs = [x.tensor.spec for x in states]
+        self.program = self._built(wanted)
+        own = len(self.own) + self.draws_numbers
+        self.counts = InputCounts(2 + (arity is None), len(states), own, len(self.common))
+        self.has_rows = (*(True,) * sum(self.counts[:3]), *(False,) * self.counts.common)
+
+    def __repr__(self) -> str:
+        return f"<shared {self.label}>"
+
+    def programs(self) -> tuple[BodyProgram, ...]:
+        """See the class."""
+        return (self.program,)
+
+    def _built(self, wanted: Sequence[Tensor]) -> BodyProgram:
+        with Graph() as graph:
+            known = known_constants(self._constants)
+            for x in self.own:
+                if x.shape is None:
+                    raise CannotLift(f"{x.name}, which sets read, is of unknown rank")
+                known[x] = LiftedValue(placeholder(x.dtype, (None, *x.shape)), has_rows=True)
+            common = {x: placeholder(outer.dtype, outer.shape) for x, outer in self.common.items()}
+            known.update((x, LiftedValue(value, has_rows=False)) for x, value in common.items())
+            numbers = placeholder(int64, (None, 2))
+            children, of_children = self._children()
+            count = shape(of_children[-1])[0] - (self._arity is None)
+
+            def draw() -> Tensor:
+                self.draws_numbers = True
+                return numbers
+
+            lifting = Lifting(
+                VertexAxis(count, draw, children, in_loop=True, label=f"{self.label} (sample/vertex)"), self.label
+            )
+            known.update(children.known(self.traced))
+            found = [lifting.rows.spread(x) for x in lifting.values(self.traced.body, known, wanted, self._parts.core)]
+            with control_dependencies(lifting.effects()):
+                fetches = tuple(identity(x) for x in found)
+        own = [known[x].tensor for x in self.own] + ([numbers] if self.draws_numbers else [])
+        return BodyProgram(graph, (*own, *common.values(), *of_children), fetches)
+
+    def _children(self) -> tuple[Children, list[Tensor]]:
+        """Children of some vertices, and the placeholders for them; the last has a row a vertex, or one more."""
+        rows = (None,) if self._arity is None else (None, self._arity)
+        states = [placeholder(x.dtype, (*rows, *(x.shape or ()))) for x in self._state_specs]
+        if self._arity is not None:
+            return TakenChildren(states), states
+        owners, starts = placeholder(int64, (None,)), placeholder(int64, (None,))
+        return AllChildren((), owners, owners, starts, states), [*states, owners, starts]
+
+
+def add_shared_sets(
+    shared: SharedSets,
+    plan: VertexSchedule,
+    initial: Sequence[LiftedValue],
+    spread: Callable[[LiftedValue], Tensor],
+    numbers: Callable[[], Tensor],
+) -> tuple[Tensor, ...]:
+    """Adds the node that computes all sets: rows of states, and of what the core gives to the lazy part.
+
+    Args:
+        shared: its code.
+        plan: the schedule.
+        initial: the parts of the state of a child that is not there.
+        spread: gives a row for each vertex, in execution order.
+        numbers: those of all vertices, likewise.
+    """
+    graph = graph_for()
+    schedule = [plan.set_starts, plan.child_ranks, *(() if plan.child_starts is None else (plan.child_starts,))]
+    own = [*map(spread, shared.own.values()), *([numbers()] if shared.draws_numbers else [])]
+    inputs = [*schedule, *(x.tensor for x in initial), *own, *shared.common.values()]
+    attrs = {"shared": shared, **variables_of(shared.traced.body)}
+    name = graph.unique_name(f"{shared.label.rpartition('/')[2]}/sets")
+    node = graph.add_node(SHARED_SETS, inputs, attrs, shared.specs, reserved_name=name)
+    return node.outputs
+
+
+_gatherers: list[Callable[[SharedSets, tuple[Array, ...]], Value]] = []
+
+
+def install_set_gatherer(gather: Callable[[SharedSets, tuple[Array, ...]], Value]) -> None:
+    """Tells who computes sets, and gives places in line; the runtime does, which nothing here may know."""
+    _gatherers[:] = [gather]
+
+
+def _kernel(xp: Namespace, *, shared: SharedSets, **variables: object) -> Kernel:
+    code = shared.at(variables)
+    return lambda *inputs: _gatherers[0](code, inputs)
+
+
+def _specs(*inputs: Spec, shared: SharedSets, **variables: object) -> tuple[Spec, ...]:
+    return shared.specs
+
+
+SHARED_SETS = define("shared_sets", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads)
+"""All sets of a vertex function; see `InputCounts` for its inputs."""
+no_row_rule(SHARED_SETS, because="it takes the vertices of a whole batch at once")
+
+
+@derivative(SHARED_SETS)
+def _no_gradient(node: Node, *grads: Tensor | None) -> NoReturn:
+    raise GraphError(
+        f"{node.name} is shared with other runs, and no gradient goes through it: differentiate vertex_map without "
+        f"share=True\n  built at {node.location}"
+    )
+
+
+__all__ = ["SHARED_SETS", "InputCounts", "SharedSets", "add_shared_sets", "install_set_gatherer"]

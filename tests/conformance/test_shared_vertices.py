@@ -1,0 +1,197 @@
+"""`vertex_map(share=True)`: sets of vertices of different runs are rows of one call, each run with its own results."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.conftest import OpenSession
+from tests.others import others_end
+from tests.vertex.evaluation import H, child_sum, child_sum_alone, forest, slotted, slotted_alone
+
+WIDTH = 2
+WEIGHTS = np.linspace(-0.4, 0.4, H * H).reshape(H, H)
+
+
+class Program:
+    """A vertex map, shared with other runs or not."""
+
+    def __init__(self, function: af.VertexFunction, *, share: bool = True, **options: Any) -> None:
+        with af.Graph(seed=5) as self.graph:
+            self.structure, self.x = af.InputGraph.placeholder(), af.placeholder("float64", (None, WIDTH), name="x")
+            found = af.vertex_map(function, self.structure, self.x, share=share, **options)
+            roots = found.roots[0] if isinstance(found.roots, tuple) else found.roots
+            self.fetches = [*found.pushes.values(), roots]
+
+    def feeds(self, graph: af.InputGraph, x: Any) -> Any:
+        return {**self.structure.feeds(graph), self.x: x}
+
+
+def request(seed: int) -> tuple[af.InputGraph, Any]:
+    """Trees, chains, graphs with shared children, single vertices, or nothing at all."""
+    random = np.random.default_rng(seed)
+    graph = forest(random, random.integers(1, 9, int(random.integers(0, 4))).tolist())
+    return graph, random.normal(size=(graph.n_vertices, WIDTH))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["slotted", "slotted, in parts", "any number"])
+async def test_structures_of_runs_share_calls(open_session: OpenSession, name: str, seed: int) -> None:
+    """Arrivals and cancels at any pass: each result is that of the vertices one by one, and of the run by itself."""
+    function, alone = (child_sum, child_sum_alone) if name == "any number" else (slotted, slotted_alone)
+    program = Program(function, initial=0.0, policy="depth" if seed == 2 else "breadth_first")
+    random = Random(seed)
+    async with open_session(program.graph) as session:
+
+        async def one(number: int) -> None:
+            graph, x = request(100 * seed + number)
+            for _ in range(random.randrange(6)):
+                await asyncio.sleep(0)
+            asked = asyncio.ensure_future(session.run(program.fetches, program.feeds(graph, x)))
+            if random.random() < 0.3:
+                for _ in range(random.randrange(8)):
+                    await asyncio.sleep(0)
+                asked.cancel()
+            try:
+                found = await asked
+            except asyncio.CancelledError:
+                return
+            pushed, roots = alone(graph, x)
+            np.testing.assert_allclose(found[0], pushed, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(found[-1], roots, rtol=1e-9, atol=1e-12)
+
+        await asyncio.gather(*map(one, range(14)))
+        (counts,) = session.statistics().batches.values()
+        assert counts.largest > 1
+        await others_end()
+        assert session.statistics().runs == 0
+
+
+async def test_any_sets_are_one_call(open_session: OpenSession) -> None:
+    """A run that comes while another computes joins at the next set; nobody's sets wait for those of others."""
+    program = Program(slotted)
+    long, short = af.InputGraph.chain([90]), af.InputGraph.chain([3])
+    async with open_session(program.graph) as session:
+        slow = asyncio.ensure_future(session.run(program.fetches, program.feeds(long, np.ones((90, WIDTH)))))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            found = await session.run(program.fetches, program.feeds(short, np.ones((3, WIDTH))))
+            assert not slow.done()
+            np.testing.assert_allclose(found[-1], slotted_alone(short, np.ones((3, WIDTH)))[1])
+        await slow
+        (counts,) = session.statistics().batches.values()
+        assert (counts.members, counts.largest) == (99, 2)
+        assert counts.calls <= 93  # the first of the short ones may have begun alone
+
+
+async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
+    """It alone fails, and its error names the function, the sample and the vertex."""
+
+    @af.op(outputs=af.spec("float64", (H,)), pure=True)
+    def positive(h: Any) -> Any:
+        if h.min() < 0:
+            raise ValueError("not positive")
+        return h
+
+    @af.vertex_function(state=af.spec("float64", (H,)), children=2)
+    def checked(v: Any) -> None:
+        v.scatter(positive(af.sum(v.pull()) + v.gather(0) + v.gather(1)))
+
+    program = Program(checked)
+    graphs = [af.InputGraph.batch([af.InputGraph.chain([2]), af.InputGraph.chain([4])])] * 5
+    xs = [np.ones((6, WIDTH)) for _ in graphs]
+    xs[3][3] = -1e7
+    async with open_session(program.graph) as session:
+        found = await asyncio.gather(
+            *(session.run(program.fetches, program.feeds(*each)) for each in zip(graphs, xs, strict=True)),
+            return_exceptions=True,
+        )
+        for number, each in enumerate(found):
+            if number == 3:
+                assert isinstance(each, af.KernelError)
+                assert each.node == "vertex_map/checked/sets"
+                assert "not positive" in str(each)
+                assert each.__cause__ is not None
+                assert "vertex_map/checked (sample/vertex)/1/1" in each.__cause__.__notes__[0]
+            else:
+                assert isinstance(each, list)
+                np.testing.assert_allclose(each[0], [[4.0] * H, [8.0] * H])
+        del found, each
+        await others_end()
+
+
+async def test_85_a_deadline_between_sets(open_session: OpenSession) -> None:
+    """Who is late leaves; the others have their results."""
+    program = Program(slotted)
+    endless, short = af.InputGraph.chain([200_000]), af.InputGraph.chain([3])
+    async with open_session(program.graph) as session:
+        late = session.run(program.fetches, program.feeds(endless, np.ones((200_000, WIDTH))), timeout=0.2)
+        other = session.run(program.fetches, program.feeds(short, np.ones((3, WIDTH))))
+        found = await asyncio.gather(late, other, return_exceptions=True)
+        assert isinstance(found[0], af.DeadlineExceeded)
+        assert isinstance(found[1], list)
+        del found
+        await others_end()
+        assert session.statistics().runs == 0
+
+
+async def test_random_numbers_are_those_of_the_run() -> None:
+    """Draws that no gather reaches do not depend on who shares a call."""
+
+    @af.vertex_function(state=af.spec("float64", (H,)), children=2)
+    def noisy(v: Any) -> None:
+        kept = af.random.uniform((H,), dtype="float64") < 0.5
+        v.scatter(af.tanh(af.where(kept, af.sum(v.pull()), 0.0) + v.gather(0) @ WEIGHTS + v.gather(1)))
+
+    found: list[list[Any]] = []
+    for program, at_once in ((Program(noisy), 12), (Program(noisy), 1), (Program(noisy, share=False), 1)):
+        async with af.Session(program.graph) as session:
+            found.append([])
+            for first in range(0, 12, at_once):
+                numbers = range(first, first + at_once)
+                asked = (session.run(program.fetches, program.feeds(*request(number))) for number in numbers)
+                found[-1] += await asyncio.gather(*asked)
+    for together, alone, unshared in zip(*found, strict=True):
+        np.testing.assert_allclose(together[0], alone[0], rtol=1e-9)
+        np.testing.assert_allclose(together[0], unshared[0], rtol=1e-9)
+
+
+async def test_variables_are_read_by_each_run() -> None:
+    """Runs that see other values of a variable share no call."""
+    with af.Graph() as graph:
+        w = af.Variable(np.eye(H), name="w")
+
+        @af.vertex_function(state=af.spec("float64", (H,)), children=1)
+        def cell(v: Any) -> None:
+            v.scatter(v.pull() @ w + v.gather(0))
+
+        structure, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, H))
+        roots = af.vertex_map(cell, structure, x, share=True).roots
+        double = w.assign(w * 2)
+    chain = af.InputGraph.chain([3])
+    async with af.Session(graph) as session:
+        feeds = {**structure.feeds(chain), x: np.ones((3, H))}
+        assert (await session.run(roots, feeds)).tolist() == [[3.0] * H]
+        await session.run(double)
+        found = await asyncio.gather(*(session.run(roots, feeds) for _ in range(3)))
+        assert [each.tolist() for each in found] == [[[6.0] * H]] * 3
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    @af.vertex_function(state=af.spec("float64", (H,)), children=1)
+    def noisy(v: Any) -> None:
+        h = v.gather(0)
+        v.scatter(h + af.cond(af.sum(h) > 0, lambda: af.random.uniform((H,), dtype="float64"), lambda: h))
+
+    with pytest.raises(af.GraphError, match=r"(?s)noisy cannot be shared: .*draws random numbers"):
+        Program(noisy)
+    with pytest.raises(af.GraphError, match="one function, and streams=1"):
+        Program(slotted, streams=2)
+    program = Program(slotted)
+    with program.graph, pytest.raises(af.GraphError, match=r"(?s)shared with other runs, and no gradient.*share=True"):
+        af.gradients(af.sum(program.fetches[-1]), [program.x])
