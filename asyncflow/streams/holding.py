@@ -39,6 +39,8 @@ class RunPart:
         deadline_s: when it has to have ended, in its event loop's time.
         priority: of those that wait for others, lower ones go first.
         emitter: takes what it hands out while it goes on; None for one that hands out nothing.
+        run: its number in traces.
+        trace: what it is recorded into; None if it is not.
     """
 
     owner: object
@@ -47,6 +49,8 @@ class RunPart:
     deadline_s: float = inf
     priority: int = 0
     emitter: TakesItems | None = None
+    run: int = 0
+    trace: object = None
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)

@@ -94,6 +94,27 @@ async def test_a_loop_that_waits_for_its_own_calls_is_one_function() -> None:
     assert summed_counts.largest > 1
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+async def test_traces_have_the_calls_that_runs_share(open_session: OpenSession, is_one: bool) -> None:
+    """Each has its own firing, and the call as a run of its own, which names those that it is for."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y = af.batched(layer, cost="none", max_delay_s=60, max_size=2)(x)[0]
+    first = af.Trace()
+    second = first if is_one else af.Trace()
+    async with open_session(graph) as session:
+        value = np.ones(4, np.float32)
+        await asyncio.gather(*(session.run(y, {x: value}, trace=trace) for trace in (first, second)))
+    for trace in (first, second):
+        (call,) = [run for run in trace.runs if run.label.startswith("layer for 2, of run ")]
+        assert call.status == "ok"
+        members = {firing.run for firing in trace.firings if firing.node == "layer"} - {call.run}
+        assert len(members) == (2 if is_one else 1)
+        assert all(str(run) in call.label for run in members)
+    (call,) = [run for run in first.runs if run.label.startswith("layer")]
+    assert any(firing.run == call.run for firing in first.firings)
+
+
 async def test_captures_and_variables(open_session: OpenSession) -> None:
     """What depends on a run is each member's own; a variable is read when the call is made, after the run's writes."""
     scale = af.Variable(np.float32(2), name="scale")

@@ -23,6 +23,7 @@ from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError
 from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
+from asyncflow.runtime.trace import Trace
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.streams.holding import current_part
 
@@ -60,13 +61,14 @@ class BatchMember(PlaceInLine):
         inputs: of its node.
         signature: equal for those that may share a call.
         context: the caller's context variables.
+        part: its run.
         outcome: its results, or why there are none; None before.
         others: see `Gathered`.
     """
 
     __slots__ = (
         *("context", "deadline_ns", "inputs", "is_gone", "known", "nbytes"),
-        *("offered_ns", "outcome", "priority", "shared", "signature"),
+        *("offered_ns", "outcome", "part", "priority", "shared", "signature"),
     )
     # Known once it has joined.
     context: Context
@@ -74,6 +76,7 @@ class BatchMember(PlaceInLine):
     known: KnownBody
     nbytes: int
     offered_ns: int
+    part: RunPart
     priority: int
     signature: Hashable
 
@@ -177,7 +180,9 @@ class RunsBatches(Protocol):
     def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
         """The fetched values; None if that is not for the event loop."""
 
-    def start_batch(self, plan: Plan, values: list[Array], on_end: Callable[[Run], None] | None = None) -> Run:
+    def start_batch(
+        self, plan: Plan, values: list[Array], on_end: Callable[[Run], None], trace: Trace | None, name: str
+    ) -> Run:
         """A run of a body, which calls ``on_end(run)``; it may have ended by then."""
 
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
@@ -232,6 +237,7 @@ class Batches(LinedState):
         member.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
         member.offered_ns = self.turn.clock()
         member.deadline_ns = inf
+        member.part = part
         member.priority = part.priority
         if part.deadline_s < inf:
             member.deadline_ns = member.offered_ns + (part.deadline_s - self.turn.loop.time()) * 1e9
@@ -353,9 +359,12 @@ class Batches(LinedState):
             if self._is_watched:
                 self._owners[call] = _numbers(call.members)
             fed = call.members[0].shared.fed([member.inputs for member in call.members])
-            results = self._runs.run_short(plan, fed)
+            traces = _traces_of(call.members)
+            results = None if traces else self._runs.run_short(plan, fed)
             if results is None:
-                run = self._runs.start_batch(plan, fed, partial(self._over, call, fed, started_ns))
+                name = _name_of(call.members) if traces else ""
+                ended = partial(self._over, call, fed, started_ns)
+                run = self._runs.start_batch(plan, fed, ended, next(iter(traces), None), name)
                 if not run.is_finished:
                     self._runs_of[call] = run
                 return
@@ -369,6 +378,9 @@ class Batches(LinedState):
         self._runs_of.pop(call, None)
         try:
             results = cast("list[Array]", run.outcome())
+            traces = _traces_of(call.members)
+            for trace in traces[1:]:
+                trace.runs.append(traces[0].runs[-1])
         except BaseException as error:
             self._failed(call, error)
         else:
@@ -490,6 +502,17 @@ class Batches(LinedState):
                 self._give(member, cause)
             self.wake_called()
         self.turn.wake()
+
+
+def _traces_of(members: Sequence[BatchMember]) -> list[Trace]:
+    """The traces that runs of members are recorded into, but for those by which a run is to be done again."""
+    found = {id(trace): trace for member in members if isinstance(trace := member.part.trace, Trace)}
+    return [trace for trace in found.values() if trace.order is None]
+
+
+def _name_of(members: Sequence[BatchMember]) -> str:
+    runs = ", ".join(map(str, dict.fromkeys(member.part.run for member in members)))
+    return f"{members[0].shared.label} for {len(members)}, of run {runs}"
 
 
 def _numbers(members: Sequence[BatchMember]) -> Array:

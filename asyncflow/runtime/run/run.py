@@ -60,6 +60,8 @@ class Run:
     on_end: Callable[[Run], None] | None = None
     has_age: bool = False
     """It only computes: where memory is short it waits for older runs, and younger ones for it."""
+    name: str = ""
+    """As traces show it; without one, its number."""
     id: int = field(default_factory=itertools.count(1).__next__, init=False)
     """Unique in the process."""
     part: RunPart = field(init=False)
@@ -93,7 +95,7 @@ class Run:
     """Those whose devices must have ended their work before the run has."""
 
     def __post_init__(self, plan: Plan) -> None:
-        self.part = RunPart(self.turn, current_part())
+        self.part = RunPart(self.turn, current_part(), run=self.id, trace=self.trace)
         self.context.run(leave_graphs)
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
@@ -292,5 +294,5 @@ class Run:
             executor.recorder.finish()
         if self._status == "ok" and any(executor.failures for executor in self.executors):
             self._status = "error"
-        span = RunSpan(self.id, f"run {self.id}", self._started_ns, self.turn.clock(), self._status)
+        span = RunSpan(self.id, self.name or f"run {self.id}", self._started_ns, self.turn.clock(), self._status)
         trace.runs.append(span)

@@ -395,6 +395,7 @@ class Runs:
         has_age: bool = False,
         is_part: bool = False,
         priority: int = 0,
+        name: str = "",
         on_end: Callable[[Run], None] | None = None,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
@@ -414,6 +415,7 @@ class Runs:
             staying=staying,
             on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
+            name=name,
             context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
         run.part.priority = priority
@@ -482,16 +484,28 @@ class Runs:
 
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values of a body; see `start_batch`."""
-        return cast("list[Array]", await self.start_batch(plan, values).wait())
+        return cast("list[Array]", await self.start_batch(plan, values, trace=current_trace()).wait())
 
-    def start_batch(self, plan: Plan, values: list[Array], on_end: Callable[[Run], None] | None = None) -> Run:
+    def start_batch(
+        self,
+        plan: Plan,
+        values: list[Array],
+        on_end: Callable[[Run], None] | None = None,
+        trace: Trace | None = None,
+        name: str = "",
+    ) -> Run:
         """A run of a body: a part of the runs that it computes for, also while these are drained.
 
-        It calls ``on_end(run)``, which may be before this returns.
+        Args:
+            plan: of the body.
+            values: to feed.
+            on_end: is called with the run at its end, which may be before this returns.
+            trace: to record into.
+            name: as the trace shows it.
         """
         assert self._turn is not None
         asked_s = self._turn.loop.time()
-        return self._start(plan, values, None, asked_s, current_trace(), None, is_part=True, on_end=on_end)
+        return self._start(plan, values, None, asked_s, trace, None, is_part=True, name=name, on_end=on_end)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
