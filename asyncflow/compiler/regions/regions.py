@@ -42,7 +42,7 @@ from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.resource import waits_in_line
-from asyncflow.graph.structured import StructuredNode, WhileNode, levels
+from asyncflow.graph.structured import StructuredNode, WhileNode
 
 _LARGEST = 400
 """A straight line of more nodes is cut: neither compiling a region nor running it may hold its thread for long."""
@@ -105,17 +105,13 @@ def make_regions(
         enqueuing: names of the devices whose regions enqueue kernels and do not wait for them.
         on_host: tensors whose values are on the host; see `find_host_values`.
         costs: those of `enqueuing` devices, by which regions are joined; None if they are not.
-        seed: draws one of the orders in which nodes may run; None for the one they are in.
+        seed: draws one of the orders in which the nodes of a region may run; None for the one they are in.
 
     Returns:
         `streams`, with the region nodes added.
     """
-    if seed is not None:
-        random = Random(seed)
-        for level in levels(graph):
-            if not has_primitives(level.nodes):
-                level.nodes[:] = _shuffled(level.nodes, random)
-    clustering = _Clustering(streams, asynchronous, enqueuing, on_host, costs)
+    random = None if seed is None else Random(seed)
+    clustering = _Clustering(streams, asynchronous, enqueuing, on_host, costs, random)
     clustering.cluster(Body(graph))
     return {**streams, **clustering.regions}
 
@@ -183,6 +179,7 @@ class _Clustering:
     enqueuing: Collection[str]
     on_host: AbstractSet[Tensor]
     costs: RegionCosts | None
+    random: Random | None
     regions: dict[Node, int] = field(default_factory=dict)
 
     def cluster(self, body: Body) -> None:
@@ -209,6 +206,8 @@ class _Clustering:
                 clusters.setdefault((lanes[node], keys[node]), []).append(node)
         cut = [part for cluster in clusters.values() for part in _cut(cluster)]
         chosen = [part for part in self.joined(body, cut, lanes) if _worthwhile(part)]
+        if self.random is not None:
+            chosen = [_shuffled(part, self.random) for part in chosen]
         if chosen:
             made = _replace(graph, chosen)
             for region, part in zip(made, chosen, strict=True):
@@ -423,12 +422,15 @@ def _add_region(graph: Graph, cluster: Sequence[Node], used: Mapping[Tensor, Non
 
 
 def _shuffled(nodes: Sequence[Node], random: Random) -> list[Node]:
-    """`nodes` in any order in which each stands behind what it waits for."""
-    waiting = {node: len(set(node.sources)) for node in nodes}
+    """`nodes`, and those of branches and loops, in any order in which each stands behind what it waits for."""
     behind: dict[Node, list[Node]] = {node: [] for node in nodes}
+    waiting = dict.fromkeys(nodes, 0)
     for node in nodes:
-        for source in set(node.sources):
+        for body in node.subgraphs:
+            body.nodes[:] = _shuffled(body.nodes, random)
+        for source in set(node.sources) & waiting.keys():
             behind[source].append(node)
+            waiting[node] += 1
     ready, ordered = [node for node in nodes if not waiting[node]], list[Node]()
     while ready:
         place = random.randrange(len(ready))
