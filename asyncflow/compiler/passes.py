@@ -43,6 +43,7 @@ class Program:
         survey: what a run of it touches.
         saved: what its loops save for their gradients.
         memory: what is done with that on devices with a limit.
+        memory_notes: why nothing is predicted for some loops.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
         loops: what drives those on cards.
         streams: the compute stream of each node; 0 for those left out.
@@ -61,6 +62,7 @@ class Program:
     survey: Survey | None = None
     saved: tuple[Saved, ...] = ()
     memory: tuple[PlannedLoop, ...] = ()
+    memory_notes: tuple[str, ...] = ()
     on_host: AbstractSet[Tensor] = frozenset()
     loops: tuple[LoopDriver, ...] = ()
     streams: Mapping[Node, int] = field(default_factory=dict)

@@ -97,6 +97,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         loops=program.loops,
         saved=program.saved,
         memory=program.memory,
+        memory_notes=program.memory_notes,
         remarks=program.remarks,
         **program.survey._asdict(),
     )
@@ -192,7 +193,7 @@ def _resolve_requests(program: Program, context: Context) -> None:
 @wraps(plan_memory)
 def _plan_memory(program: Program, context: Context) -> None:
     fuses = bool(program.request.regions and context.options.fusion)
-    program.memory = plan_memory(program.graph, context.devices, context.costs, fuses=fuses)
+    program.memory, program.memory_notes = plan_memory(program.graph, context.devices, context.costs, fuses=fuses)
 
 
 @wraps(segments)

@@ -297,6 +297,7 @@ class Plan:
         single_call: the plan as one call, if it is that simple.
         saved: what its loops save for their gradients.
         memory: what is done with that on devices with a limit, and what it was predicted to cost.
+        memory_notes: for other loops, why nothing is predicted, and what is done.
         loops: what drives those on cards.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
@@ -320,6 +321,7 @@ class Plan:
     used: int = 0
     saved: tuple[Saved, ...] = ()
     memory: tuple[PlannedLoop, ...] = ()
+    memory_notes: tuple[str, ...] = ()
     loops: tuple[LoopDriver, ...] = ()
     remarks: tuple[str, ...] = ()
     read_on_host: tuple[VariableState, ...] = ()
@@ -363,7 +365,8 @@ class Plan:
             graph, request = self.request.graph, self.request
             return "\n".join(describe_races(graph, request.roots, request.feeds)) or "there are no races"
         if memory:
-            return "\n".join([*explain_saved(self.saved), *(line for loop in self.memory for line in loop.explain())])
+            chosen = [line for loop in self.memory for line in loop.explain()]
+            return "\n".join([*explain_saved(self.saved), *chosen, *self.memory_notes])
         lines = [
             *self.remarks,
             *self.placement.notes,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,11 +138,35 @@ async def test_only_auto_with_a_limit_plans(options: dict[str, Any]) -> None:
     assert (await train(**{"memory_limit": 1 << 30, **options})).planned == ()
 
 
-async def test_a_number_of_iterations_that_only_a_run_knows_is_left_alone() -> None:
-    def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
-        return loop(x, w, af.astype(af.sum(x) * 0, "int32") + STEPS)
+def of_unknown_length(x: af.Tensor, w: af.Tensor, **options: Any) -> af.Tensor:
+    """Only a run knows that it has `STEPS` iterations."""
+    return loop(x, w, af.astype(af.sum(x) * 0, "int32") + STEPS, **options)
 
-    assert (await train(build, memory_limit=1 << 30)).planned == ()
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+async def test_where_only_a_run_knows_how_many_iterations_there_are_those_that_fit_keep_their_values(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others run again in segments that grow: the same bits, within the limit."""
+    monkeypatch.setattr(sys.modules[__name__], "SIDE", 64)
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 200)
+    usual = await train(of_unknown_length, memory_limit=1 << 30, loop_batching=False)
+    assert usual.planned == ()
+    assert "only a run knows how many iterations there are; the first " in usual.text
+    limit = int(share * usual.peak)
+    less = await train(of_unknown_length, memory_limit=limit, loop_batching=False)
+    assert less.peak <= limit
+    assert "keep 32.0 KiB each, and those behind them run again for the gradient, in segments of 1, 2, 3" in less.text
+    for one, other in zip(less.values, usual.values, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+async def test_why_nothing_is_predicted_is_said() -> None:
+    def of_any_rows(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+        return loop(af.boolean_mask(x, x[:, 0] > -9), w) if hasattr(af, "boolean_mask") else loop(x[x[:, 0] > -9], w)
+
+    text = (await train(of_any_rows, memory_limit=1 << 30)).text
+    assert "nothing is predicted, as only a run knows the sizes of what it saves" in text
 
 
 # -- on a simulated card ----------------------------------------------------------------------------------------------
@@ -172,8 +198,32 @@ def test_a_loop_that_was_asked_to_move_everything_does() -> None:
         return loop(x, w, swap_memory=True)
 
     moved = on_card(build, memory_limit=1 << 30)
-    assert moved.planned == ()
-    assert moved.moved > 0
+    (planned,) = moved.planned
+    assert [value.choice for value in planned.values] == ["swap", "swap"]
+    assert planned.way.held < moved.moved == (2 * STEPS - 1) * VALUE  # the last stays
+    assert (planned.way.kept, planned.way.length) == (STEPS, 0)
+
+
+def test_what_was_asked_to_move_and_has_no_place_runs_again() -> None:
+    def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+        return loop(x, w, swap_memory=True)
+
+    usual = on_card(memory_limit=1 << 30)
+    less = on_card(build, memory_limit=usual.peak // 2, host_memory_limit=4 * VALUE)
+    assert less.planned[0].way.kept < STEPS
+    assert less.peak <= usual.peak // 2
+
+
+def test_a_loop_of_unknown_length_moves_its_values_where_a_link_is_quick() -> None:
+    """Once memory is short, or from the first byte on where that was asked for."""
+    usual = on_card(of_unknown_length, memory_limit=1 << 30)
+    less = on_card(of_unknown_length, memory_limit=usual.peak // 2)
+    assert "move once memory is short, as that takes less time than running iterations again" in less.text
+    assert less.moved > usual.moved == 0
+    assert less.peak <= usual.peak // 2
+    asked = on_card(partial(of_unknown_length, swap_memory=True), memory_limit=1 << 30)
+    assert "move from the first byte on, as was asked" in asked.text
+    assert asked.moved > 0
 
 
 def test_a_session_may_have_all_loops_move_from_the_first_byte() -> None:

@@ -136,9 +136,9 @@ def segment_length(count: int, checkpoint_bytes: int, nbytes: int) -> int:
 def choose_way(figures: LoopFigures) -> Way:
     """The quickest that fits into the room, or else the one that holds least."""
     ways = list(_ways(figures))
-    if _fits(ways[0], figures):
+    if fits(ways[0], figures):
         return ways[0]  # nothing is to be done
-    fitting = [way for way in ways if _fits(way, figures)]
+    fitting = [way for way in ways if fits(way, figures)]
     if not fitting:
         return min(ways, key=lambda way: (way.held, way.ns))
     most_ns = _EQUAL * min(way.ns for way in fitting)
@@ -178,7 +178,8 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     )
 
 
-def _fits(way: Way, figures: LoopFigures) -> bool:
+def fits(way: Way, figures: LoopFigures) -> bool:
+    """Whether there is room for it, here and away."""
     return way.held <= figures.room and way.away <= figures.away
 
 
@@ -194,7 +195,7 @@ def _ways(figures: LoopFigures) -> Iterator[Way]:
 
 def _in_part(figures: LoopFigures, way: Callable[[int], Way]) -> Iterator[Way]:
     """The quickest number of iterations to keep, if that fits, and among those that do."""
-    most = _last(figures.iterations, lambda kept: _fits(way(kept), figures))
+    most = _last(figures.iterations, lambda kept: fits(way(kept), figures))
     for end in (figures.iterations, most):
         yield way(_last(end, lambda kept: way(kept).ns <= way(kept - 1).ns))
 

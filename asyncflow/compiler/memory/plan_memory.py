@@ -6,9 +6,12 @@ on; others are computed again in the gradient's body, as the minimum cut chooses
 (`choose_saved`); and iterations behind the first ones run again in segments (`segments`). All else that can move still
 does so when memory is short.
 
-Left alone are loops that were asked to move all they save (`while_loop(swap_memory=True)`), loops whose number of
-iterations or whose saved values' sizes only a run knows, loops on several devices, and loops whose values another loop
-saves in turn.
+Where only a run knows how many iterations there are, as many keep their values as fit, and those behind them run again,
+in segments that grow; or, where moving takes less time, values move once memory is short. A loop that was asked to move
+all it saves (`while_loop(swap_memory=True)`) does, as long as there is a place for it.
+
+Left alone, and said so, are loops whose saved values' sizes only a run knows, loops on several devices, and loops whose
+values another loop saves in turn.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
 from asyncflow.compiler.memory.loop_costs import LoopCosts, standing_bytes
-from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Work, choose_way
+from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Work, choose_way, fits, way_of
 from asyncflow.compiler.memory.segments import loop_to_segment, trip_count
 from asyncflow.compiler.memory.store_paths import StorePaths, stores_of
 from asyncflow.devices.memory import format_bytes
@@ -41,6 +44,12 @@ if TYPE_CHECKING:
 
 _PRICES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """Nanoseconds of computing again that a byte held in all iterations is worth: one cut is tried for each."""
+
+_KEPT = 0.75
+"""The part of the room that iterations may fill which keep their values, where nobody knows how many there are."""
+
+_LONG = 4
+"""For so many times what fits is decided there whether to move values, or to run iterations again."""
 
 _LESS = 100 << 20
 """Bytes less, of which `PlannedLoop.explain` says what they would cost."""
@@ -135,9 +144,15 @@ def _ms(ns: float) -> str:
     return f"{ns / 1e6:,.2f} ms" if ns >= 1e5 or not ns else f"{ns / 1e3:.1f} µs"
 
 
-def plan_memory(
-    graph: Graph, devices: Sequence[Device], measured: Mapping[str, float], *, fuses: bool
-) -> tuple[PlannedLoop, ...]:
+class MemoryPlan(NamedTuple):
+    """The choices for a program."""
+
+    loops: tuple[PlannedLoop, ...]
+    notes: tuple[str, ...]
+    """A line for people for each loop that nothing was predicted for."""
+
+
+def plan_memory(graph: Graph, devices: Sequence[Device], measured: Mapping[str, float], *, fuses: bool) -> MemoryPlan:
     """Chooses for all loops of `graph`, and changes those that do not fit, in place.
 
     Args:
@@ -147,15 +162,23 @@ def plan_memory(
         fuses: whether devices that can fuse elementwise nodes do.
     """
     found: dict[str, list[_Candidate]] = defaultdict(list)
+    notes = []
     loops = [node for node in graph.walk() if isinstance(node, WhileNode) and stores_of(node)]
     for loop in loops:
         device = _device_of(loop, devices)
-        if device is not None and device.memory.limit is not None:
+        candidate: _Candidate | str | None = "it is not certain on which device it runs"
+        if device is not None:
+            if device.memory.limit is None:
+                continue
             costs = LoopCosts(device, measured, fuses=fuses and device.capabilities.runs_regions)
             candidate = _candidate(loop, device, costs)
-            if candidate is not None:
-                found[device.name].append(candidate)
-    return tuple(planned for candidates in found.values() for planned in _planned(graph, candidates))
+        if isinstance(candidate, _Candidate):
+            found[candidate.device.name].append(candidate)
+        elif candidate is not None:
+            notes.append(f"loop {loop.name} ({loop.location}): nothing is predicted, as {candidate}")
+    planned = [each for candidates in found.values() for each in _planned(graph, candidates)]
+    notes += [each for each in planned if isinstance(each, str)]
+    return MemoryPlan(tuple(each for each in planned if not isinstance(each, str)), tuple(notes))
 
 
 def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
@@ -166,20 +189,31 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
     return next((device for device in devices if asked == {device.name}), None)
 
 
-def _planned(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[PlannedLoop]:
-    """The choices for the loops of one device: what is held besides is shared out by what they would hold."""
+def _planned(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[PlannedLoop | str]:
+    """The choices for the loops of one device: what is held besides is shared out by what they would hold.
+
+    Loops whose length is not known are expected to hold what is left by others, or half of it.
+    """
     limit = candidates[0].device.memory.limit
     assert limit is not None
     loops = [each.loop for each in candidates]
     standing = standing_bytes([*loops, *(reader for each in candidates for reader in each.gradients)])
     room = FULL * limit - standing
-    total = sum(each.would_hold for each in candidates)
+    known = sum(each.would_hold for each in candidates if each.iterations)
+    unknown = [each for each in candidates if not each.iterations]
+    for each in unknown:
+        share = max(room - known, room / 2) / len(unknown)
+        yield each.keep_first(share)
+        room -= share
+    total = known
     for each in candidates:
+        if not each.iterations:
+            continue
         figures = each.figures(room * each.would_hold / total)
         if total > room:
             each.look_for_savings(graph)
             figures = replace(figures, savings=tuple(each.savings))
-        way = choose_way(figures)
+        way = each.way(figures)
         planned = PlannedLoop(
             name=each.loop.name,
             location=each.loop.location,
@@ -187,9 +221,9 @@ def _planned(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[Planned
             standing=standing,
             figures=figures,
             way=way,
-            values=tuple(each.values(way)) if total > room else (),
+            values=tuple(each.values(way)) if total > room or way.moved else (),
         )
-        if total > room:
+        if total > room or way.moved:
             each.apply(way)
         yield planned
 
@@ -202,7 +236,7 @@ class _Candidate:
         loop: the forward loop.
         device: where it runs.
         costs: of its nodes there.
-        iterations: how many.
+        iterations: how many; 0 if only a run knows.
         segmented: what it takes to run it again.
         inner: bytes an iteration that loops in it save.
         changes: of what it saves; the first is none.
@@ -227,6 +261,37 @@ class _Candidate:
     @property
     def would_hold(self) -> int:
         return self.iterations * self.savings[0].nbytes
+
+    def way(self, figures: LoopFigures) -> Way:
+        """The choice: the quickest that fits, or that which the user asks for, if there is room for it."""
+        if self.loop.swap_memory and figures.copy_ns_per_byte is not None:
+            way = way_of(figures, 0, len(figures.savings[0].sizes), self.iterations)
+            if fits(way, figures):
+                return way
+        return choose_way(figures)
+
+    def keep_first(self, room: float) -> str:
+        """Has the iterations that fit into so many bytes keep their values, where only a run knows how many there are.
+
+        Those behind them run again in segments of 1, 2, 3, ... iterations, unless it takes less time to move values.
+        """
+        nbytes = self.savings[0].nbytes
+        kept = int(_KEPT * room / nbytes)
+        says = f"loop {self.loop.name} ({self.loop.location}): only a run knows how many iterations there are"
+        if self.loop.swap_memory and self.device.swapping is not None:
+            return f"{says}; values of 64 KiB move from the first byte on, as was asked"
+        figures = replace(self.figures(room), iterations=_LONG * (kept + 1))
+        way = choose_way(figures)
+        why_not = self.segmented.why_not or (None if self.segmented.refusal is None else "some nodes may not run twice")
+        if figures.checkpoint_bytes is None or way.moved:
+            why = "that takes less time than running iterations again" if way.moved else why_not
+            moves = "move once memory is short" if self.device.swapping is not None else "stay"
+            return f"{says}; the values of all of them {moves}, as {why or 'several gradients read them'}"
+        loop_to_segment(self.loop).rewrite(None, kept)
+        return (
+            f"{says}; the first {kept:,} keep {format_bytes(nbytes)} each, and those behind them run again for the "
+            f"gradient, in segments of 1, 2, 3, ...: {_ms(figures.forward.ns)} each"
+        )
 
     def add(self, change: SavedChange) -> None:
         """One more way to choose what is saved."""
@@ -301,19 +366,24 @@ class _Candidate:
                 store.attrs = {**store.attrs, "moves": "always"}
 
 
-def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate | None:
-    """The loop, if enough is known of it."""
+def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate | str | None:
+    """The loop, or why too little is known of it; None where nothing is to be decided."""
     count, stores = trip_count(loop), stores_of(loop)
     inner = [_stored_inside(store.value) for store in stores if store.value.dtype == VARIANT]
-    is_known = all(is_static(store.value.shape) for store in stores) and None not in inner
-    if not count or not is_known or ((inner or loop.swap_memory) and device.swapping is not None):
+    if count == 0:
         return None
+    if None in inner or (inner and count is None):
+        return "only a run knows how much the loops in it save"
+    if not all(is_static(store.value.shape) for store in stores):
+        return "only a run knows the sizes of what it saves"
+    if inner and device.swapping is not None:
+        return "what loops in it save moves once memory is short"
     segmented = loop_to_segment(loop)
     if not segmented.readers:
-        return None
-    found = _Candidate(loop, device, costs, count, segmented, sum(size for size in inner if size is not None))
+        return segmented.why_not
+    found = _Candidate(loop, device, costs, count or 0, segmented, sum(size for size in inner if size is not None))
     found.add(SavedChange(loop, StorePaths(loop.graph.root), lambda _: None))
-    return found if found.would_hold else None
+    return found if found.savings[0].nbytes else None
 
 
 def _stored_inside(store: Tensor) -> int | None:

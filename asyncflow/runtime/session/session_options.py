@@ -78,9 +78,10 @@ class SessionOptions:
         saved_values: what is done with the values that loops save for their gradients. ``"auto"`` keeps them while they
             are predicted to fit into `memory_limit`; else a plan moves some away and back (`while_loop`), computes
             others again, and runs some iterations again, whatever is predicted to take least time. What it does, and
-            what less memory would cost, says ``plan.explain(memory=True)``. Where it is not known beforehand how much a
-            loop saves, values move once memory is short. ``"keep"`` leaves them where they are. ``"swap"`` moves all
-            that are large from the first byte. ``"recompute"`` has loops save their variables once a segment of
+            what less memory would cost, says ``plan.explain(memory=True)``. Where only a run knows how many iterations
+            there are, those that fit keep their values, and the others run again; or values move once memory is short.
+            ``"keep"`` leaves them where they are. ``"swap"`` moves all that are large from the first byte.
+            ``"recompute"`` has loops save their variables once a segment of
             iterations, and gradients run each segment forward again: of n iterations, about ``2 * sqrt(n)`` are held,
             for the time of one more forward loop. A loop that would have to run an effect or your own function twice
             is a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results are the same within
