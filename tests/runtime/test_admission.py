@@ -16,6 +16,7 @@ from asyncflow.devices.memory import MemoryAccount
 from asyncflow.runtime.run.admission import Admission
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.testing import virtual_clock
+from benchmarks.walks import walk_of
 from tests.faults.kernels import DEADLINES_S, INT, CoroutineGate, in_flight
 
 MATRIX = np.zeros((1024, 1024), np.float32)
@@ -151,6 +152,29 @@ async def test_97_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Pr
                 assert [await first, await second] == [1, 2]
         assert program.gate.started == [1, 2]
         assert await program.run(session, 4) == 4
+
+
+async def test_97_a_refusal_is_as_short_with_a_thousand_that_wait(program: Program) -> None:
+    """F44: it walks through as many functions, however many wait."""
+    walks = []
+    for queued in (10, 1000):
+        async with af.Session(max_runs=1, max_queued=queued) as session:
+            plan = session.plan(program.slow, [program.x])
+            plan.cost.observe(1.0)
+            admission = session._runs.admission
+            assert admission is not None
+            tickets = [admission.apply(plan, None) for _ in range(queued + 1)]
+
+            async def refused(session: af.Session = session) -> None:
+                for options in ({}, {"timeout": 2.0}):
+                    with pytest.raises(af.OverloadedError):
+                        await program.run(session, 1, **options)
+
+            walks.append((await walk_of(refused)).total())
+            for ticket in tickets:
+                admission.leave(ticket)
+    assert walks[1] <= walks[0] + 40  # where in the line it would stand is looked up by halving
+    assert walks[1] <= 130
 
 
 async def test_runs_wait_their_turn_in_order(program: Program) -> None:
