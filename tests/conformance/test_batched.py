@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.graph.text import print_graph
 from asyncflow.runtime.batcher import BatchCall, Batcher
+from asyncflow.runtime.run.batches import Batches
 from tests.conftest import OpenSession
 from tests.others import others_end
 
@@ -188,6 +189,36 @@ async def test_88_cancelled_members_leave(open_session: OpenSession, sizes: Coun
         assert len(await asyncio.gather(*everyone, return_exceptions=True)) == 3
         assert sum(size * count for size, count in sizes.items()) == 3
         await session.run(y, {x: value})
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+async def test_f40_who_leaves_while_a_call_is_compiled_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch, sizes: Counter[int], left: int
+) -> None:
+    """FAULTS F40: nothing is computed for nobody, and who is left is computed without the others."""
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+    plan_of = Batches.plan_of
+
+    async def held(self: Batches, program: Any) -> Any:
+        asked.set()
+        await goes_on.wait()
+        return await plan_of(self, program)
+
+    monkeypatch.setattr(Batches, "plan_of", held)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, _ = af.batched(layer, cost="none")(x)
+    async with af.Session(graph) as session:
+        runs = [asyncio.ensure_future(session.run(y, {x: np.ones(4, np.float32)})) for _ in range(4)]
+        await asked.wait()
+        for run in runs[left:]:
+            run.cancel()
+        await asyncio.wait(runs[left:])
+        goes_on.set()
+        await asyncio.wait(runs)
+        await others_end()
+        assert sizes == Counter({left: 1} if left else {})
+        await session.run(y, {x: np.ones(4, np.float32)})
 
 
 async def test_f45_a_deadline_that_passes_while_it_waits(open_session: OpenSession, sizes: Counter[int]) -> None:

@@ -571,3 +571,24 @@ async def test_rows_of_a_store_never_make_the_host_wait(cupy: FakeCupy, regions:
     for left, right in below:
         expected.append(np.tanh(expected[left] + expected[right]))
     np.testing.assert_allclose(states, expected, rtol=1e-5)
+
+
+async def test_batched_calls_never_block_the_event_loop(cupy: FakeCupy) -> None:
+    """Members' rows come and go by copies that nobody waits for on the event loop."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (64,))
+        fn = af.batched(lambda x: af.tanh(x * 2), cost="none")
+        _, y = af.while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, fn(x) + 1), (0, x))
+    value = np.linspace(-1, 1, 64, dtype=np.float32)
+    expected = value
+    for _ in range(5):
+        expected = np.tanh(expected * 2) + np.float32(1)
+    async with af.Session(graph, devices=["cuda"]) as session:
+        await asyncio.gather(*(session.run(y, {x: value}) for _ in range(8)))  # which allocates and compiles
+        warm = len(cupy.blocking())
+        found = await asyncio.gather(*(session.run(y, {x: value}) for _ in range(8)))
+        assert [name for name in cupy.blocking()[warm:] if name != "malloc"] == []
+        (counts,) = session.statistics().batches.values()
+    for result in found:
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+    assert counts.largest > 1

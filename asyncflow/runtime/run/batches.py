@@ -345,9 +345,17 @@ class Batches(LinedState):
         task.add_done_callback(self._under_way.discard)
 
     async def _planned(self, call: BatchCall[BatchMember]) -> None:
+        """Computes a batch once it has a plan; who has left meanwhile is not in it."""
         try:
             shared = call.members[0].shared
             plan = await self._plan(shared, is_many=shared.is_for_many(len(call.members)))
+            staying = [member for member in call.members if not member.is_gone]
+            if not staying:
+                self._batcher.failed(call, divisible=False)
+                return
+            if shared.is_for_many(len(staying)) != shared.is_for_many(len(call.members)):
+                plan = await self._plan(shared, is_many=shared.is_for_many(len(staying)))
+            call.members = staying
         except Exception as error:
             self._failed(call, error)
         else:
