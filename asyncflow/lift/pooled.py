@@ -19,6 +19,7 @@ from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import define, derivative
+from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import PooledNode
 from asyncflow.lift.batched import (
     NO_TEXT,
@@ -33,7 +34,9 @@ from asyncflow.lift.batched import (
 )
 from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.ops.batch import Pool
+from asyncflow.ops.indexing import take
 from asyncflow.ops.logic import logical_and
+from asyncflow.ops.manipulation import concat
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.ops.utility import all as all_of
@@ -82,6 +85,7 @@ class SharedLoop(SharedCode):
         self._places = tuple(kept)
         self._condition, self._body = self.bodies
         self._emitting: dict[tuple[Tensor, ...], BodyProgram] = {}
+        self._taking: dict[int, BodyProgram] = {}
         self.check = self._checking()
         self.steps = self._stepping(is_one=False)
 
@@ -96,6 +100,49 @@ class SharedLoop(SharedCode):
     def alone(self) -> BodyProgram:
         """See the class."""
         return self._stepping(is_one=True)
+
+    @cached_property
+    def twice(self) -> BodyProgram:
+        """Two steps: from all inputs to the variables after the first, after the second, and flags after each."""
+        with Graph() as graph:
+            given = self._given()
+            feeds = tuple(value.tensor for value in given.values())
+            count = shape(feeds[0])[0]
+            found, flags = [], []
+            for step in (self.label, f"{self.label}/next"):
+                following = self._values(self._body, given, count, is_one=False, label=step)
+                given.update({k: LiftedValue(x, has_rows=True) for k, x in enumerate(following)})
+                flags += self._values(self._condition, given, count, is_one=False, label=f"{step}/again")
+                found += following
+        return BodyProgram(graph, feeds, (*found, *flags), self.states)
+
+    @cached_property
+    def exchange(self) -> BodyProgram:
+        """From places, the slabs of all inputs that have rows, and new rows, to slabs of the rows there and the new."""
+        with Graph() as graph:
+            keep = placeholder("int64", (None,))
+            slabs, fresh = (self._slabs(len(self._places)) for _ in range(2))
+            found = [concat([take(slab, keep, axis=0), rows], axis=0) for slab, rows in zip(slabs, fresh, strict=True)]
+        return BodyProgram(graph, (keep, *slabs, *fresh), tuple(found), self.states)
+
+    def taking(self, most: int) -> BodyProgram:
+        """From places, and slabs of the first so many inputs, to the rows there."""
+        program = self._taking.get(most)
+        if program is None:
+            with Graph() as graph:
+                places, slabs = placeholder("int64", (None,)), self._slabs(most)
+                found = [take(slab, places, axis=0) for slab in slabs]
+            program = self._taking[most] = BodyProgram(graph, (places, *slabs), tuple(found))
+        return program
+
+    def _slabs(self, most: int) -> tuple[Tensor, ...]:
+        return tuple(value.tensor for value in list(self._given().values())[:most] if value.has_rows)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether rows keep their shapes, and are arrays."""
+        own = [self._body.inputs[place] for place, own in zip(self._places, self.has_rows, strict=True) if own]
+        return all(is_static(x.shape) and x.dtype != VARIANT and x.dtype.kind != "T" for x in own)
 
     def emitting(self, streamed: tuple[Tensor, ...]) -> BodyProgram:
         """One step: from all inputs to the next loop variables, flags, and these values of the body."""

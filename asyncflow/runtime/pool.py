@@ -181,6 +181,8 @@ class PoolRows(Generic[A]):
         """How many rows there are."""
         self.steps = 0
         """How many there have been."""
+        self.group_type: type[RowGroup[A]] = RowGroup
+        """Where rows stand."""
         self._waiting: list[tuple[tuple[float, ...], int, A]] = []
         self._arrivals = count()
         self._turns = 0
@@ -312,7 +314,7 @@ class PoolRows(Generic[A]):
     def _group(self, key: Hashable) -> RowGroup[A]:
         group = self.groups.get(key)
         if group is None:
-            group = RowGroup(self._has_rows, self._n_vars, self._capacity, is_watched=self._is_watched)
+            group = self.group_type(self._has_rows, self._n_vars, self._capacity, is_watched=self._is_watched)
             self.groups[key] = group
         return group
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from random import Random
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Counting:
     """Goes on while its variable is below its limit; its own number stands beside it, so that a mix-up shows."""
 
     def __init__(self, name: int, start: int, limit: int, by: Array, rank: tuple[float, ...] = ()) -> None:
-        self.inputs = [np.array(start), np.array([name, start]), np.array(limit), by]
+        self.inputs: Sequence[Array] = [np.array(start), np.array([name, start]), np.array(limit), by]
         self.name, self.start, self.limit = name, start, limit
         self.rank = rank
         self.is_gone = self.is_checked = False

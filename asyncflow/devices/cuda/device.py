@@ -305,6 +305,9 @@ class CudaDevice(Progress):
         if type(value) is ForeignArray:
             self.exchange.feed(value, deliver, name)
             return
+        if type(value) is CudaArray and value.home is self:
+            deliver(value, None)  # it has stayed
+            return
         if np.ndim(value) == 0 or stays_on_host(value):
             deliver(as_scalar(value), None)
             return

@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.lift.pooled import SharedLoop, install_pool_gatherer
+from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import Turn
@@ -52,8 +53,14 @@ class RunsSteps(Protocol):
     def may_call(self, plan: Plan) -> bool:
         """Whether it may be called now, as far as other runs are concerned."""
 
+    def has_own_memory(self, plan: Plan) -> bool:
+        """Whether it runs on one device, which can keep values between runs."""
+
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values."""
+
+    async def run_placed(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> list[Array]:
+        """The fetched values, of which the first so many stay on their device."""
 
 
 class _Steps:
@@ -112,6 +119,8 @@ class _Code(NamedTuple):
     check: Plan
     many: _Steps
     one: _Steps
+    is_placed: bool
+    """Its rows stand in the memory of a device."""
 
 
 class PooledActivation(PlaceInLine):
@@ -205,6 +214,8 @@ class LoopPool(LinedState):
         failure = None
         try:
             code = await self._pools.code_of(self.shared)
+            if code.is_placed and not self._has_streams:
+                rows.group_type = PlacedRows
             while True:
                 before = rows.live
                 rows.drop()
@@ -216,7 +227,9 @@ class LoopPool(LinedState):
                     steps = code.one if rows.live == 1 else code.many
                     if not group.rows:
                         continue
-                    if self._has_streams and any(activation.streamed for activation in group.rows):
+                    if isinstance(group, PlacedRows):
+                        await self._step_placed(group)
+                    elif self._has_streams and any(activation.streamed for activation in group.rows):
                         await self._step_emitting(group)
                     elif not self._step_now(steps, group):
                         await self._step(steps, group)
@@ -264,6 +277,50 @@ class LoopPool(LinedState):
             self._rows.settle(group, 0, np.zeros(count, bool))
         else:
             self._advance(group, found)
+
+    async def _step_placed(self, group: PlacedRows[PooledActivation]) -> None:
+        """Two steps of rows on a device, where the second is launched before it is known who goes on after the first.
+
+        What has ended with that is computed once more, and dropped. Where something fails, the rows come to the host,
+        and are stepped one step at a time.
+        """
+        shared, rows, runs = self.shared, self._rows, self._pools.runs
+        n_vars, plan_of = shared.n_vars, self._batches.plan_of
+        try:
+            if (exchanged := group.exchanged()) is not None:
+                group.settled(await runs.run_placed(await plan_of(shared.exchange), exchanged, group.width))
+            found = await runs.run_placed(await plan_of(shared.twice), group.all_inputs(), 2 * n_vars)
+        except Exception as error:
+            if not shared.is_repeatable:
+                raise
+            await self._retreat(group, error)
+            return
+        for following, goes_on in ((found[:n_vars], found[-2]), (found[n_vars : 2 * n_vars], found[-1])):
+            if not group.rows or rows.steps >= self._next_limit:
+                break
+            self._batches.count_call(shared, len(group.rows))
+            rows.steps += 1
+            group.slabs[:n_vars] = following
+            if ended := group.ended(goes_on):
+                places = np.array([group.places[row] for row in ended])
+                activations = [rows.remove(group, row) for row in reversed(ended)][::-1]
+                results = await runs.run_placed(await plan_of(shared.taking(n_vars)), [places, *following])
+                self._deliver([(each, [x[k, ...] for x in results]) for k, each in enumerate(activations)])
+
+    async def _retreat(self, group: PlacedRows[PooledActivation], error: Exception) -> None:
+        """Brings the rows of a device to the host, after it has failed to step them."""
+        rows, shared = self._rows, self.shared
+        rows.group_type = RowGroup
+        placed = [place for place in group.places if place >= 0]
+        found: list[Array] = []
+        if placed:
+            plan = await self._batches.plan_of(shared.taking(len(shared.has_rows)))
+            found = await self._pools.runs.run_placed(plan, [np.array(placed), *group.slabs])
+        for activation, values in group.brought(found):
+            activation.inputs, activation.is_checked = values, True
+            activation.since -= rows.steps
+            self.join(activation)
+        rows.remove_where(lambda _: True)
 
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
@@ -386,7 +443,8 @@ class Pools:
             part: the run that it is of.
             streamed: values of the body that it hands out.
         """
-        pool = self._pool((shared, *common_values(shared.has_rows, inputs)), shared)
+        # Those that hand out values are apart, as that is done from the host.
+        pool = self._pool((shared, streamed != (), *common_values(shared.has_rows, inputs)), shared)
         activation = PooledActivation(pool, inputs, part, streamed)
         pool.join(activation)
         return activation
@@ -409,7 +467,8 @@ class Pools:
         code = self._code.get(shared)
         if code is None:
             check, many, one = [await self.batches.plan_of(each) for each in (shared.check, shared.steps, shared.alone)]
-            code = _Code(check, _Steps(self.runs, many, is_one=False), _Steps(self.runs, one, is_one=True))
+            is_placed = shared.is_static and self.runs.has_own_memory(many)
+            code = _Code(check, _Steps(self.runs, many, is_one=False), _Steps(self.runs, one, is_one=True), is_placed)
             self._code[shared] = code
         return code
 

@@ -486,6 +486,19 @@ class Runs:
         """The fetched values of a body; see `start_batch`."""
         return cast("list[Array]", await self.start_batch(plan, values, trace=current_trace()).wait())
 
+    def has_own_memory(self, plan: Plan) -> bool:
+        """Whether a body runs on one device, which can keep values between runs."""
+        device = self._devices[plan.partitions[0].device]
+        return len(plan.partitions) == 1 and device.asynchronous is not None and device.capabilities.own_memory
+
+    async def run_placed(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> list[Array]:
+        """The fetched values of a body, of which the first so many stay on their device."""
+        assert self._turn is not None
+        keeps = frozenset(plan.fetches[:staying])
+        asked_s = self._turn.loop.time()
+        run = self._start(plan, values, None, asked_s, current_trace(), None, keeps, is_part=True)
+        return cast("list[Array]", await run.wait())
+
     def start_batch(
         self,
         plan: Plan,
