@@ -46,7 +46,7 @@ def write_checkpoint(
         step: its number; None for one more than the latest.
         content: of the step.
         keep: None for all.
-        check: called before each chunk; what it raises ends the writing.
+        check: called before each chunk, and before the step gets its name; what it raises ends the writing.
 
     Raises:
         CheckpointError: it cannot be written; what was there is as it was.
@@ -57,6 +57,7 @@ def write_checkpoint(
         temporary = begin_step(root, step)
         try:
             _write_files(temporary, step, content, check)
+            check()
             path = publish(temporary, root, step)
         except BaseException:
             drop(temporary)

@@ -1,9 +1,10 @@
-"""What becomes of a save when devices take their time, or are lost meanwhile."""
+"""What becomes of a save when devices take their time, or are lost meanwhile, or the program is interrupted."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,11 +13,14 @@ import pytest
 import asyncflow as af
 from asyncflow.testing import virtual_clock
 from tests.conftest import small_cards
+from tests.faults import programs
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 1 << 20
+both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
 
 @pytest.mark.parametrize("device", ["sim:0", "cpu:0"])
@@ -77,3 +81,59 @@ def fails(error: Exception) -> object:
         raise error
 
     return fetched
+
+
+@pytest.mark.slow
+@both_loops
+def test_f28_interrupt_during_a_save(loop: str, tmp_path: Path) -> None:
+    """FAULTS F28: at any wait for the disk: the program ends at once, and the steps that are there are complete."""
+    source = f"""
+        from asyncflow.checkpoint import directory
+        from asyncflow.checkpoint.manifest import read_manifest
+        from asyncflow.checkpoint.reader import verify
+
+        root = directory.Path({str(tmp_path)!r})
+        sync, left, syncs = os.fsync, threading.Event(), 0
+
+        def fsync(descriptor):
+            global syncs
+            sync(descriptor)
+            syncs += 1
+            if syncs == at:
+                print("saving", flush=True)
+                left.wait()
+
+        async def main():
+            with af.Graph() as graph:
+                n = af.Variable(0, name="n")
+                n.read()
+            async with af.Session(graph) as session:
+                try:
+                    await session.save(root)
+                finally:
+                    left.set()
+
+        os.fsync = fsync
+        for at in range(1, 5):  # the arrays, the manifest, the step, the directory of steps
+            syncs = 0
+            left.clear()
+            try:
+                with asyncio.Runner(loop_factory=FACTORY) as runner:
+                    runner.run(main())
+            except KeyboardInterrupt:
+                for thread in threading.enumerate():
+                    if thread is not threading.current_thread():
+                        thread.join()
+                found = directory.steps(root)
+                paths = [directory.step_path(root, step) for step in found]
+                assert not [fault for path in paths for fault in verify(path, read_manifest(path))]
+                print("interrupted", len(found), os.listdir(root) == [path.name for path in paths], flush=True)
+    """
+    with programs.started(source, loop) as process:
+        assert process.stdout is not None
+        for published in (0, 0, 0, 1):
+            assert process.stdout.readline() == "saving\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == f"interrupted {published} True\n"
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out, err) == (0, "", "")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
+import shutil
 import sys
 import threading
 from collections import Counter
 from contextlib import aclosing
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -16,6 +19,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.checkpoint.directory import step_path, steps
+from asyncflow.checkpoint.manifest import read_manifest
+from asyncflow.checkpoint.reader import verify
 from asyncflow.testing import virtual_clock
 from tests.faults.kernels import INT
 
@@ -147,3 +153,69 @@ def test_f61_a_day_with_faults_is_flat() -> None:
     assert {"KernelError", "CancelledError", "DeadlineExceeded", "FeedError", "OverloadedError"} <= set(ends), ends
     assert ends["answered"] + ends["streamed"] >= 0.5 * ends.total()
     assert set(service.begun.values()) == {1}
+
+
+async def day_of_steps(hours: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Level], Counter[str]]:
+    """A model that trains, publishes a step every three minutes, and in another session is served from the latest one."""
+    dice = Random(61)
+    loop = asyncio.get_running_loop()
+    ends: Counter[str] = Counter()
+    levels: list[Level] = []
+    sync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if fault == "disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with af.Graph() as graph:
+        w, n = af.Variable(np.zeros(1000, np.float32), name="w"), af.Variable(0, name="n")
+        train = [w.assign_add(np.ones(1000, np.float32)), n.assign_add(1)]
+        both = af.sum(w) + af.astype(n.read(), "float32")
+    fault = ""
+    saver = af.Saver(root, keep=3)
+    async with af.Session(graph, restore=saver) as trainer, af.Session(graph) as server:
+        for step in range(hours * 20):
+            fault = dice.choice(["disk", "cancel", "damage", "late"]) if dice.random() < 10 * FAULTS else ""
+            await trainer.run(train)
+            saving = asyncio.ensure_future(saver.save(step))
+            if fault == "cancel":
+                loop.call_soon(saving.cancel)
+            try:
+                path = await saving
+                if fault == "damage":
+                    file = path / "variables.safetensors"
+                    file.write_bytes(file.read_bytes()[:-1])
+                swapping = server.swap_variables(root)
+                names = await (asyncio.wait_for(swapping, 0) if fault == "late" else swapping)
+                ends[f"swapped {len(names)}"] += 1
+            except (af.CheckpointError, asyncio.CancelledError, TimeoutError) as error:
+                ends[type(error).__name__] += 1
+            value = await server.run(both)
+            assert value % 1001 == 0
+            await asyncio.sleep(180)
+            if fault == "damage":
+                shutil.rmtree(step_path(root, step))
+            if step % 20 == 19:
+                levels.append(level(server))
+    return levels, ends
+
+
+@pytest.mark.slow
+def test_f61_a_day_of_checkpoints_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS F61, F49: tasks, files, threads, bytes and plans, hour by hour; every step that is left is complete."""
+    with virtual_clock(seed=61) as clock:
+        levels, ends = clock.run(day_of_steps(24, tmp_path, monkeypatch))
+    settled = levels[3:]
+    assert len({each[:-1] for each in settled}) == 1, settled
+    objects = [each.objects for each in settled]
+    assert max(objects) - min(objects) < 300, objects
+    assert set(ends) == {"swapped 2", "CheckpointError", "CancelledError", "TimeoutError"}, ends
+    assert ends["swapped 2"] > 0.8 * ends.total()
+    left = steps(tmp_path)
+    assert 1 <= len(left) <= 3
+    assert sorted(os.listdir(tmp_path)) == sorted(step_path(tmp_path, step).name for step in left)
+    for step in left:
+        path = step_path(tmp_path, step)
+        assert not verify(path, read_manifest(path))
