@@ -17,7 +17,8 @@ from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.nest import Structure
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
-from asyncflow.values import Array, Nest
+from asyncflow.state.queue_arrays import open_axes, stacked
+from asyncflow.values import Nest
 
 Element: TypeAlias = tuple[Nest, ...]
 """Values as the user's sources give them: arrays, NumPy's scalars, text."""
@@ -92,10 +93,10 @@ class Batched:
         whole = tuple(Spec(s.dtype, None if s.shape is None else (count, *s.shape)) for s in self.specs)
         if self.pad is None:
             return structure, whole
-        open_axes = [_open_axes(spec) for spec in self.specs]
-        lengths = [Spec(int64, (count,) if len(axes) == 1 else (count, len(axes))) for axes in open_axes if axes]
+        found = [open_axes(spec) for spec in self.specs]
+        lengths = [Spec(int64, (count,) if len(axes) == 1 else (count, len(axes))) for axes in found if axes]
         leaf, nothing = Structure(None), Structure(type(None))
-        of_lengths = _with_leaves(structure, iter([leaf if axes else nothing for axes in open_axes]))
+        of_lengths = _with_leaves(structure, iter([leaf if axes else nothing for axes in found]))
         return Structure(tuple, (0, 1), (structure, of_lengths)), (*whole, *lengths)
 
     def stacked(self, elements: Sequence[Element]) -> Element:
@@ -104,28 +105,7 @@ class Batched:
         Raises:
             ShapeError: they are not alike, and there is no `pad`.
         """
-        batches: list[Array] = []
-        lengths: list[Array] = []
-        for spec, values in zip(self.specs, zip(*elements, strict=True), strict=True):
-            axes = () if self.pad is None else _open_axes(spec)
-            if axes:
-                extents = np.array([value.shape for value in values], np.int64)
-                batch = np.full((len(values), *extents.max(axis=0)), self.pad, spec.dtype)
-                for row, value in zip(batch, values, strict=True):
-                    row[tuple(map(slice, value.shape))] = value
-                batches.append(batch)
-                lengths.append(extents[:, axes[0] if len(axes) == 1 else axes])
-                continue
-            shapes = {np.shape(value) for value in values}
-            if len(shapes) > 1:
-                seen = " and ".join(map(format_shape, sorted(shapes)[:2]))
-                raise ShapeError(f"elements of one batch have shapes {seen}; fill them up: .batch({self.size}, pad=0)")
-            batches.append(np.array(values, spec.dtype))
-        return (*batches, *lengths)
-
-
-def _open_axes(spec: Spec) -> tuple[int, ...]:
-    return tuple(axis for axis, extent in enumerate(spec.shape or ()) if extent is None)
+        return stacked(self.specs, None if self.pad is None else (self.pad,) * len(self.specs), elements)
 
 
 def _with_leaves(structure: Structure, leaves: Iterator[Structure]) -> Structure:

@@ -1,19 +1,59 @@
-"""The elements of a queue as arrays, which checkpoints are made of, and back.
+"""Elements as arrays: some of them as one batch; all of a queue, which checkpoints are made of, and back.
 
-For each value of an element there are all of them behind one another, their ranks, and their extents.
+In a checkpoint, for each value of an element there are all of them behind one another, their ranks, and their extents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import CheckpointError
-from asyncflow.graph.shapes import is_subshape
+from asyncflow.errors import CheckpointError, ShapeError
+from asyncflow.graph.shapes import format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.state.waiting.element_orders import Element
 from asyncflow.values import Array
+
+Pads: TypeAlias = "tuple[int | float | complex | str, ...]"
+"""For each leaf of an element, what its open extents are filled up with."""
+
+
+def open_axes(spec: Spec) -> list[int]:
+    """The axes of an element whose extents are not the same for all."""
+    return [axis for axis, extent in enumerate(spec.shape or ()) if extent is None]
+
+
+def stacked(specs: Sequence[Spec], pads: Pads | None, elements: Sequence[Element]) -> tuple[Array, ...]:
+    """A batch of each leaf, and then, of those that are filled up, the lengths before.
+
+    Args:
+        specs: of the leaves of an element.
+        pads: what open extents are filled up with, to the longest of the batch; None where they have to be equal.
+        elements: one or more.
+
+    Raises:
+        ShapeError: they are not alike, and there is nothing to fill them up with.
+    """
+    batches: list[Array] = []
+    lengths: list[Array] = []
+    for place, (spec, values) in enumerate(zip(specs, zip(*elements, strict=True), strict=True)):
+        axes = open_axes(spec)
+        if pads is None or not axes:
+            try:
+                batches.append(np.stack(values) if spec.shape else np.array(values, spec.dtype))
+            except ValueError:
+                seen = " and ".join(map(format_shape, sorted({np.shape(value) for value in values})[:2]))
+                raise ShapeError(f"elements of one batch have shapes {seen}; fill them up with pad=0") from None
+            continue
+        shapes = np.array([value.shape for value in values], np.int64)
+        batch = np.full((len(values), *shapes.max(axis=0)), pads[place], spec.dtype)
+        for row, value in zip(batch, values, strict=True):
+            row[tuple(map(slice, value.shape))] = value
+        batches.append(batch)
+        lengths.append(shapes[:, axes[0] if len(axes) == 1 else axes])
+    return (*batches, *lengths)
 
 
 def as_arrays(elements: Sequence[Element], specs: Sequence[Spec]) -> dict[str, Array]:
@@ -60,4 +100,4 @@ def _parted(values: Array, ranks: list[int], extents: list[int], spec: Spec, pla
     return parts
 
 
-__all__ = ["as_arrays", "as_elements"]
+__all__ = ["Pads", "as_arrays", "as_elements", "open_axes", "stacked"]

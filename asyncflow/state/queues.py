@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from asyncflow.state.containers import HasState, check_resource_name, find_state
 from asyncflow.state.immutable import immutable
 from asyncflow.state.mutex import whole_number
 from asyncflow.state.queue import QueueState
+from asyncflow.state.queue_arrays import Pads, open_axes, stacked
 from asyncflow.state.waiting.awaiting import granted
 from asyncflow.state.waiting.element_orders import (
     ArrivalOrder,
@@ -42,9 +43,6 @@ from asyncflow.state.waiting.element_orders import (
 )
 from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
-
-Pads: TypeAlias = "tuple[int | float | complex | str, ...]"
-"""Numbers that open extents are filled up with, one for each leaf."""
 
 
 class Queue(Resource):
@@ -253,9 +251,7 @@ class Queue(Resource):
         if pads is None:
             return elements
         lengths = iter(values[len(self._specs) :])
-        return elements, self._structure.unflatten(
-            [next(lengths) if _open_axes(spec) else None for spec in self._specs]
-        )
+        return elements, self._structure.unflatten([next(lengths) if open_axes(spec) else None for spec in self._specs])
 
     def _pads(self, n: int, pad: Nest, verb: str) -> Pads | None:
         """A number for each leaf; None if nothing is padded."""
@@ -275,7 +271,7 @@ class Queue(Resource):
         for each, spec in zip(pads, self._specs, strict=True):
             if spec.shape is None:
                 raise GraphError(f"{verb}: padding needs a known rank; queue {self.name!r} has elements {spec}")
-            if _open_axes(spec):
+            if open_axes(spec):
                 as_array(each, spec.dtype)
         return tuple(pads)
 
@@ -299,7 +295,7 @@ class Queue(Resource):
 
     async def _got(self, n: int, pad: Nest, verb: str, or_fewer: bool, session: HasState | None) -> Nest:
         pads = self._pads(n, pad, verb)
-        stack = partial(_stacked, self._specs, pads)
+        stack = partial(stacked, self._specs, pads)
         taken = self._state(session).take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack)
         values: Nest = await granted(taken)
         return self._as_batch(values, pads)
@@ -472,10 +468,6 @@ def _leaf(kind: str, leaf: Nest) -> Spec:
     return leaf
 
 
-def _open_axes(spec: Spec) -> list[int]:
-    return [axis for axis, extent in enumerate(spec.shape or ()) if extent is None]
-
-
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
@@ -500,7 +492,7 @@ def _batch_specs(*, queue: Queue, count: int, or_fewer: bool, pads: Pads | None)
     first = None if or_fewer else count
     found = [Spec(spec.dtype, (first, *(spec.shape or ()))) for spec in queue._specs]
     for spec in queue._specs if pads is not None else ():
-        k = len(_open_axes(spec))
+        k = len(open_axes(spec))
         if k:
             found.append(Spec(int64, (first,) if k == 1 else (first, k)))
     return _outputs(found)
@@ -573,27 +565,9 @@ def _only_element(elements: Sequence[Element]) -> Element:
 def _dequeue_many_kernel(xp: Namespace, *, queue: QueueState, count: int, or_fewer: bool, pads: Pads | None) -> Kernel:
     what = f"dequeue_{'up_to' if or_fewer else 'many'}({count}) of queue {queue.name!r}"
     specs = queue.specs
-    n_outputs = len(specs) + (0 if pads is None else sum(bool(_open_axes(spec)) for spec in specs))
-    stack = partial(_stacked, specs, pads)
+    n_outputs = len(specs) + (0 if pads is None else sum(bool(open_axes(spec)) for spec in specs))
+    stack = partial(stacked, specs, pads)
     return partial(queue.take, count, or_fewer, what, stack if n_outputs > 1 else lambda found: stack(found)[0])
-
-
-def _stacked(specs: Sequence[Spec], pads: Pads | None, elements: Sequence[Element]) -> tuple[Array, ...]:
-    """A batch of each leaf, and then the lengths of those that have any."""
-    batches, lengths = [], []
-    for place, spec in enumerate(specs):
-        values = [element[place] for element in elements]
-        axes = _open_axes(spec)
-        if pads is None or not axes:
-            batches.append(np.array(values, spec.dtype) if spec.shape == () else np.stack(values))
-            continue
-        shapes = np.array([value.shape for value in values], np.int64)
-        batch = np.full((len(values), *shapes.max(axis=0)), pads[place], spec.dtype)
-        for row, value in enumerate(values):
-            batch[row][tuple([slice(extent) for extent in value.shape])] = value
-        batches.append(batch)
-        lengths.append(shapes[:, axes[0] if len(axes) == 1 else axes])
-    return (*batches, *lengths)
 
 
 _PUT, _TAKE = ("put", Access.WRITE), ("take", Access.WRITE)

@@ -24,6 +24,7 @@ from asyncflow.checkpoint.manifest import read_manifest
 from asyncflow.checkpoint.reader import verify
 from asyncflow.testing import virtual_clock
 from tests.faults.kernels import INT
+from tests.patience import PATIENCE_S
 
 HOUR_S = 3600.0
 FAULTS = 0.01
@@ -156,7 +157,7 @@ def test_f61_a_day_with_faults_is_flat() -> None:
 
 
 async def day_of_steps(hours: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Level], Counter[str]]:
-    """A model that trains, publishes a step every three minutes, and in another session is served from the latest one."""
+    """A model that trains, publishes steps, and in another session is served from the latest one."""
     dice = Random(61)
     loop = asyncio.get_running_loop()
     ends: Counter[str] = Counter()
@@ -198,6 +199,8 @@ async def day_of_steps(hours: int, root: Path, monkeypatch: pytest.MonkeyPatch) 
             if fault == "damage":
                 shutil.rmtree(step_path(root, step))
             if step % 20 == 19:
+                for thread in set(threading.enumerate()) - {threading.current_thread()}:
+                    thread.join(PATIENCE_S)  # of what was cancelled
                 levels.append(level(server))
     return levels, ends
 

@@ -92,7 +92,7 @@ def test_padding_fills_open_extents_and_tells_lengths() -> None:
 
 
 def test_batches_of_unlike_elements_say_what_to_do() -> None:
-    with pytest.raises(af.ShapeError, match=r"have shapes \[1\] and \[2\]; fill them up: .batch\(2, pad=0\)"):
+    with pytest.raises(af.ShapeError, match=r"have shapes \[1\] and \[2\]; fill them up with pad=0"):
         Batched(2, (af.spec("int64", (None,)),), None, False).stacked([(np.ones(1, int),), (np.ones(2, int),)])
 
 
