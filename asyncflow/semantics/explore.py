@@ -8,7 +8,7 @@ may fail is searched a second time without the first of the two, for a failure s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -202,14 +202,12 @@ class _Exploring:
 
     def _persistent(self, state: ProgramState, enabled: list[Firing]) -> list[Firing]:
         """Those of the enabled firings that are enough to try: the fewest that nothing else can come before."""
-        to_come = list(self._to_come(state))
+        # All that touch anything, with those that may still come in branches and loops.
+        shares, begun = self.rules.program.shares, state.decided
+        to_come = [(f, shares(f[0])) for f in state.waiting if shares(f[0]) and not (f[0].subgraphs and f in begun)]
         ahead: dict[Firing, set[Firing]] = {}
-        best = enabled
-        for first in enabled:
-            chosen = self._closed(state, first, enabled, to_come, ahead)
-            if chosen is not None and len(chosen) < len(best):
-                best = chosen
-        return best
+        closed = [self._closed(state, first, enabled, to_come, ahead) for first in enabled]
+        return min([enabled, *(each for each in closed if each is not None)], key=len)
 
     def _closed(
         self,
@@ -220,26 +218,13 @@ class _Exploring:
         ahead: dict[Firing, set[Firing]],
     ) -> list[Firing] | None:
         """`first` and the enabled ones that it may depend on; None if others may come before them."""
-        chosen = [first]
+        chosen, others = [first], list[Firing]()
         for mine in chosen:
             touched = self.rules.program.shares(mine[0])
             rivals = [f for f, touches in to_come if f not in chosen and conflict(touches, touched)]
             chosen += [rival for rival in rivals if rival in enabled]
-        for mine in chosen:
-            touched = self.rules.program.shares(mine[0])
-            for firing, touches in to_come:
-                if firing in enabled or not conflict(touches, touched):
-                    continue
-                if self._ahead(state, firing, ahead).isdisjoint(chosen):
-                    return None
-        return chosen
-
-    def _to_come(self, state: ProgramState) -> Iterable[tuple[Firing, Touches]]:
-        """Firings that touch anything, those that may still come in branches and loops among them."""
-        for firing in state.waiting:
-            touches = self.rules.program.shares(firing[0])
-            if touches and not (firing[0].subgraphs and firing in state.decided):
-                yield firing, touches
+            others += [rival for rival in rivals if rival not in enabled]
+        return None if any(self._ahead(state, other, ahead).isdisjoint(chosen) for other in others) else chosen
 
     def _ahead(self, state: ProgramState, firing: Firing, known: dict[Firing, set[Firing]]) -> set[Firing]:
         """Firings that are sure to come before one that waits."""

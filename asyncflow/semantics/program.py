@@ -7,8 +7,9 @@ bring in no node. All this is found here anew, and not asked of the compiler, wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
+from itertools import chain
 from typing import TypeAlias
 
 from asyncflow.errors import FetchError, GraphError
@@ -150,26 +151,18 @@ class NeededGraph:
 
     def _touches(self, node: Node) -> Touches:
         """The resources that a node touches, or a branch or loop with all that runs in it."""
-        if isinstance(node, StructuredNode):
-            inside = (self.touches(inner) for body in node.subgraphs for inner in self.nodes(body))
-            pairs = [pair for each in inside for pair in each.items()]
-        else:
-            pairs = list(node.op.effects(node)) if node.op.effects is not None else []
-        return dict(sorted(pairs, key=lambda pair: pair[1] is Access.WRITE))
+        return self._united(node, self.touches, list(node.op.effects(node)) if node.op.effects is not None else [])
 
     def _shares(self, node: Node) -> Touches:
         """`touches` of whole resources: what puts into a queue and what takes out may wait for one another."""
-        if node.subgraphs:
-            pairs = [pair for body in node.subgraphs for each in self.nodes(body) for pair in self.shares(each).items()]
-        else:
-            wholes = [each.effect_key for each in resources_of(node)]
-            pairs = [(self._whole(key, wholes), access) for key, access in self.touches(node).items()]
-        return dict(sorted(pairs, key=lambda pair: pair[1] is Access.WRITE))
+        wholes = [each.effect_key for each in resources_of(node)]
+        effects = [] if node.subgraphs else self.touches(node).items()
+        pairs = [(key[0] if isinstance(key, tuple) and key[0] in wholes else key, access) for key, access in effects]
+        return self._united(node, self.shares, pairs)
 
-    @staticmethod
-    def _whole(key: Hashable, resources: Iterable[Hashable]) -> Hashable:
-        """The key of the resource that one is about a part of; itself if there is none."""
-        return next((each for each in resources if isinstance(key, tuple) and key[0] == each), key)
+    def _united(self, node: Node, of: Callable[[Node], Touches], own: list[tuple[Hashable, Access]]) -> Touches:
+        inside = [of(inner).items() for body in node.subgraphs for inner in self.nodes(body)]
+        return dict(sorted(chain(own, *inside), key=lambda pair: pair[1] is Access.WRITE))
 
     def _before(self, node: Node) -> list[Node]:
         """The nodes of the same graph or body that it waits for without using their values: control and soft edges."""

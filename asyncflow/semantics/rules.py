@@ -69,22 +69,27 @@ class _Elements:
     """
 
     def __init__(self, state: _Reading) -> None:
-        self._state = state
-        self.value: Value = np.int64(0)
+        self._state, self.value = state, 0
 
     def next_or_wait(self) -> Nest:
         """The next element."""
-        taken = int(cast("np.int64", self.value))
-        if taken == _MOST_ELEMENTS:
-            raise OutOfBounds(f"after {taken} elements of an input")
-        if isinstance(self._known[taken], Exception):
-            raise self._known[taken]
-        self.value = np.int64(taken + 1)
-        return self._known[taken]
+        found = self._following()
+        self.value += 1
+        return found
 
     def has_more_or_wait(self) -> Value:
         """Whether there is one."""
-        return np.bool_(not isinstance(self._known[int(cast("np.int64", self.value))], EndOfInput))
+        try:
+            self._following()
+        except EndOfInput:
+            return np.False_
+        return np.True_
+
+    def _following(self) -> Nest:
+        found = self._known[self.value]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     @cached_property
     def _known(self) -> list[Nest]:
@@ -94,9 +99,10 @@ class _Elements:
     async def _read(self) -> list[Nest]:
         known: list[Nest] = []
         try:
-            while len(known) <= _MOST_ELEMENTS:
+            while len(known) < _MOST_ELEMENTS:
                 known.append(await self._state.next())
-        except Exception as error:  # such as EndOfInput, for whoever asks for it
+            raise OutOfBounds(f"after {_MOST_ELEMENTS} elements of an input")
+        except Exception as error:  # such as EndOfInput, for whoever asks for what follows
             known.append(error)
         await self._state.aclose()
         return known
@@ -117,15 +123,13 @@ class _RunEnd(dict[object, Callable[[], None]]):
     __eq__ = object.__eq__
 
 
-def _content(cell: _Cell | LinedState) -> Value:
-    if isinstance(cell, MutexState):
-        return cell.owner
-    if isinstance(cell, BarrierState):
-        return frozenset()
+def _content(cell: _Cell | _Elements | LinedState) -> Value:
+    if isinstance(cell, MutexState | BarrierState):
+        return cell.owner if isinstance(cell, MutexState) else frozenset()
     return cell.capture() if isinstance(cell, QueueState) else cast("_Cell", cell).value
 
 
-def _fill(cell: _Cell | LinedState, content: Value) -> None:
+def _fill(cell: _Cell | _Elements | LinedState, content: Value) -> None:
     if isinstance(cell, LinedState):
         for place in cell.places():
             cell.left(place)
@@ -153,7 +157,7 @@ class Rules:
         self.program = program
         self.ends_at = inf
         self.seed = program.graph.seed if program.graph.seed is not None else seed
-        self.cells: dict[Hashable, _Cell | LinedState] = {}
+        self.cells: dict[Hashable, _Cell | _Elements | LinedState] = {}
         self._ends: dict[int, _RunEnd] = defaultdict(_RunEnd)
         self.resources: dict[Hashable, Resource] = {}
         self._kernels: dict[Node, Kernel] = {}
@@ -163,10 +167,9 @@ class Rules:
 
     def _bind(self, node: Node) -> None:
         op = node.op
-        if node.op is PLACEHOLDER:
-            raise FeedError(
-                f"{node.outputs[0].name} {node.outputs[0].spec} is needed; give it a value in feeds={{...}}"
-            )
+        if op is PLACEHOLDER:
+            x = node.outputs[0]
+            raise FeedError(f"{x.name} {x.spec} is needed; give it a value in feeds={{...}}")
         for resource in resources_of(node):
             if resource.effect_key not in self.cells:
                 made = resource.create_state()
@@ -226,9 +229,8 @@ class Rules:
         return state.values[tensor, tag]
 
     def _is_done(self, state: ProgramState, node: Node, tag: Tag) -> bool:
-        if node.op in (PARAMETER, PLACEHOLDER):
-            return self.find(state, node.outputs[0], tag) is not MISSING
-        return (node, tag) in state.done
+        is_value = node.op in (PARAMETER, PLACEHOLDER)
+        return self.find(state, node.outputs[0], tag) is not MISSING if is_value else (node, tag) in state.done
 
     def missing(self, state: ProgramState, firing: Firing) -> list[Firing]:
         """The firings next to one that waits, which it waits for; they may be in a branch or loop that has to end."""
@@ -281,12 +283,10 @@ class Rules:
         Nobody stands in line but dequeues that an enqueue of more elements than there is room for may wait for.
         """
         touched = list(resources_of(firing[0]))
-        self._fill_all(state, touched)
-        found = self._call(state, firing)
+        found = self._call(state, firing, touched)
         for other in state.waiting if isinstance(found, PlaceInLine) else ():
             if list(resources_of(other[0])) == touched and other != firing and not self.missing(state, other):
-                self._fill_all(state, touched)
-                first = self._call(state, other)
+                first = self._call(state, other, touched)
                 if isinstance(first, PlaceInLine):
                     found = self._call(state, firing)
                     first.leave()
@@ -294,11 +294,9 @@ class Rules:
                         return found
         return found
 
-    def _fill_all(self, state: ProgramState, resources: Iterable[Resource]) -> None:
-        for resource in resources:
+    def _call(self, state: ProgramState, firing: Firing, fresh: Iterable[Resource] = ()) -> Nest:
+        for resource in fresh:
             _fill(self.cells[resource.effect_key], state.memory[resource.effect_key])
-
-    def _call(self, state: ProgramState, firing: Firing) -> Nest:
         node, tag = firing
         inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
         if node.op.needs_context:
@@ -346,33 +344,27 @@ class Rules:
         if firing in state.decided:
             return self._end(state, node, tag)
         current = state.waiting[firing]
-        if current < 0:
-            if not all(self._is_done(state, each, tag) for each in self.program.before(node)):
-                return False
-            state.waiting[firing] = 0
-            self._begin(state, node.predicate, (*tag, 0))
-            return True
+        iteration = (*tag, current)
         is_ordered = self.program.graph.effects == "ordered" or node.parallel_iterations == 1
         in_turn = is_ordered and bool(self.program.touches(node))
-        if in_turn and self._runs_inside(state, node, tag):
+        if current < 0:  # it has not begun
+            if not all(self._is_done(state, each, tag) for each in self.program.before(node)):
+                return False
+        elif in_turn and self._runs_inside(state, node, tag):
             return False
-        iteration = (*tag, current)
-        if in_turn and (node, iteration) in state.done:  # all of the body is done too
-            state.waiting[firing] += 1
-            self._begin(state, node.predicate, (*tag, current + 1))
-            return True
-        predicate = self.find(state, node.decision, iteration)
-        if predicate is MISSING:
-            return False
-        if not predicate:
-            state.decided[firing] = current
-            return True
-        self._begin(state, node.body, iteration)
-        if in_turn:
-            state.done.add((node, iteration))
-        else:
-            state.waiting[firing] += 1
-            self._begin(state, node.predicate, (*tag, current + 1))
+        elif not in_turn or (node, iteration) not in state.done:  # else all of the body is done too
+            predicate = self.find(state, node.decision, iteration)
+            if predicate is MISSING:
+                return False
+            if not predicate:
+                state.decided[firing] = current
+                return True
+            self._begin(state, node.body, iteration)
+            if in_turn:
+                state.done.add((node, iteration))
+                return True
+        state.waiting[firing] = current + 1
+        self._begin(state, node.predicate, (*tag, current + 1))
         return True
 
     def _end(self, state: ProgramState, node: StructuredNode, tag: Tag) -> bool:

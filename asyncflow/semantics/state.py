@@ -8,7 +8,7 @@ whatever was read and forgotten on the way.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -46,14 +46,8 @@ class ProgramState:
 
     def copy(self) -> ProgramState:
         """One that can be changed without this."""
-        return ProgramState(
-            dict(self.memory),
-            dict(self.values),
-            dict(self.waiting),
-            set(self.done),
-            dict(self.decided),
-            dict(self.failing),
-        )
+        copied = [getattr(self, each.name).copy() for each in fields(self)]
+        return ProgramState(*copied)
 
 
 def digest(value: Value) -> Hashable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -352,3 +353,15 @@ async def test_a_loop_over_an_input_is_explored(tmp_path: Path) -> None:
         total = af.loop_over(endless, lambda line, k: k + 1, 0)
     assert fetched(explore(graph, count)) == {"3"} and left_in(v, explore(graph, count)) == {3}
     assert explore(graph, total).stopped == "after 100 elements of an input"
+
+
+def test_an_input_that_fails_fails_whoever_asks() -> None:
+    async def broken() -> Any:
+        yield 1
+        raise OSError("the disk is gone")
+
+    with af.Graph() as graph:
+        elements = af.from_async_generator(broken, af.spec("int64", ()), name="in")
+        first, more = elements.next(), elements.has_more()
+    assert fetched(explore(graph, first)) == {"1"}
+    assert fetched(explore(graph, [first, more])) == {"in/has_more: OSError: the disk is gone"}
