@@ -66,6 +66,11 @@ class Host:
     delivery_s: float
     source: str = ""
 
+    @property
+    def swap_s(self) -> float:
+        """The time of having a saved value move: ordering the copy, giving it to a stream, and hearing of its end."""
+        return self.event_s + self.copy_s + self.delivery_s
+
     def cost_s(self, call: Call) -> float:
         """The time of one call."""
         seconds: float = getattr(self, f"{call}_s")

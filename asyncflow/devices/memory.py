@@ -95,7 +95,8 @@ class MemoryLimitExceeded(Exception):
         self.limit = limit
         self.top = top
         largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
-        super().__init__(self._message(largest) + (f"; {advice}" if advice else ""))
+        # Neither fewer iterations nor a place for saved values help what is too large by itself.
+        super().__init__(self._message(largest) + (f"; {advice}" if advice and requested <= limit else ""))
 
     def __copy__(self) -> MemoryLimitExceeded:
         copied = type(self).__new__(type(self), *self.args)
@@ -108,8 +109,12 @@ class MemoryLimitExceeded(Exception):
             held, most = f"{self.used} bytes", f"{self.limit} bytes"
         return (
             f"{self.device} holds {held}, over its limit of {most}, after a value of "
-            f"{format_bytes(self.requested)}; largest now: {largest}; raise memory_limit=, or run fewer iterations or "
-            "requests at once"
+            f"{format_bytes(self.requested)}; largest now: {largest}; "
+            + (
+                "raise memory_limit=, or run fewer iterations or requests at once"
+                if self.requested <= self.limit
+                else "that value alone is larger than the limit: raise memory_limit=, or feed or compute it in parts"
+            )
         )
 
 

@@ -106,6 +106,16 @@ def test_over_the_limit_raises_and_says_what_is_there() -> None:
     assert account.used == 20 * KIB
 
 
+def test_a_value_that_is_too_large_by_itself_is_told_apart() -> None:
+    """No place to move others to, and no other order, would help; so no such advice is given."""
+    account = MemoryAccount("cpu:0", 32 * KIB)
+    account.advise = lambda: "or give spill_directory="
+    value = array(40 * KIB)
+    with pytest.raises(MemoryLimitExceeded, match="that value alone is larger than the limit") as caught:
+        account.track(value, "feed")
+    assert str(caught.value).endswith("raise memory_limit=, or feed or compute it in parts")
+
+
 def test_top_gives_the_largest_first() -> None:
     account = MemoryAccount("cpu:0")
     values = [array(k * 5 * KIB) for k in (2, 3, 1)]

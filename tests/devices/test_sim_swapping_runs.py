@@ -130,6 +130,21 @@ def test_a_working_set_above_the_limit_is_an_error_within_one_iteration(values: 
     on_machine(main, limit=values * SMALL, regions=regions)
 
 
+def test_a_feed_larger_than_the_limit_is_an_error_that_says_so(regions: bool, expected: list[list[Array]]) -> None:
+    """Whatever may move: the feed is named by its place, and others go on."""
+
+    async def main(machine: Machine) -> None:
+        with af.Graph():
+            large = af.placeholder("float32", (4 * SIDE, 4 * SIDE))
+            async with af.Session(devices=["sim:0"], memory_limit=8 * SMALL) as session:
+                with pytest.raises(af.OutOfMemoryError, match="that value alone is larger than the limit") as caught:
+                    await session.run(af.sum(large), {large: np.zeros(large.shape, np.float32)})
+                assert f"built at {__file__}" in str(caught.value)
+        np.testing.assert_array_equal(await machine.train(), expected[0])
+
+    on_machine(main, limit=None, regions=regions)
+
+
 def test_the_error_says_what_an_iteration_takes() -> None:
     """FAULTS F30: of the forward loop, where one of the gradient does not fit."""
 

@@ -39,9 +39,9 @@ class SimSwapping(Swapping):
     """Moves saved values of a simulated card to the host's memory."""
 
     def __init__(self, device: SimDevice, spaces: Sequence[Space]) -> None:
-        link, driver = device.machine.spec.host_link, device.machine.driver
+        link = device.machine.spec.host_link
         super().__init__(device.memory, spaces, ns_per_byte=1e9 / link.bytes_per_s)
-        self.start_ns = (driver.event_s + driver.copy_s + driver.delivery_s) * 1e9
+        self.start_ns = device.machine.driver.swap_s * 1e9
         self._device = device
 
     def movable(self, value: Value) -> Movable | None:
