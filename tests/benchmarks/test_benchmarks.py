@@ -78,7 +78,7 @@ TINY = {
     "run_latency": lambda: run_latency.measure(repeats=2, runs=3, nodes=(1, 4)),
     "concurrent_runs": lambda: concurrent_runs.measure(repeats=2, clients=3, runs=9),
     "overload": lambda: overload.measure(repeats=2, seconds=0.05, times=(5.0,), extent=16, wait_ms=1.0, alone=3),
-    "tree_requests": lambda: tree_requests.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, files=2),
+    "tree_requests": lambda: tree_requests.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, files=8),
     "pooled_loop": lambda: pooled_loop.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, lengths=(1, 4)),
     "small_beside_large": lambda: small_beside_large.measure(repeats=2, large=200, small=16, runs=9),
     "loop_gap": lambda: loop_gap.measure(repeats=2, nodes=10, iterations=20),
