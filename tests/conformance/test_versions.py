@@ -27,7 +27,7 @@ async def elsewhere(passes: int) -> np.int64:
 
 
 class Program:
-    """Three ways to read two variables, which always change together, several times in a run that waits in between."""
+    """Four ways to read two variables, which always change together, several times in a run that waits in between."""
 
     def __init__(self) -> None:
         with af.Graph() as self.graph:
@@ -58,22 +58,32 @@ class Program:
                 later = af.identity(self.x)
             batch = shared(later)
             pooled = af.while_loop(lambda i, _: i < LENGTH, steps, (0, later * 0), pool=af.Pool(4))[1]
-            self.fetches = (plain, batch, pooled)
+
+            @af.vertex_function(state=af.spec("float32", (3,)), children=1)
+            def vertex(v: Any) -> None:
+                v.scatter(v.gather(0) + v.pull() + self.a.read() + self.b.read())
+
+            self.structure = af.InputGraph.placeholder()
+            zeros = af.zeros((LENGTH, 3), dtype="float32") * later
+            chained = af.vertex_map(vertex, self.structure, zeros, share=True).roots[0]
+            self.fetches = (plain, batch, pooled, chained)
 
     def values(self, version: int) -> dict[Any, Any]:
         return {self.a: np.full(3, version, np.float32), "b": np.full(3, 10 * version, np.float32)}
 
     async def run(self, session: af.Session, passes: int) -> int:
         """The version that a run has seen: one, and no other."""
-        plain, batch, pooled = await session.run(self.fetches, {self.passes: passes, self.x: np.ones(3, np.float32)})
-        found = {*(plain / (11 * LENGTH)).tolist(), *(batch / 11).tolist(), *(pooled / (11 * LENGTH)).tolist()}
-        assert len(found) == 1, (plain, batch, pooled)
+        feeds = {self.passes: passes, self.x: np.ones(3, np.float32)}
+        chain = self.structure.feeds(af.InputGraph.chain([LENGTH]))
+        plain, batch, *others = await session.run(self.fetches, {**feeds, **chain})
+        found = {*(batch / 11).tolist(), *(np.array([plain, *others]) / (11 * LENGTH)).ravel().tolist()}
+        assert len(found) == 1, (plain, batch, *others)
         return int(found.pop())
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_f49_each_run_sees_one_version(open_session: OpenSession, seed: int) -> None:
-    """F49, over runs of any length, batches and pools, that begin and end anywhere around swaps."""
+    """F49, over runs of any length, batches, pools and sets of vertices, that begin and end anywhere around swaps."""
     random = Random(seed)
     program = Program()
     latest = 1
@@ -95,7 +105,7 @@ async def test_f49_each_run_sees_one_version(open_session: OpenSession, seed: in
 
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
             group.create_task(swaps())
-            for _ in range(12):
+            for _ in range(9):
                 group.create_task(request())
         assert await program.run(session, 0) == 4
         assert (await session.run(program.a)).tolist() == [4.0, 4.0, 4.0]
