@@ -123,6 +123,8 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
                 np.testing.assert_allclose(each[0], [[4.0] * H, [8.0] * H])
         del found, each
         await others_end()
+        (counts,) = session.statistics().batches.values()
+        assert 1 <= counts.failed <= 4  # of five, of halves, and of the one
 
 
 async def test_85_a_deadline_between_sets(open_session: OpenSession) -> None:

@@ -111,6 +111,7 @@ class VertexPool(LinedState):
             split = self.shared.counts.own
             found = await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]])
         except Exception as error:
+            self._batches.count_call(self.shared, len(members), failed=1)
             if len(members) == 1 or not self.shared.is_repeatable:
                 self.rows.remove(members)
                 self._end(members, error)
