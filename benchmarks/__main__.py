@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_limits
 import asyncflow as af
 from asyncflow.devices.cuda.backend import cuda_backend
 from benchmarks import (
+    batched_requests,
     checkpoints,
     concurrent_runs,
     dependency_patterns,
@@ -76,6 +77,7 @@ WORKLOADS: dict[str, Workload] = {
     "dynamic_lstm": dynamic_lstm.measure,
     "run_latency": run_latency.measure,
     "concurrent_runs": concurrent_runs.measure,
+    "batched_requests": batched_requests.measure,
     "pooled_loop": pooled_loop.measure,
     "tree_requests": tree_requests.measure,
     "overload": overload.measure,

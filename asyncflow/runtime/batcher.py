@@ -343,6 +343,10 @@ class Batcher(Generic[M]):
             else:
                 self._drop_if_empty(lane)
 
+    def count(self) -> int:
+        """How many wait."""
+        return sum(map(len, self.lanes.values()))
+
     def wake_ns(self) -> float:
         """When one has waited as long as it may; infinity if nobody waits for that."""
         delayed = (lane for lane in self.lanes.values() if self._delays(lane) and lane.waiting)

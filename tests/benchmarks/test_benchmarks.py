@@ -13,6 +13,7 @@ import pytest
 
 from asyncflow.devices.hardware import blas_library
 from benchmarks import (
+    batched_requests,
     checkpoints,
     concurrent_runs,
     dependency_patterns,
@@ -77,6 +78,7 @@ TINY = {
     "dynamic_lstm": lambda: dynamic_lstm.measure(repeats=2, steps=3, batch=2, hidden=4),
     "run_latency": lambda: run_latency.measure(repeats=2, runs=3, nodes=(1, 4)),
     "concurrent_runs": lambda: concurrent_runs.measure(repeats=2, clients=3, runs=9),
+    "batched_requests": lambda: batched_requests.measure(repeats=2, hidden=4, steps=2, clients=(1, 2), requests=5),
     "overload": lambda: overload.measure(repeats=2, seconds=0.05, times=(5.0,), extent=16, wait_ms=1.0, alone=3),
     "tree_requests": lambda: tree_requests.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, files=8),
     "pooled_loop": lambda: pooled_loop.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, lengths=(1, 4)),

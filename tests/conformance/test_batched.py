@@ -334,6 +334,28 @@ async def test_f42_members_of_any_fate(open_session: OpenSession, seed: int) -> 
         assert session.statistics().runs == 0
 
 
+async def test_clients_that_ask_again_stay_together(sizes: Counter[int]) -> None:
+    """One who comes while a call is computed waits for those in it to ask again, and then all share calls."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, _ = af.batched(layer, cost="none")(x)
+    async with af.Session(graph) as session:
+        value = np.ones(4, np.float32)
+        await session.run(y, {x: value})
+        await asyncio.gather(*(session.run(y, {x: value}) for _ in range(2)))
+        sizes.clear()
+
+        async def client(requests: int) -> None:
+            for _ in range(requests):
+                await session.run(y, {x: value})
+
+        others = [asyncio.ensure_future(client(20)) for _ in range(5)]
+        await session.run(y, {x: value})
+        late = asyncio.ensure_future(client(15))
+        await asyncio.gather(late, *others)
+    assert sizes[6] >= 13
+
+
 async def test_f41_a_function_that_gives_other_rows(open_session: OpenSession) -> None:
     """FAULTS F41: a function of rows that gives too few fails with what it should have given; no row goes astray."""
 

@@ -204,6 +204,12 @@ class Batches(LinedState):
         self.turn = turn
         self._runs = runs
         self._is_watched = is_watched
+        # Who was computed together may ask again: runs go on in the pass after, and clients wake up behind that. If one
+        # who waited meanwhile did not wait for them, calls would be of one and of the others for ever.
+        self._back_by = 0
+        """The number of the pass by which they have."""
+        self._left = 0
+        """How many they were."""
         self._owners: dict[BatchCall[BatchMember], Array] = {}
         """Of calls under way that are watched, the number of each row's member."""
         self._batcher: Batcher[BatchMember] = Batcher(seed)
@@ -308,6 +314,9 @@ class Batches(LinedState):
         if not self._batcher.lanes:
             return False
         turn = self.turn
+        if is_idle and turn.number < self._back_by and self._batcher.count() < self._left:
+            turn.wake()
+            is_idle = False
         end = turn.now() + BURST_NS
         most = 0
         for call in self._batcher.take(turn.clock(), is_idle=is_idle):
@@ -431,6 +440,8 @@ class Batches(LinedState):
             self._failed(call, error)
             return
         self._batcher.ended(call, self.turn.clock() - started_ns)
+        if len(members) > 1:
+            self._back_by, self._left = self.turn.number + 2, len(members)
         members[0].known.count(len(members))
         self._tell(call, started_ns, None)
         if len(members) > 1 and self._random.random() < self._checked_share:

@@ -1,0 +1,85 @@
+"""Requests for one model, each by itself or as rows of calls that those that wait share: LSTM steps, one vector each.
+
+A request that is alone has to cost what it costs without batches, so that nobody need choose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import asyncflow as af
+from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.peers import NO_PEERS, Peers
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.session.calls import Prepared
+
+THROUGHPUT = Figure("throughput", "requests/s", higher_is_better=True)
+MEDIAN = Figure("latency p50", "ms")
+ALONE = "each by itself"
+
+
+async def measure(
+    peers: Peers = NO_PEERS,
+    *,
+    repeats: int = 5,
+    hidden: int = 512,
+    steps: int = 8,
+    clients: tuple[int, ...] = (1, 32),
+    requests: int = 320,
+) -> list[Result]:
+    """Requests per second, and their latencies, with batches and without."""
+    random = np.random.default_rng(0)
+    weights = (random.normal(size=(2 * hidden, 4 * hidden)) / hidden**0.5).astype(np.float32)
+    asked = random.normal(size=(requests, hidden)).astype(np.float32)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (hidden,))
+        alone, batched = lstm(x, weights, steps), af.batched(lambda x: lstm(x, weights, steps))(x)
+    found = []
+    async with af.Session(graph) as session:
+        for count in clients:
+            trials: dict[str, Trial] = {
+                ASYNCFLOW: _trial(session.prepare(batched, [x]), asked, count),
+                ALONE: _trial(session.prepare(alone, [x]), asked, count),
+            }
+            case = f"{steps} steps, hidden {hidden}, {requests} requests, {count} at a time"
+            found += await compare("batched_requests", case, trials, repeats=repeats, tolerance=1e-4)
+    return found
+
+
+def lstm(x: af.Tensor, weights: np.ndarray[Any, Any], steps: int) -> af.Tensor:
+    """The last of so many states, for the same input in every step; both are [hidden]."""
+    start = af.zeros((weights.shape[0] // 2,), dtype="float32")
+
+    def step(i: af.Tensor, h: af.Tensor, c: af.Tensor) -> tuple[af.Tensor, ...]:
+        into, forget, candidate, out = af.split(af.concat([x, h]) @ weights, 4)
+        c = af.sigmoid(forget) * c + af.sigmoid(into) * af.tanh(candidate)
+        return i + 1, af.sigmoid(out) * af.tanh(c), c
+
+    last: af.Tensor = af.while_loop(lambda i, *_: i < steps, step, (0, start, start))[1]
+    return last
+
+
+def _trial(run: Prepared, requests: np.ndarray[Any, Any], clients: int) -> Trial:
+    async def trial() -> Sample:
+        left = iter(enumerate(requests))
+        answers: list[Any] = [None] * len(requests)
+        latencies: list[float] = []
+
+        async def client() -> None:
+            for number, x in left:
+                began = perf_counter()
+                answers[number] = await run(x)
+                latencies.append(perf_counter() - began)
+
+        started = perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        elapsed = perf_counter() - started
+        median = float(np.median(latencies)) * 1e3
+        return Sample({THROUGHPUT: len(requests) / elapsed, MEDIAN: median}, np.array(answers))
+
+    return trial
