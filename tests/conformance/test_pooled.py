@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
+from asyncflow.runtime.run import pools
 from tests.conftest import OpenSession
 from tests.others import others_end
 
@@ -101,6 +102,13 @@ async def test_f42_whoever_comes_and_goes(data: st.DataObject) -> None:
         assert session.statistics().runs == 0
 
 
+@pytest.fixture
+def swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step takes too long for the event loop, however busy the machine is."""
+    monkeypatch.setattr(pools, "_BURST_NS", 1e15)
+
+
+@pytest.mark.usefixtures("swift")
 async def test_steps_are_neither_runs_nor_tasks() -> None:
     """Short steps are calls on the event loop: a request is one run, all requests together need one task for steps."""
     with af.Graph() as graph:
@@ -118,6 +126,7 @@ async def test_steps_are_neither_runs_nor_tasks() -> None:
         assert session.statistics().completed == before + len(requests) + 1  # one that says who goes on at all
 
 
+@pytest.mark.usefixtures("swift")
 async def test_one_that_is_alone_is_stepped_as_it_was_written() -> None:
     """Its bits are those of the loop without a pool, and many steps share a pass of the event loop."""
     with af.Graph() as graph:
