@@ -8,7 +8,7 @@
 - `/classify` says whether a line is code or prose. Requests that come together are rows of one product (`af.batched`).
 - `/generate` writes text like that of your Python's documentation, a character an iteration, and streams it.
   Requests are rows of one loop, which they join and leave between iterations (`pool=`).
-- `/calculate` computes an expression on its syntax tree, and vertices of different trees together (`vertex_map`).
+- `/calculate` computes an expression on its syntax tree, and vertices of different trees together (`share=True`).
 
 Open http://localhost:8000 and let some clients in. Models learn from the standard library of your Python, in a second.
 """
@@ -153,7 +153,7 @@ class Models:
             found = [v.pull("number"), left + right, left - right, left * right, left / divisor, -left]
             v.scatter(af.stack(found)[kind])
 
-        values = af.vertex_map(calculate, self._tree, {"kind": self._kinds, "number": self._numbers})
+        values = af.vertex_map(calculate, self._tree, {"kind": self._kinds, "number": self._numbers}, share=True)
         self._value = values.roots
 
     async def classify(self, line: str) -> float:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WAITING = {"run", "call", "check_call", "check_output"}
 STARTED_BY_HAND = {
     "tests/faults/programs.py": "kills what it started",
+    "benchmarks/http_serving.py": "a server, which it kills, and then waits with a limit",
     "examples/goes_on.py": "kills it, and then waits with a limit",
     "examples/remote_device/device.py": "a process for as long as a session, which waits for its end with a limit",
 }
