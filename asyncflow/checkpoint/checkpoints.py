@@ -30,7 +30,7 @@ from asyncflow.state.capture import Capture, CheckpointedState, check_capture
 from asyncflow.state.containers import StateStore, state_key
 from asyncflow.state.held import HeldValue
 from asyncflow.state.variable_state import VariableState
-from asyncflow.streams.beside import call_beside
+from asyncflow.streams.beside import call_beside, drop_one_by_one
 from asyncflow.values import Array, Value
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ class Checkpoints:
                 self._runs.random = manifest.random
 
         await self._runs.alone(frozenset(key for key, _ in found.values()), put)
-        await call_beside(old.clear)  # to give back so much memory takes a while
+        await call_beside(drop_one_by_one, old)  # to give back so much memory takes a while
         if compared.faults:
             warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
         return Restored(step, manifest.step, tuple(new), tuple(compared.faults))

@@ -234,3 +234,23 @@ async def test_a_swap_while_a_graph_is_compiled_beside(monkeypatch: pytest.Monke
         await session.swap_variables({"w": np.ones(2, np.float32)})
         assert {tuple(await run) for run in runs} <= {(0, 0), (2, 2)}
         assert (await session.run(program.twice)).tolist() == [2, 2]
+
+
+async def test_others_go_on_while_plans_are_compiled() -> None:
+    """A session that has many plans holds the event loop for one of them at a time; plans that come meanwhile count."""
+    program = Gated()
+    with program.graph:
+        many = [program.w.read() * k for k in range(20)]
+    async with af.Session(program.graph) as session:
+        for fetch in many[:-1]:
+            await session.run(fetch)
+        swapping = asyncio.ensure_future(session.swap_variables({"w": np.ones(2, np.float32)}))
+        passes = 0
+        while not swapping.done():
+            await asyncio.sleep(0)
+            passes += 1
+            if passes == 15:
+                await session.run(many[-1])
+        assert passes >= 20
+        for k, fetch in enumerate(many):
+            assert (await session.run(fetch)).tolist() == [k, k]

@@ -10,6 +10,7 @@ flight at the flip, therefore keep it from happening: it is refused, and the old
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -107,6 +108,7 @@ class Versions:
         while missing := [plan for plan in self._plans.alive(names.keys()) if plan not in renewed]:
             for plan in missing:
                 renewed[plan] = await self._plans.compiled(plan.request, partial(self._compile, resolve=resolve))
+                await asyncio.sleep(0)
         self.check_writers(names)
         self._plans.flip(renewed)
         self._state.replace(new)

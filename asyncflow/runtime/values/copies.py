@@ -11,6 +11,7 @@ import numpy as np
 from asyncflow.runtime.loop import is_virtual
 from asyncflow.runtime.values.feeds import LARGE_BYTES, LargeFeed
 from asyncflow.runtime.values.fetches import is_fresh
+from asyncflow.streams.beside import drop_one_by_one
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.values import Value
 
@@ -44,7 +45,7 @@ class CopyThread(ThreadStream):
         if is_virtual(loop):
             values.clear()
         else:
-            self.submit(values.clear, (), lambda *_: None, loop)
+            self.submit(drop_one_by_one, (values,), lambda *_: None, loop)
 
     async def _made(self, copy: Callable[[], Value]) -> Value:
         loop = asyncio.get_running_loop()
