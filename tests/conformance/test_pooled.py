@@ -216,6 +216,29 @@ async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
         assert await session.run(y, {x: 1, n: 3}) == 3
 
 
+@pytest.mark.usefixtures("swift")
+@pytest.mark.parametrize("debug", [False, True])
+async def test_88_what_cannot_be_done_again_fails_those_that_it_was_done_for(debug: bool) -> None:
+    """CONFORMANCE 88: elements that may be read once are not read again, one by one; others, that wait, go on."""
+    with af.Graph() as graph:
+        n = af.placeholder("int64", (), name="n")
+
+        def body(i: af.Tensor, a: af.TensorArray) -> tuple[af.Tensor, af.TensorArray]:
+            a = a.write(i, i)
+            return i + a.read(af.minimum(i, n)) * 0 + 1, a
+
+        array = af.TensorArray("int64", size=20, element_shape=())
+        y = af.while_loop(lambda i, _: i < 6, body, (0, array), pool=af.Pool(2))[0]
+    async with af.Session(graph, debug=debug) as session:
+        assert await asyncio.gather(*(session.run(y, {n: 9}) for _ in range(2))) == [6, 6]
+        found = await asyncio.gather(*(session.run(y, {n: k}) for k in (9, 9, 2, 9, 9, 9)), return_exceptions=True)
+        assert [each for each in found if not isinstance(each, BaseException)] == [6] * (len(found) - 2)
+        assert all(isinstance(each, af.KernelError) for each in (found[2], found[3]))
+        del found
+        assert await session.run(y, {n: 9}) == 6
+        await others_end()
+
+
 async def test_memory_that_is_short_for_all_is_enough_for_some() -> None:
     """Activations that do not fit into memory together are stepped in parts, and none of them fails."""
     with af.Graph() as graph:

@@ -261,10 +261,11 @@ class LoopPool(LinedState):
             most = min(4**patience, steps.most(size), self._next_limit - self._rows.steps)
         try:
             found = steps.call(group.inputs(0, count), size, int(most))
-        except Exception:
+        except Exception as error:
             if self.shared.is_repeatable:
                 return False  # whose fault it was is found step by step
-            raise
+            self._end_group(group, error)
+            return True
         if found is not None:
             self._advance(group, found)
         return found is not None
@@ -291,9 +292,10 @@ class LoopPool(LinedState):
                 group.settled(await runs.run_placed(await plan_of(shared.exchange), exchanged, group.width))
             found = await runs.run_placed(await plan_of(shared.twice), group.all_inputs(), 2 * n_vars)
         except Exception as error:
-            if not shared.is_repeatable:
-                raise
-            await self._retreat(group, error)
+            if shared.is_repeatable:
+                await self._retreat(group)
+            else:
+                self._end_group(group, error)
             return
         for following, goes_on in ((found[:n_vars], found[-2]), (found[n_vars : 2 * n_vars], found[-1])):
             if not group.rows or rows.steps >= self._next_limit:
@@ -307,7 +309,7 @@ class LoopPool(LinedState):
                 results = await runs.run_placed(await plan_of(shared.taking(n_vars)), [places, *following])
                 self._deliver([(each, [x[k, ...] for x in results]) for k, each in enumerate(activations)])
 
-    async def _retreat(self, group: PlacedRows[PooledActivation], error: Exception) -> None:
+    async def _retreat(self, group: PlacedRows[PooledActivation]) -> None:
         """Brings the rows of a device to the host, after it has failed to step them."""
         rows, shared = self._rows, self.shared
         rows.group_type = RowGroup
@@ -404,6 +406,11 @@ class LoopPool(LinedState):
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         for activation in activations:
             self._tell(activation, cause)
+
+    def _end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
+        """Fails all rows of a group: whose fault it was cannot be found out."""
+        activations = [self._rows.remove(group, row) for row in reversed(range(len(group.rows)))]
+        self._end(activations, error)
 
     def _tell(self, activation: PooledActivation, outcome: Sequence[Array] | Exception) -> None:
         if not (activation.is_gone or activation.is_called):
