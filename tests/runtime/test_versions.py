@@ -245,12 +245,39 @@ async def test_others_go_on_while_plans_are_compiled() -> None:
         for fetch in many[:-1]:
             await session.run(fetch)
         swapping = asyncio.ensure_future(session.swap_variables({"w": np.ones(2, np.float32)}))
-        passes = 0
+        passes, late = 0, None
         while not swapping.done():
             await asyncio.sleep(0)
             passes += 1
-            if passes == 15:
-                await session.run(many[-1])
-        assert passes >= 20
+            if passes == 5:
+                late = asyncio.ensure_future(session.run(many[-1]))
+        assert passes >= 19
+        assert late is not None
+        assert (await late)[0] in (0, 19)
         for k, fetch in enumerate(many):
             assert (await session.run(fetch)).tolist() == [k, k]
+
+
+async def test_a_writer_that_begins_while_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for again right before the flip; one that was asked for before, and begins later, is of the new."""
+    program = Gated()
+    async with af.Session(program.graph) as session:
+        await session.run(program.twice)
+        compiled, training = session._plans.compiled, []
+
+        async def later(*args: Any) -> Any:
+            training.append(await program.begun(session.run(program.write)))
+            return await compiled(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(session._plans, "compiled", later)
+            with pytest.raises(af.CheckpointError, match="a run in flight writes 'w'"):
+                await session.swap_variables({"w": np.full(2, 5, np.float32)})
+        program.gate.set()
+        for task in training:
+            await task
+        assert (await session.run(program.twice)).tolist() == [2 * len(training)] * 2
+        asked = session.run(program.write)
+        await session.swap_variables({"w": np.full(2, 5, np.float32)})
+        await asked
+        assert (await session.run(program.twice)).tolist() == [12, 12]
