@@ -106,6 +106,7 @@ async def test_f42_whoever_comes_and_goes(data: st.DataObject) -> None:
 def swift(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step takes too long for the event loop, however busy the machine is."""
     monkeypatch.setattr(pools, "_BURST_NS", 1e15)
+    monkeypatch.setattr(pools, "_STEP_NS", 1e15)
 
 
 @pytest.mark.usefixtures("swift")

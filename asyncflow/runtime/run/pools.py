@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 _BURST_NS = 400_000
-"""So long the steps of one pass of the event loop may take (0.4 ms): each is several kernels, none of them as long."""
+"""So long several steps of one pass of the event loop may take together (0.4 ms)."""
+
+_STEP_NS = 700_000
+"""So long one may take there, which is several kernels, none of them as long (0.7 ms): less than a turn."""
 
 _TRUE = np.True_
 
@@ -85,7 +88,7 @@ class _Steps:
     def call(self, values: list[Array], size: int, most: int) -> list[Array] | None:
         """Next variables, who goes on, and how many steps were made; None if that takes too long for the event loop."""
         call = self._call
-        if call is None or call.expected_ns(size) > _BURST_NS or not self._runs.may_call(self._plan):
+        if call is None or call.expected_ns(size) > _STEP_NS or not self._runs.may_call(self._plan):
             return None
         return self._rows_of(call([most, *self._given(values)], size))
 
