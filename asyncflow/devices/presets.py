@@ -84,12 +84,14 @@ class MachineSpec:
         host_link: from each card to its host.
         peer_link: between any two cards; None if copies between cards go through the host.
         message_s: delay of a control message between the executors of two devices; 0 on one host.
+        disk_bytes_per_s: of the host's disk, written or read: an assumption, of a good one on four lanes of PCIe 3.
     """
 
     cards: tuple[Card, ...]
     host_link: Link
     peer_link: Link | None = None
     message_s: float = 0.0
+    disk_bytes_per_s: float = 2e9
 
 
 def _nvidia(

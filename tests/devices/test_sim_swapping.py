@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,25 @@ def test_shapes_alone_move_as_data_does() -> None:
     real, shapes = train(swap_memory=True), train(swap_memory=True, shapes_only=True)
     assert (shapes.memory[2:], shapes.seconds, shapes.late) == (real.memory[2:], real.seconds, real.late)
     assert train(limit=LIMIT, shapes_only=True).memory.moved_in > 0
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_what_the_host_has_no_room_for_goes_to_its_disk(tmp_path: Path, regions: bool) -> None:
+    """The same bits; one value after another goes through the disk, at its speed."""
+    options: dict[str, Any] = {"host_memory_limit": 4 * VALUE, "spill_directory": str(tmp_path), "regions": regions}
+    kept = train(regions=regions)
+    on_host = train(swap_memory=True, regions=regions)
+    on_both = train(swap_memory=True, **options)
+    on_disk = train(swap_memory=True, **{**options, "host_memory_limit": VALUE - 1})
+    for way in (on_both, on_disk):
+        np.testing.assert_array_equal(way.values, kept.values)
+        assert way.memory.moved_out == on_host.memory.moved_out
+    assert on_disk.seconds > on_both.seconds > on_host.seconds
+    assert on_disk.seconds > (on_disk.memory.moved_out + on_disk.memory.moved_in) / 2e9
+    limit = kept.memory.peak * 2 // 3
+    short = train(limit=limit, **options)
+    np.testing.assert_array_equal(short.values, kept.values)
+    assert short.memory.peak <= limit
 
 
 def test_copies_are_hidden_behind_compute_where_they_are_shorter() -> None:

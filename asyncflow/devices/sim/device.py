@@ -72,8 +72,18 @@ class SimDevice(Timeline):
         memory_limit: int | None = None,
         compute_streams: int = 1,
         host: Space | None = None,
+        spills: bool = False,
     ) -> None:
-        """Open the device; saved values of a card go to `host`, None for as much memory there as they take.
+        """Open the device.
+
+        Args:
+            machine: it is one of.
+            index: among those of its kind.
+            kind: a card, or a CPU of the host.
+            memory_limit: bytes; None for the memory of the card, or no limit.
+            compute_streams: for kernels.
+            host: where saved values of a card go; None for as much memory as they take.
+            spills: they go to the host's disk beyond that.
 
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
@@ -83,7 +93,13 @@ class SimDevice(Timeline):
         self.memory: SimMemoryAccount = SimMemoryAccount(self.name, limit)
         self.state_events: dict[SimStream, SimEvent] = {}
         if kind == "sim":
-            self.swapping = SimSwapping(self, [host or Space("host")])
+            spaces = [host or Space("host")]
+            if spills:
+                spaces.append(Space("disk"))
+                disk = SimStream(f"{self.name}/disk", machine.host)
+                self._streams = {**self._streams, "disk": disk}
+                self._roles[disk] = "disk"
+            self.swapping = SimSwapping(self, spaces)
             self.memory.advise = self.swapping.advice
         into, out = CopyLane(f"{self.name} in"), CopyLane(f"{self.name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
@@ -330,6 +346,14 @@ class SimDevice(Timeline):
         lanes = (self._engine_in, self.machine.lane(f"host to {self.name}"))
         event = self._copy(self.h2d, lanes, self._host_copy_s(nbytes), nbytes, name)
         return self._filled(data, dtype, shape, event, name)
+
+    def through_disk(self, nbytes: int, name: str, after: SimEvent | None = None) -> SimEvent:
+        """Write so many bytes of the host's memory to the disk, which all devices share, or read them."""
+        disk = self._streams["disk"]
+        if after is not None:
+            self.order(disk, (after,))
+        seconds = nbytes / self.machine.spec.disk_bytes_per_s
+        return self._copy(disk, (self.machine.lane("disk"),), seconds, nbytes, name)
 
     def _received(self, value: SimArray, source: Device) -> SimArray:
         """An array of another device, here."""

@@ -27,6 +27,7 @@ class SimKind(DeviceKind):
             memory_limit=options.memory_limit,
             compute_streams=options.compute_streams,
             host=options.host,
+            spills=options.spill_directory is not None,
         )
 
     def why_not(self, index: int) -> str | None:

@@ -1,5 +1,7 @@
 """How a simulated card moves saved values: to the host on ``d2h`` when they go, back on ``h2d`` ahead of their reads.
 
+What the host has no room for goes on to its disk, and is read from there first.
+
 Copies take the time of the card's link and engines. The device's memory is free when the copy out has ended before the
 eyes of the host; what comes back has the event of its copy, for which whoever reads it waits.
 """
@@ -66,20 +68,23 @@ class SimSwapping(Swapping):
         data, dtype, shape, storage = contents
         assert storage is not None
         with recording(self._device, None):  # `Swapping` notes the copy
-            event = self._device.copy_out(SimArray(data, dtype, shape, storage, storage.written, handle.label))
+            event = copied = self._device.copy_out(SimArray(data, dtype, shape, storage, storage.written, handle.label))
+            if _is_on_disk(handle):
+                event = self._device.through_disk(handle.nbytes, handle.label, copied)
         there = _Contents(None if data is None else data.copy(order="K"), dtype, shape)
-        self._device.when_over(event, self.sent, handle, there, event.time_ns - event.started_ns)
+        self._device.when_over(event, self.sent, handle, there, event.time_ns - copied.started_ns)
 
     def bring(self, handle: SavedHandle) -> None:
         """Copy it in, to new memory."""
         data, dtype, shape, _ = handle.there
         data = None if data is None else data.copy(order="K")
         with recording(self._device, None):
-            copied = self._device.copied_in(data, dtype, shape, handle.label, after=None)
+            read = self._device.through_disk(handle.nbytes, handle.label) if _is_on_disk(handle) else None
+            copied = self._device.copied_in(data, dtype, shape, handle.label, after=read)
         copied.storage.keep(data)
         self.arrives(handle, copied.storage, _Contents(data, dtype, shape, copied.storage))
         event = copied.written
-        self._device.when_over(event, self.brought, handle, event.time_ns - event.started_ns)
+        self._device.when_over(event, self.brought, handle, event.time_ns - (read or event).started_ns)
 
     def must_wait(self, store: Placed, number: int | None = None) -> bool:
         """See `Swapping`."""
@@ -101,6 +106,10 @@ class SimSwapping(Swapping):
         device, contents = self._device, cast("_Contents", handle.here)
         assert contents.storage is not None
         return max(device.compute.end().time_ns, device.dispatched_ns) < contents.storage.written.time_ns
+
+
+def _is_on_disk(handle: SavedHandle) -> bool:
+    return handle.space is not None and handle.space.name == "disk"
 
 
 def _data(contents: _Contents) -> Array | None:
