@@ -168,27 +168,36 @@ async def test_88_cancelled_members_leave(open_session: OpenSession, sizes: Coun
     """CONFORMANCE 88, FAULTS F20, F40: those cancelled before the call are not in it, and nobody else is harmed."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
-        y, _ = af.batched(layer, max_delay_s=0.01, max_size=8, cost="none")(x)
+        y, _ = af.batched(layer, max_delay_s=3600.0, max_size=8, cost="none")(x)  # a call is made when it is full
     value = np.ones(4, np.float32)
     async with open_session(graph) as session:
-        runs = [asyncio.ensure_future(session.run(y, {x: value * k})) for k in range(6)]
-        for _ in range(3):
-            await asyncio.sleep(0)
+
+        async def asked(count: int) -> list[asyncio.Task[Any]]:
+            runs = [asyncio.ensure_future(session.run(y, {x: value * k})) for k in range(count)]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return runs
+
+        def computed() -> int:
+            return sum(size * count for size, count in sizes.items())
+
+        runs = await asked(6)
         for run in runs[::2]:
             run.cancel()
+        await asyncio.wait(runs[::2])
+        runs += await asked(5)
         found: list[Any] = await asyncio.gather(*runs, return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in found[::2])
-        for k in (1, 3, 5):
-            np.testing.assert_allclose(found[k], layer_of(value * k)[0], rtol=1e-5, atol=1e-6)
-        assert sum(size * count for size, count in sizes.items()) == 3
-        everyone = [asyncio.ensure_future(session.run(y, {x: value})) for _ in range(3)]
-        for _ in range(3):
-            await asyncio.sleep(0)
+        assert all(isinstance(result, asyncio.CancelledError) for result in found[:6:2])
+        for k, result in [(1, found[1]), (3, found[3]), (5, found[5]), *enumerate(found[6:])]:
+            np.testing.assert_allclose(result, layer_of(value * k)[0], rtol=1e-5, atol=1e-6)
+        assert computed() == 8
+        everyone = await asked(3)
         for run in everyone:
             run.cancel()
         assert len(await asyncio.gather(*everyone, return_exceptions=True)) == 3
-        assert sum(size * count for size, count in sizes.items()) == 3
-        await session.run(y, {x: value})
+        assert computed() == 8
+        await asyncio.gather(*await asked(8))
+        assert computed() == 16
 
 
 @pytest.mark.parametrize("left", [0, 1, 3])
