@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 import asyncflow as af
@@ -206,3 +208,59 @@ def test_a_store_that_outgrows_the_memory_ends_its_run_alone(kind: str, regions:
 
     with af.Graph(), loops(kind) as run:
         run(main())
+
+
+def numpy_bytes() -> int:
+    """What NumPy holds, as Python's own account of memory has it."""
+    snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)])
+    return sum(each.size for each in snapshot.statistics("filename"))
+
+
+@pytest.mark.parametrize("options", [{"size": 40}, {"dynamic_size": True, "element_shape": (8192,)}])
+def test_arrays_and_saved_values_give_back_their_bytes_as_the_gradient_reads_them(options: Any) -> None:
+    """The account is what Python holds, within two values; at the end hardly any is left."""
+    row, steps = af.spec("float64", (8192,)), 40
+    value = 8192 * 8
+    found: list[tuple[int, int]] = []
+    memories: list[Any] = []
+
+    @af.op(outputs=row)
+    def looked_at(grad: Any) -> Any:
+        is_looked = len(found) % 8 == 0 or len(found) > 2 * steps - 3
+        found.append((numpy_bytes() // value, memories[0].exact // value) if is_looked else (0, 0))
+        return grad + 0
+
+    noted = af.op(outputs=row, gradient=lambda inputs, outputs, grad: looked_at(grad))(lambda y: y + 0)
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (8192,))
+        rows: Any = af.TensorArray("float64", **options)
+        filled = af.while_loop(
+            lambda i, _: i < steps,
+            lambda i, r: (i + 1, r.write(i, noted(af.sin(x * af.astype(i, "float64"))))),
+            (0, rows),
+            parallel_iterations=4,
+        )[1]
+        total = af.while_loop(
+            lambda i, _: i < steps,
+            lambda i, t: (i + 1, t + noted(af.tanh(filled.read(i)))),
+            (0, x * 0.0),
+            parallel_iterations=4,
+        )[1]
+        gradient = af.gradients(af.sum(total), x)
+
+    async def main() -> None:
+        async with af.Session(graph, devices=["cpu:0"], memory_limit=1 << 30) as opened:
+            memories.append(opened.devices[0].memory)
+            tracemalloc.start()
+            try:
+                await opened.run(gradient, {x: np.ones(8192)})
+            finally:
+                tracemalloc.stop()
+
+    with virtual_clock("v100") as clock:  # where nothing happens beside
+        clock.run(main())
+    assert len(found) == 2 * steps
+    held = [each for each in found if each[0]]
+    assert all(account <= python <= account + 2 for python, account in held)
+    assert max(python for python, _ in held) > steps
+    assert held[-1][1] <= steps // 4
