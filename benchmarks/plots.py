@@ -26,6 +26,10 @@ _MOST_ENTRIES_INSIDE: Final = 4
 """With more, a legend covers curves, and stands beside the chart."""
 
 
+_APART = 1.25
+"""Numbers of the x axis are told where they are so many times as large as the one before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     """One chart of curves.
@@ -36,6 +40,7 @@ class Chart:
         curves: ours, by name; what another host drives has the colour of what ours drives, and is dashed.
         paper: the paper's values, by name; hollow marks.
         is_log: both axes are logarithmic; else only x is, to the base 2.
+        names: of what x numbers from 1 on, where it is no quantity: bars then stand for curves.
     """
 
     title: str
@@ -44,6 +49,7 @@ class Chart:
     curves: Mapping[str, Curve]
     paper: Mapping[str, Curve] = field(default_factory=dict)
     is_log: bool = False
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +129,34 @@ def draw_bars(
 # -- charts ------------------------------------------------------------------------------------------------------
 
 
+def _draw_groups(axis: Any, chart: Chart) -> None:
+    width = 0.8 / len(chart.curves)
+    for number, (name, curve) in enumerate(chart.curves.items()):
+        places = [x + (number - (len(chart.curves) - 1) / 2) * width for x in curve]
+        bars = axis.bar(places, list(curve.values()), width, color=f"C{number}", label=name)
+        axis.bar_label(bars, [f"{y:.2f}" for y in curve.values()], fontsize=7, padding=1)
+    axis.set_xticks(range(1, len(chart.names) + 1), chart.names)
+
+
 def _draw_chart(axis: Any, chart: Chart) -> None:
+    if chart.names:
+        _draw_groups(axis, chart)
+    else:
+        _draw_curves(axis, chart)
+    axis.set_xlabel(chart.x)
+    axis.set_ylabel(chart.y)
+    axis.set_title(chart.title, fontsize=11)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    entries = len(chart.curves) + len(chart.paper)
+    if entries > _MOST_ENTRIES_INSIDE:
+        axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    elif entries > 1:
+        axis.legend(frameon=False, fontsize=9)
+
+
+def _draw_curves(axis: Any, chart: Chart) -> None:
     # One colour for all that shows the same, whoever drives it.
     shown = list(dict.fromkeys(without_host(name) for name in (*chart.curves, *chart.paper)))
     for name, curve in chart.curves.items():
@@ -135,7 +168,10 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
         axis.plot(list(curve), list(curve.values()), "s", color=colour, mfc="white", ms=7, label=label)
     axis.set_xscale("log", base=2)
     ticks = sorted({x for curve in (*chart.curves.values(), *chart.paper.values()) for x in curve})
-    axis.set_xticks(ticks, [str(x) for x in ticks])
+    told: list[float] = []
+    for x in reversed(ticks):  # their numbers would lie on one another
+        told += [x] if not told or told[-1] >= _APART * x else []
+    axis.set_xticks(ticks, [f"{x:,}" if x in told else "" for x in ticks])
     axis.minorticks_off()
     if chart.is_log:
         axis.set_yscale("log", subs=[2, 5])
@@ -144,16 +180,6 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
         highest = max(y for curve in (*chart.curves.values(), *chart.paper.values()) for y in curve.values())
         axis.set_ylim(0, 1.08 * highest)
     axis.yaxis.set_major_formatter(_number_of_axis)
-    axis.set_xlabel(chart.x)
-    axis.set_ylabel(chart.y)
-    axis.set_title(chart.title, fontsize=11)
-    axis.grid(axis="y", alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    entries = len(chart.curves) + len(chart.paper)
-    if entries > _MOST_ENTRIES_INSIDE:
-        axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    elif entries > 1:
-        axis.legend(frameon=False, fontsize=9)
 
 
 def _number_of_axis(value: float, _position: int) -> str:

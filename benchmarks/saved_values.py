@@ -187,8 +187,7 @@ def _draw_cards(results: Sequence[Result], folder: Path) -> Path:
             }
             for way in CHOICES[1:]
         }
-        axis = ", ".join(f"{number}: {card}" for number, card in enumerate(cards, 1))
-        charts.append(Chart(title=driver, x=axis, y="time, with a limit / without", curves=curves))
+        charts.append(Chart(title=driver, x="card", y="time, with a limit / without", curves=curves, names=cards))
     return draw_charts(folder / "saved_values_by_card.png", charts, note=host_note())
 
 

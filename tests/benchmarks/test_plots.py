@@ -49,6 +49,20 @@ def test_a_chart_shows_curves_and_the_papers_values(tmp_path: Path, figures: lis
     assert again.get_visible()
 
 
+def test_what_has_names_is_bars_side_by_side_and_numbers_do_not_lie_on_one_another(
+    tmp_path: Path, figures: list[Any]
+) -> None:
+    bars = Chart(
+        title="t", x="card", y="y", curves={"swap": {1: 1.0, 2: 2.5}, "auto": {1: 1.0, 2: 1.2}}, names=["a", "b"]
+    )
+    line = Chart(title="t", x="x", y="y", curves={"kept": {100: 1.0, 500: 1.0, 600: 1.0, 1000: 1.0}})
+    draw_charts(tmp_path / "named.png", [bars, line])
+    named, counted = figures[0].axes
+    assert [label.get_text() for label in named.get_xticklabels()] == ["a", "b"]
+    assert len(named.patches) == 4
+    assert [label.get_text() for label in counted.get_xticklabels()] == ["100", "", "600", "1,000"]
+
+
 def test_what_another_host_drives_has_the_same_colour_and_is_dashed(tmp_path: Path, figures: list[Any]) -> None:
     names = [with_host(name, host) for host in ("asyncflow", "c++") for name in ("free", "barrier")]
     papers = {"free": {1: 2.0}, "barrier": {1: 1.0}}
