@@ -136,6 +136,7 @@ def _draw_groups(axis: Any, chart: Chart) -> None:
         bars = axis.bar(places, list(curve.values()), width, color=f"C{number}", label=name)
         axis.bar_label(bars, [f"{y:.2f}" for y in curve.values()], fontsize=7, padding=1)
     axis.set_xticks(range(1, len(chart.names) + 1), chart.names)
+    axis.set_ylim(0, 1.2 * max(y for curve in chart.curves.values() for y in curve.values()))  # below the legend
 
 
 def _draw_chart(axis: Any, chart: Chart) -> None:
@@ -153,7 +154,7 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
     if entries > _MOST_ENTRIES_INSIDE:
         axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     elif entries > 1:
-        axis.legend(frameon=False, fontsize=9)
+        axis.legend(frameon=False, fontsize=9, ncols=entries if chart.names else 1)
 
 
 def _draw_curves(axis: Any, chart: Chart) -> None:
