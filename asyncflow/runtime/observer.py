@@ -1,4 +1,4 @@
-"""What looks on while a session runs: `RunObserver`, told of every run and every call of a batched function.
+"""`RunObserver` looks on while a session runs: it is told of every run and every call of a batched function.
 
 Without one, a run costs nothing more. With some, they are told on the event loop, one after the other. What one raises
 is logged the first time, and changes no run.

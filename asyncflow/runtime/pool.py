@@ -195,11 +195,6 @@ class PoolRows(Generic[A]):
         """Whether nobody is there."""
         return not (self.live or self._waiting)
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether somebody waits."""
-        return bool(self._waiting)
-
     def everybody(self) -> Iterator[A]:
         """Rows, and those that wait."""
         for group in self.groups.values():

@@ -1,4 +1,4 @@
-"""What a session has done, as metrics with Prometheus' conventions: `Metrics`.
+"""`Metrics`: counts and times of all that a session does, by Prometheus' conventions.
 
 Nothing here knows Prometheus: a snapshot is plain data, in base units (seconds, bytes). `prometheus_collector` hands
 it to the library of that name.

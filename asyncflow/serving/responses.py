@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 Message: TypeAlias = MutableMapping[str, object]
-"""What an ASGI server and an application send one another, and the scope of a connection."""
+"""A message between an ASGI server and an application, or the scope of a connection."""
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Application: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""What stands in front of the runs of a session with `max_runs`: whoever has to wait does so here.
+"""`Admission` stands in front of the runs of a session with `max_runs`: whoever has to wait does so here.
 
 Which run that is, and when its turn comes, says `asyncflow.runtime.run_queue`. Runs asked for by a run of the same
 session are part of that one: they never wait here, where they might wait for themselves.
