@@ -17,8 +17,7 @@ Rules, the paper's:
 7. Runs that only compute have an age. To begin an iteration, one leaves the older ones what theirs take; if it cannot,
    all of its values go, and it waits until they have ended, or there is room. The oldest waits for copies alone, so
    that nobody waits for ever. Other runs wait for nobody, and nobody for them.
-8. While less than half of the limit is held nothing has to be decided, and stores keep what they save to themselves
-   (`asyncflow.devices.swapping`): a limit that is never reached costs next to nothing.
+8. While less than half of the limit is held nothing is decided, and stores keep what they save to themselves.
 
 ==========  ===========================  ================================================================
 state       told                         becomes
@@ -47,6 +46,8 @@ from math import inf
 from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+from asyncflow.devices.working_set import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -78,9 +79,6 @@ counted that, nothing comes above `FULL`."""
 
 _AHEAD = 2.0
 """How many times what its copy is expected to take a value is asked for before it is read."""
-
-_MEMORY = 0.9
-"""The weight of what was measured before."""
 
 
 Moves: TypeAlias = Literal["short", "late", "always"]
@@ -128,27 +126,6 @@ class SavedState(enum.Enum):
     GONE = enum.auto()
 
 
-class _Pace:
-    """The mean time from one value to the next, of late."""
-
-    __slots__ = ("_last", "_ns", "_ranks")
-
-    def __init__(self) -> None:
-        self._last: tuple[int, int] | None = None
-        self._ns = self._ranks = 0.0
-
-    def note(self, now_ns: int, rank: int, towards: int) -> None:
-        """A value of that rank was saved (`towards` 1) or read (-1)."""
-        if self._last is not None and (rank - self._last[1]) * towards > 0:
-            self._ns = _MEMORY * self._ns + now_ns - self._last[0]
-            self._ranks = _MEMORY * self._ranks + abs(rank - self._last[1])
-        self._last = (now_ns, rank)
-
-    def step_ns(self) -> float | None:
-        """None before there were two."""
-        return self._ns / self._ranks if self._ranks else None
-
-
 @dataclass(slots=True, eq=False)
 class SavedGroup:
     """The values of one run, in the order in which they were saved, which is the reverse of that of their reads.
@@ -175,8 +152,8 @@ class SavedGroup:
     kept: deque[SavedHandle] = field(default_factory=deque)
     out: list[SavedHandle] = field(default_factory=list)
     short: float = SHORT
-    saves: _Pace = field(default_factory=_Pace)
-    reads: _Pace = field(default_factory=_Pace)
+    saves: Pace = field(default_factory=Pace)
+    reads: Pace = field(default_factory=Pace)
     last: dict[str, int] = field(default_factory=dict)
     until: int = 0
     sets: Sequence[WorkingSet] = ()
@@ -444,7 +421,7 @@ class SwapManager:
             group.largest = max(group.largest, working_set.most)
         return self._admits(group, used)
 
-    def has_plenty(self, takes: int = 0) -> bool:
+    def has_plenty(self, takes: float = 0) -> bool:
         """Whether much is free beside so many bytes; anybody may ask."""
         return self._account.at_most + takes <= self._plenty
 
@@ -453,11 +430,9 @@ class SwapManager:
         group = self._groups.get(key)
         if group is None:
             return False
-        takes = 0
+        takes: float = 0
         for working_set in sets:
-            if not working_set.is_measured:
-                return False
-            takes += working_set.most
+            takes += working_set.most if working_set.is_measured else inf
         if not self.has_plenty(takes):
             return False
         group.sets, self._lap = sets, None
@@ -465,8 +440,8 @@ class SwapManager:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no value is known, here or away, and no copy is in flight."""
-        return not (any(self._held.values()) or self._leaving or self._coming)
+        """Whether no value is known, here or away: then no copy is in flight that anybody needs."""
+        return not any(self._held.values())
 
     def admits(self, key: int) -> tuple[bool, Orders]:
         """The same, for one that has asked, and has to again."""
@@ -482,8 +457,7 @@ class SwapManager:
         missing += sum(elder.needs for elder in elders)
         orders = _NOTHING
         if missing > 0:
-            out: list[SavedHandle] = []
-            orders = Orders(out=out)
+            orders = Orders(out=(out := list[SavedHandle]()))
             if elders:
                 self._clear(limit, (group,), out)
             else:  # for the next iteration as well, which then need not wait

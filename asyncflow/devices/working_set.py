@@ -1,4 +1,4 @@
-"""`WorkingSet`: the memory that an iteration of a loop takes, as it is measured from one to the next."""
+"""The memory that an iteration of a loop takes (`WorkingSet`), and the time (`Pace`), measured from one to the next."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ _MEASURED = 3
 
 _SPARE = 4
 """Before that, iterations may overlap where there is room for so many times what the first ones took."""
+
+
+_MEMORY = 0.9
+"""The weight of what was measured before."""
 
 
 class Account(Protocol):
@@ -76,3 +80,24 @@ class WorkingSet:
             self._count += 1
             self.is_measured = self._count >= _MEASURED
         self._is_shared = False
+
+
+class Pace:
+    """The mean time from one value to the next, of late."""
+
+    __slots__ = ("_last", "_ns", "_ranks")
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+        self._ns = self._ranks = 0.0
+
+    def note(self, now_ns: int, rank: int, towards: int) -> None:
+        """A value of that rank was saved (`towards` 1) or read (-1)."""
+        if self._last is not None and (rank - self._last[1]) * towards > 0:
+            self._ns = _MEMORY * self._ns + now_ns - self._last[0]
+            self._ranks = _MEMORY * self._ranks + abs(rank - self._last[1])
+        self._last = (now_ns, rank)
+
+    def step_ns(self) -> float | None:
+        """None before there were two."""
+        return self._ns / self._ranks if self._ranks else None
