@@ -308,8 +308,8 @@ def _batched_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> l
 def batched(
     fn: Callable[P, Nest] | None = None,
     /,
-    *,
     max_size: int = 64,
+    *,
     max_delay_s: float = 0.0,
     max_bytes: int | None = None,
     cost: str = "learned",
@@ -327,7 +327,7 @@ def batched(
 
     A member that is cancelled leaves; if a call fails, its members are computed again in halves, until the one at fault
     is alone: its run fails, and the others go on. Results are those of the member by itself, within rounding, as a
-    product of one row and of many take different kernels.
+    product of one row and of many take different kernels. No gradient goes through a call.
 
     Args:
         fn: takes tensors, or nests of them, and returns a tensor or a nest. It may have branches and loops, and read

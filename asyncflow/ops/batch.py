@@ -15,6 +15,8 @@ from asyncflow.errors import GraphError
 class Batch:
     """How firings of one function, of any runs of a session and any iterations, become one call.
 
+    No gradient goes through such a call.
+
     Args:
         max_size: most firings that share a call.
         max_delay_s: seconds that a firing may wait for others although nothing else is left to do. 0: none; a firing
@@ -87,6 +89,8 @@ def _edges(bucket: object) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class Pool:
     """How activations of one loop, in any runs of a session, are stepped together (continuous batching).
+
+    No gradient goes through such a loop.
 
     Args:
         capacity: most activations that are stepped together; more wait.

@@ -82,8 +82,9 @@ class CustomOp(Generic[P]):
         self._batch = batch
         # Packed rows are no axis of members.
         rows = rows or (batch is not None and batch.ragged is None)
-        if rows and is_async:
-            raise GraphError(f"@op: {self.name} is a coroutine function; rows=True is for functions that do not await")
+        if is_async and (rows or batch is not None):
+            option = "rows=True" if batch is None else "batch="
+            raise GraphError(f"@op: {self.name} is a coroutine function; {option} is for functions that do not await")
         self._is_stateful = self._has_effects(stateful)
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
@@ -295,10 +296,12 @@ def op(
         batch: firings of several runs, iterations and branches share a call, as with `batched`; the function works on
             rows then, those of all members. Unless it is `pure`, a call that fails fails for all of them. With `pad`
             or `bucket` it gets their lengths as one more argument, and with ``ragged="packed"`` their offsets: a result
-            declared with an open first extent is then side by side, as the argument is.
+            declared with an open first extent is then side by side, as the argument is. Coroutine functions have
+            neither `batch` nor `rows`.
 
     Raises:
-        GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects.
+        GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects; or a
+            coroutine function has `rows` or `batch`.
 
     >>> import asyncflow as af
     >>> @op(outputs=af.spec("float64", (None,)))

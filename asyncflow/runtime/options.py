@@ -6,6 +6,7 @@ import math
 import numbers
 from pathlib import Path
 
+from asyncflow.errors import brief
 from asyncflow.runtime.trace import Trace
 
 _FOR_EVER_S = 1e9
@@ -21,12 +22,31 @@ def as_timeout(timeout: object) -> float | None:
     """
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
-        raise TypeError(f"timeout is a number of seconds, or None; got {type(timeout).__name__} {timeout!r}")
-    seconds = float(timeout)
-    if math.isnan(seconds):
-        raise ValueError("timeout is a number of seconds, or None; got nan")
+    seconds = _as_float(timeout, "timeout is a number of seconds, or None")
     return seconds if seconds < _FOR_EVER_S else None
+
+
+def as_seconds(seconds: object, name: str, *, may_be_zero: bool = True) -> float:
+    """How long to wait, of which infinity is as long as event loops can.
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: it is NaN, negative, or 0 where that may not be.
+    """
+    rule = f"{name} is a number of seconds, {'0 or more' if may_be_zero else 'more than 0'}"
+    wanted = _as_float(seconds, rule)
+    if wanted < 0 or (wanted == 0 and not may_be_zero):
+        raise ValueError(f"{rule}; got {seconds!r}")
+    return min(wanted, _FOR_EVER_S)
+
+
+def _as_float(value: object, rule: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{rule}; got {type(value).__name__} {brief(value)}")
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError(f"{rule}; got nan")
+    return number
 
 
 def as_priority(priority: object) -> int:

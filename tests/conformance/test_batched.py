@@ -436,6 +436,9 @@ async def test_ops_of_users_share_calls(open_session: OpenSession) -> None:
     assert counts.members == 9
     with pytest.raises(af.GraphError, match="batch= of f is an"):
         af.op(outputs=af.spec("int64", ()), name="f", batch=3)(lambda x: x)  # type: ignore[call-overload]
+    for batch in (af.Batch(), af.Batch(ragged="packed")):
+        with pytest.raises(af.GraphError, match="is a coroutine function; batch= is for functions that do not await"):
+            af.op(outputs=af.spec("int64", ()), batch=batch)(asyncio.sleep)
 
 
 async def test_a_share_of_the_calls_is_checked(open_session: OpenSession, caplog: pytest.LogCaptureFixture) -> None:
@@ -583,5 +586,7 @@ def test_what_cannot_be_batched_is_named() -> None:
             af.gradients(af.batched(lambda x: x * 2)(x), x)
         with pytest.raises(af.GraphError, match="takes a function"):
             af.batched(3)  # type: ignore[arg-type]
+        with pytest.raises(af.GraphError, match="max_size is an integer of at least 1; got 0"):
+            af.batched(lambda x: x, 0)
         assert af.map_fn(af.batched(lambda x: x * 2), af.ones(3)).shape == (3,)
     assert af.batched(lambda x: x * 2)(3) == 6

@@ -95,11 +95,11 @@ async def test_a_run_that_fails_says_so() -> None:
             await session.warm_up(y, {x: 0.5})
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, 5])
-async def test_sizes_are_positive_and_may_run_at_once(size: object) -> None:
+@pytest.mark.parametrize("sizes", [[0], [1, -1], [1.5], [True], [5], 3, (), None, "1"])
+async def test_sizes_are_positive_and_may_run_at_once(sizes: Any) -> None:
     with af.Graph() as graph:
         y = af.constant(1) + 1
     async with af.Session(graph, max_runs=4) as session:
         with pytest.raises(ValueError, match="sizes has positive integers up to max_runs=4"):
-            await session.warm_up(y, sizes=[size])  # type: ignore[list-item]
+            await session.warm_up(y, sizes=sizes)
         assert await session.warm_up(y, sizes=[4]) == 4

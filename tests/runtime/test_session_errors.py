@@ -62,6 +62,19 @@ async def test_arguments_of_a_run(graph: af.Graph, use: Use, error: type[Excepti
         assert await session.run(fetch, timeout=np.float64(5)) == 2
 
 
+@pytest.mark.parametrize("end", [af.Session.aclose, af.Session.drain], ids=["aclose", "drain"])
+@pytest.mark.parametrize("grace_s", ["a", None, True, -1, float("nan")])
+async def test_a_grace_period_is_checked_before_anything_ends(end: Any, grace_s: Any, graph: af.Graph) -> None:
+    fetch = af.constant(1) + 1
+    async with af.Session(graph) as session:
+        with pytest.raises((TypeError, ValueError), match="grace_s is a number of seconds, 0 or more; got"):
+            await end(session, grace_s)
+        assert await session.run(fetch) == 2
+        await end(session, float("inf"))
+        with pytest.raises(af.SessionClosedError):
+            await session.run(fetch)
+
+
 async def test_a_streamed_name_without_a_graph(session: af.Session) -> None:
     with pytest.raises(af.FetchError, match="'nope' says nothing without a graph"):
         await anext(session.stream("nope"))

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,12 +23,13 @@ from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.heap import process_heap
 from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
-from asyncflow.errors import GraphError, SessionClosedError
+from asyncflow.errors import GraphError, SessionClosedError, brief
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import thread_waits
 from asyncflow.runtime.observer import Observers
+from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared, label_of
 from asyncflow.runtime.session.plans import PlanCache
@@ -44,7 +45,7 @@ from asyncflow.streams.holding import note_ask
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
 
     from asyncflow.checkpoint.checkpoints import Restored
     from asyncflow.compiler.plan import Plan
@@ -215,8 +216,10 @@ class Session(NotPickled):
         turn (`max_runs`). A coroutine function that ignores its cancellation is left behind after 5 s, and named.
 
         Raises:
+            TypeError, ValueError: `grace_s` is no number of seconds, 0 or more; the session stays open.
             RuntimeError: this is not the event loop of the session, which is still open.
         """
+        grace_s = as_seconds(grace_s, "grace_s")
         if self._runs.closed is not None:
             return
         if self._loop not in (None, asyncio.get_running_loop()) and not self._loop.is_closed():
@@ -249,10 +252,12 @@ class Session(NotPickled):
             grace_s: how long to wait for runs; 0 to stop them at once.
 
         Raises:
+            TypeError, ValueError: `grace_s` is no number of seconds, 0 or more; the session is not drained.
             RuntimeError: this is not the event loop of the session.
 
         Cancellation: runs go on, and no new ones start.
         """
+        grace_s = as_seconds(grace_s, "grace_s")
         self._bind()
         await self._runs.drain("the session is being drained and starts no more runs; ask another", grace_s)
 
@@ -531,16 +536,17 @@ class Session(NotPickled):
             How many runs were made; 0 if the plan was compiled only.
 
         Raises:
-            ValueError: `sizes` has something else than positive integers, or more than `max_runs`.
+            ValueError: `sizes` is empty, or has something else than positive integers, or more than `max_runs`.
             FeedError, FetchError, KernelError: as in `run`.
         """
         self._bind()
         fed = as_feeds(feeds)
         most = self._options.max_runs
-        for size in sizes:
-            if type(size) is not int or size < 1 or (most is not None and size > most):
-                limit = "" if most is None else f" up to max_runs={most}"
-                raise ValueError(f"warm_up: sizes has positive integers{limit}, how many run at a time; got {size!r}")
+        given: object = sizes  # which callers may get wrong
+        counts = given if isinstance(given, Sequence) else ()
+        if not counts or any(type(n) is not int or n < 1 or (most is not None and n > most) for n in counts):
+            limit = "" if most is None else f" up to max_runs={most}"
+            raise ValueError(f"warm_up: sizes has positive integers{limit}, how many run at a time; got {brief(sizes)}")
         return await self._runs.warm_up(self._calls.of_run(fetches, fed), tuple(fed.values()), sizes)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
