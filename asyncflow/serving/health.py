@@ -7,10 +7,12 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from asyncflow.runtime.options import as_seconds
+from asyncflow.serving.arguments import check_count, check_kind
+from asyncflow.serving.lifespan import Lifespan
 from asyncflow.serving.responses import send_response
 
 if TYPE_CHECKING:
-    from asyncflow.serving.lifespan import Lifespan
     from asyncflow.serving.responses import Message, Receive, Send
 
 
@@ -37,14 +39,19 @@ def livez(life: Lifespan, *, max_lag_s: float = 1.0) -> HealthEndpoint:
     Args:
         life: of the session.
         max_lag_s: what a pass of the event loop may take.
+
+    Raises:
+        TypeError, ValueError: an argument is not that.
     """
+    check_kind(life, Lifespan, "livez")
+    most_s = as_seconds(max_lag_s, "max_lag_s")
 
     async def reasons() -> list[str]:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         await asyncio.sleep(0)
         lag_s = loop.time() - asked_s
-        found = [f"a pass of the event loop took {lag_s:.2f} s"] if lag_s > max_lag_s else []
+        found = [f"a pass of the event loop took {lag_s:.2f} s"] if lag_s > most_s else []
         return found + (["the session is closed"] if life.phase == "closed" else [])
 
     return HealthEndpoint(reasons)
@@ -56,7 +63,13 @@ def readyz(life: Lifespan, *, max_queued: int | None = None) -> HealthEndpoint:
     Args:
         life: of the session.
         max_queued: how many runs may wait for their turn (`Session(max_runs=)`); None for any number.
+
+    Raises:
+        TypeError, ValueError: an argument is not that.
     """
+    check_kind(life, Lifespan, "readyz")
+    if max_queued is not None:
+        check_count(max_queued, "max_queued")
 
     async def reasons() -> list[str]:
         if life.failure is not None:

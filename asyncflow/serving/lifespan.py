@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import signal
 import threading
@@ -11,12 +12,17 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from asyncflow.errors import brief
+from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.session.session import Session
+from asyncflow.serving.arguments import check_kind
 
 if TYPE_CHECKING:
     from asyncflow.serving.responses import Application, Message, Receive, Send
 
 Phase: TypeAlias = Literal["starting", "warming", "ready", "draining", "closed"]
+
+_WARM_UP: Final = "warm_up is a coroutine function of the session, `async def`"
 
 _log: Final = logging.getLogger("asyncflow.serving")
 
@@ -81,14 +87,23 @@ class Lifespan:
             stack.enter_context(self._drains_on_signal(asyncio.get_running_loop()))
             stack.push_async_callback(self._drain)
             self.phase = "warming"
-            warming = asyncio.get_running_loop().create_task(self._warm())
+            warming = asyncio.get_running_loop().create_task(self._warm(self._begun_warm_up()))
             stack.push_async_callback(_cancelled, warming)
             yield
 
-    async def _warm(self) -> None:
+    def _begun_warm_up(self) -> Awaitable[object] | None:
+        """The awaitable of `warm_up`; a function that gives none fails the start, where it is seen."""
+        if self._warm_up is None:
+            return None
+        begun: object = self._warm_up(self.session)
+        if not inspect.isawaitable(begun):
+            raise TypeError(f"{_WARM_UP}; {brief(self._warm_up)} gave {brief(begun)}")
+        return begun
+
+    async def _warm(self, begun: Awaitable[object] | None) -> None:
         try:
-            if self._warm_up is not None:
-                await self._warm_up(self.session)
+            if begun is not None:
+                await begun
         except Exception as error:
             self.failure = error
             _log.exception("the session could not be warmed up: the server is not ready, and will not be")
@@ -159,13 +174,20 @@ def lifespan(
     Args:
         session: not entered yet.
         warm_up: awaited with the open session; until it has returned, `readyz` says that the server is not ready. One
-            that raises leaves it so, and is logged.
+            that raises leaves it so, and is logged; one that is not async fails the start.
         beside: contexts entered when the session is open, and left when it is drained: `Metrics`, `Reload`, `Spans`.
         grace_s: how long runs in flight may take to end when it drains; the others are stopped, and answered with 503.
             Give the server longer before it cancels requests: uvicorn's ``timeout_graceful_shutdown``.
         drain_on: a signal that starts to drain before the server, which handles it, stops: servers tell an application
             that they end only after the last request. None for none; nor is there one outside the main thread.
+
+    Raises:
+        TypeError, ValueError: an argument is not that.
     """
+    check_kind(session, Session, "lifespan")
+    grace_s = as_seconds(grace_s, "grace_s")
+    if warm_up is not None and not callable(warm_up):
+        raise TypeError(f"{_WARM_UP}; got {brief(warm_up)}")
     return Lifespan(session, warm_up=warm_up, beside=beside, grace_s=grace_s, drain_on=drain_on)
 
 

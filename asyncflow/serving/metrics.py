@@ -15,11 +15,12 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self, TypeVar
 
+from asyncflow.runtime.session.session import Session
+from asyncflow.serving.arguments import check_count, check_kind
 from asyncflow.serving.responses import status_code
 
 if TYPE_CHECKING:
     from asyncflow.runtime.observer import ObservedBatch, ObservedRun
-    from asyncflow.runtime.session.session import Session
 
 SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets of times."""
@@ -108,9 +109,14 @@ class Metrics:
         session: open before this is entered: `lifespan` takes it as one of ``beside``.
         most_labels: of more fetches, or functions, the others are counted as ``other``, since monitoring keeps a series
             of each.
+
+    Raises:
+        TypeError, ValueError: an argument is not that.
     """
 
     def __init__(self, session: Session, *, most_labels: int = 100) -> None:
+        check_kind(session, Session, "Metrics")
+        check_count(most_labels, "most_labels")
         self._session = session
         self._most_labels = most_labels
         self._fetches: dict[str, _FetchCounts] = {}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from asyncflow.checkpoint.directory import step_path, steps
+from asyncflow.checkpoint.saver import as_path
 from asyncflow.errors import AsyncflowError, SessionClosedError
+from asyncflow.runtime.options import as_seconds
+from asyncflow.runtime.session.session import Session
+from asyncflow.serving.arguments import check_kind
 from asyncflow.streams.beside import call_beside
-
-if TYPE_CHECKING:
-    from asyncflow.runtime.session.session import Session
 
 _log: Final = logging.getLogger("asyncflow.serving")
 
@@ -32,13 +32,17 @@ class Reload:
 
     Attributes:
         step: the number of the step that the session has from here; None before the first.
+
+    Raises:
+        TypeError, ValueError: an argument is not that.
     """
 
     def __init__(self, session: Session, path: str | os.PathLike[str], *, every_s: float = 5.0) -> None:
+        check_kind(session, Session, "Reload")
         self.step: int | None = None
         self._session = session
-        self._path = Path(path)
-        self._every_s = every_s
+        self._path = as_path(path)
+        self._every_s = as_seconds(every_s, "every_s", may_be_zero=False)
         self._told: int | None = None
         self._watching: asyncio.Task[None] | None = None
 

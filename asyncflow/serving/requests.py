@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from asyncflow.errors import ClientDisconnected, DeadlineExceeded
+from asyncflow.errors import ClientDisconnected, DeadlineExceeded, brief
+from asyncflow.runtime.options import as_seconds
 
 if TYPE_CHECKING:
     from asyncflow.serving.responses import Receive
@@ -35,11 +36,17 @@ async def run_or_disconnect(client: HasReceive | Receive, run: Awaitable[Result]
     Raises:
         ClientDisconnected: the client has gone; the run was cancelled, and has ended.
         Exception: the run failed.
+        TypeError: `client` is none; the run does not start.
 
     Cancellation: cancels the run, and waits until it has ended.
     """
+    receive = client if callable(client) else getattr(client, "receive", None)
+    if not callable(receive):
+        if isinstance(run, Coroutine):
+            run.close()
+        raise TypeError(f"a client is a request, or the `receive` of an ASGI application; got {brief(client)}")
     work = asyncio.ensure_future(run)
-    gone = asyncio.ensure_future(_wait_disconnect(client if callable(client) else client.receive))
+    gone = asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -76,9 +83,7 @@ def _failure(task: asyncio.Future[Result] | asyncio.Future[None]) -> BaseExcepti
     return None if task.cancelled() else task.exception()
 
 
-async def stream_or_stall(
-    items: AsyncGenerator[Result, None], stall_timeout_s: float = 30.0
-) -> AsyncGenerator[Result, None]:
+def stream_or_stall(items: AsyncGenerator[Result, None], stall_timeout_s: float = 30.0) -> AsyncGenerator[Result, None]:
     """Iterates over what a run streams; a consumer that takes too long between two items ends the run.
 
     A slow client holds the run back, and with it the memory of the run: not for ever.
@@ -89,7 +94,15 @@ async def stream_or_stall(
 
     Raises:
         DeadlineExceeded: when the consumer asks after all; the run has ended long since.
+        TypeError, ValueError: an argument is not that; at once.
     """
+    given: object = items  # which callers may get wrong
+    if not isinstance(given, AsyncGenerator):
+        raise TypeError(f"stream_or_stall takes an asynchronous generator, `session.stream(x)`; got {brief(given)}")
+    return _unstalled(items, as_seconds(stall_timeout_s, "stall_timeout_s", may_be_zero=False))
+
+
+async def _unstalled(items: AsyncGenerator[Result, None], stall_timeout_s: float) -> AsyncGenerator[Result, None]:
     loop = asyncio.get_running_loop()
     closing: asyncio.Task[None] | None = None
 

@@ -16,6 +16,7 @@ from asyncflow.errors import (
     OutOfMemoryError,
     OverloadedError,
     SessionClosedError,
+    brief,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ CLIENT_GONE: Final = 499
 """The status, nginx's, of a request whose client did not wait for its response. Nobody receives it; metrics show it."""
 
 _TEXTS: Final = {
+    408: "the request took too long",
     499: "the client has gone",
     500: "the request failed on the server",
     503: "the server cannot take this request now",
+    504: "the request took too long",
 }
 """Told in place of messages that are for those who run the server: names of nodes and files stand in them."""
 
@@ -75,7 +78,7 @@ def status_code(
             return 422
         case OverloadedError():
             return overloaded
-        case DeadlineExceeded():
+        case TimeoutError():
             return late
         case SessionClosedError() | DeviceLostError() | OutOfMemoryError():
             return 503
@@ -98,7 +101,7 @@ def error_response(
     ======================================================== =========================================================
     `FeedError`                                              422, with the message: what was fed, and what fits
     `OverloadedError`                                        503, or 429, with the header ``Retry-After``
-    `DeadlineExceeded`                                       504, or 408
+    `DeadlineExceeded`, and any other ``TimeoutError``       504, or 408
     `SessionClosedError`, which drained sessions raise, too  503, with ``Retry-After``
     `DeviceLostError`, `OutOfMemoryError`                    503, with ``Retry-After``
     `ClientDisconnected`, and a cancelled run                499, which nobody receives
@@ -110,7 +113,13 @@ def error_response(
         overloaded: 429 where clients have limits of their own, or a load balancer tries no other server for 503.
         late: 408 where ``timeout=`` was the client's wish.
         details: send the messages of all errors, with nodes, files and lines of the program: for those who write it.
+
+    Raises:
+        TypeError: `error` is none.
     """
+    given: object = error  # which callers may get wrong
+    if not isinstance(given, BaseException):
+        raise TypeError(f"error_response takes what was raised; got {brief(given)}")
     status = status_code(error, overloaded=overloaded, late=late)
     public = details or isinstance(error, FeedError | OverloadedError | DeadlineExceeded)
     message = str(error) if public else _TEXTS[status]
@@ -123,7 +132,10 @@ def error_response(
 
 
 async def respond(request: object, error: Exception) -> Response:
-    """The `error_response`, for Starlette and FastAPI: ``exception_handlers={af.AsyncflowError: serving.respond}``."""
+    """The `error_response`, for Starlette and FastAPI: ``exception_handlers={af.AsyncflowError: serving.respond}``.
+
+    Where `asyncio.timeout` is around a run, with ``TimeoutError: serving.respond``, too.
+    """
     return cast("Response", error_response(error))  # all that they do with it is to call it
 
 

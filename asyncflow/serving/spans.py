@@ -11,11 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
+from asyncflow.runtime.session.session import Session
+from asyncflow.serving.arguments import check_kind
+
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
     from asyncflow.runtime.observer import ObservedBatch, ObservedRun
-    from asyncflow.runtime.session.session import Session
 
 _MOST_PENDING: Final = 10_000
 _FLUSH_S: Final = 5.0
@@ -38,11 +40,13 @@ class Spans:
 
     Raises:
         ImportError: ``opentelemetry-api`` is not installed.
+        TypeError: `session` is none.
     """
 
     def __init__(self, session: Session, tracer: Tracer | None = None) -> None:
         from opentelemetry import trace
 
+        check_kind(session, Session, "Spans")
         self.dropped = 0
         self._session = session
         self._tracer = trace.get_tracer("asyncflow") if tracer is None else tracer

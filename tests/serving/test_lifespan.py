@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -135,6 +136,16 @@ async def test_a_warm_up_that_fails_leaves_the_server_not_ready(caplog: pytest.L
     assert "could not be warmed up" in caplog.text
 
 
+async def test_a_warm_up_that_is_not_async_fails_the_start() -> None:
+    model = Model()
+    life = serving.lifespan(model.session, warm_up=lambda session: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"warm_up is a coroutine function of the session, `async def`; .* gave None"):
+        await life().__aenter__()
+    assert life.phase == "closed"
+    with pytest.raises(af.SessionClosedError):
+        await model.run()
+
+
 async def test_what_cannot_start_is_told_to_the_server(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
 
@@ -184,11 +195,15 @@ async def test_a_full_queue_is_not_ready() -> None:
         assert await asyncio.gather(*runs) == [2] * 4
 
 
-async def test_an_event_loop_that_lags_is_not_live() -> None:
+async def test_an_event_loop_that_lags_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     life = serving.lifespan(model.session)
+    slow = SimpleNamespace(time=iter((0.0, 1.5, 2.0, 2.5)).__next__)
     async with life():
-        assert (await health(serving.livez(life, max_lag_s=-1.0)))[0] == 503
+        known = SimpleNamespace(get_running_loop=lambda: slow, sleep=asyncio.sleep)
+        monkeypatch.setattr("asyncflow.serving.health.asyncio", known)
+        assert await health(serving.livez(life)) == (503, ["a pass of the event loop took 1.50 s"])
+        assert (await health(serving.livez(life)))[0] == 200
 
 
 def starlette_app(model: Model, **options: Any) -> tuple[Starlette, serving.Lifespan]:

@@ -65,6 +65,15 @@ def test_limits_of_clients_are_429_and_408() -> None:
     busy = serving.error_response(af.OverloadedError("busy", retry_after_s=3), overloaded=429)
     assert (busy.status, busy.headers["retry-after"]) == (429, "3")
     assert serving.error_response(af.DeadlineExceeded("late"), late=408).status == 408
+    assert serving.error_response(TimeoutError(), late=408).status == 408
+
+
+async def test_a_timeout_around_a_run_is_a_deadline() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+    response = serving.error_response(caught.value)
+    assert response.status == 504 and json.loads(response.body)["message"] == "the request took too long"
 
 
 def test_other_errors_and_cancels() -> None:

@@ -1,0 +1,20 @@
+"""Checks of what a server is made of, so that a wrong part is named where it is given and not while it serves."""
+
+from __future__ import annotations
+
+from asyncflow.errors import brief
+
+
+def check_kind(value: object, kind: type, name: str) -> None:
+    """Raises TypeError unless `value` is of a kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is made for a {kind.__name__}; got {type(value).__name__} {brief(value)}")
+
+
+def check_count(value: object, name: str) -> None:
+    """Raises ValueError unless `value` is an integer, 0 or more."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is an integer, 0 or more; got {brief(value)}")
+
+
+__all__ = ["check_count", "check_kind"]
