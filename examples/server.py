@@ -1,7 +1,7 @@
 """A web server with three models in one session, and a page that shows how their requests share the work.
 
     make serve        # or: python examples/server.py --port 8000
-    curl localhost:8000/classify -d 'for line in sorted(lines):'
+    curl localhost:8000/classify -d 'if not self.done: return None'
     curl -N localhost:8000/generate -d 'The'
     curl localhost:8000/calculate -d '(1 + 2) * 3 - 4 / 8'
 
@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import math
+import sys
 import sysconfig
 import zlib
 from collections import deque
@@ -47,6 +49,7 @@ ALPHABET = "\n abcdefghijklmnopqrstuvwxyz.,'-"
 LETTERS = len(ALPHABET)
 KINDS = {ast.Constant: 0, ast.Add: 1, ast.Sub: 2, ast.Mult: 3, ast.Div: 4, ast.USub: 5}
 """What a vertex of an expression is."""
+LARGEST = sys.float_info.max
 
 # -- what the models learn from ----------------------------------------------------------------------------------------
 
@@ -173,7 +176,7 @@ class Models:
         """The value of an expression.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or has no finite value.
         """
         parents, kinds, numbers = zip(*vertices(text), strict=True)
         feeds = {
@@ -182,6 +185,8 @@ class Models:
             self._numbers: np.array(numbers, np.float64),
         }
         (value,) = await self.session.run(self._value, feeds, timeout=2.0)
+        if not math.isfinite(value):
+            raise ValueError(f"its value is {value}, which is no finite number")
         return float(value)
 
 
@@ -189,15 +194,17 @@ def vertices(text: str) -> Iterator[tuple[int, int, float]]:
     """Of each vertex of an expression: its parent, its kind and its number."""
     try:
         waiting: deque[tuple[ast.expr, int]] = deque([(ast.parse(text.strip(), mode="eval").body, -1)])
-    except SyntaxError as error:
-        raise ValueError(f"this is no expression: {error.msg}") from None
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two are of those that are nested too deep
+        raise ValueError(f"this is no expression: {getattr(error, 'msg', error)}") from None
     for place in count():
         if not waiting:
             return
         node, parent = waiting.popleft()
+        while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd):
+            node = node.operand
         match node:
-            case ast.Constant(value=int() | float() as number):
-                yield parent, KINDS[ast.Constant], float(number)
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                yield parent, KINDS[ast.Constant], float(number) if number <= LARGEST else math.inf
             case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as op, right):
                 yield parent, KINDS[type(op)], 0.0
                 waiting.extend(((left, place), (right, place)))
@@ -205,7 +212,8 @@ def vertices(text: str) -> Iterator[tuple[int, int, float]]:
                 yield parent, KINDS[ast.USub], 0.0
                 waiting.append((operand, place))
             case _:
-                raise ValueError(f"numbers, + - * / and parentheses are all it knows; got {ast.unparse(node)!r}")
+                found = ast.get_source_segment(text.strip(), node)
+                raise ValueError(f"numbers, + - * / and parentheses are all it knows; got {found!r:.80}")
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

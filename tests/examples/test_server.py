@@ -60,12 +60,22 @@ async def test_all_models_answer_many_at_once() -> None:
 
 async def test_what_is_no_expression_is_refused_in_words() -> None:
     async with served() as client:
-        for text in ("f(1)", "1 +", "2 ** 3", "'a'", "__import__('os')"):
+        deep = ["-" * 5000 + "1", "(" * 500 + "1" + ")" * 500, "1+" * 5000 + "1", f"f({'-' * 900}1)"]
+        large = ["1/0", "0/0", "1e400", "-1e400", "1" + "0" * 400, "9" * 5000]
+        for text in ("f(1)", "1 +", "2 ** 3", "'a'", "__import__('os')", "True + 1", "\0", "", *deep, *large):
             answer = await client.post("/calculate", content=text)
             assert answer.status_code == 422 and answer.json()["error"] == "ValueError"
+            assert len(answer.json()["message"]) < 300
+        assert (await client.post("/calculate", content="+1 - -(+2)")).json() == {"value": 3}
         for text in ("", "é" * 100, "x" * 10_000):
             assert (await client.post("/classify", content=text)).status_code == 200
             assert (await client.post("/generate", content=text)).status_code == 200
+
+
+async def test_the_example_at_the_top_is_answered_as_it_says() -> None:
+    (line,) = re.findall(r"/classify -d '(.*)'", server.__doc__ or "")
+    async with served() as client:
+        assert (await client.post("/classify", content=line)).json()["kind"] == "code"
 
 
 async def test_lines_that_were_not_learned_are_told_apart() -> None:
