@@ -68,8 +68,8 @@ class _Elements:
         value: how many have been taken.
     """
 
-    def __init__(self, state: _Reading) -> None:
-        self._state, self.value = state, 0
+    def __init__(self, state: _Reading, rules: Rules) -> None:
+        self._state, self._rules, self.value = state, rules, 0
 
     def next_or_wait(self) -> Nest:
         """The next element."""
@@ -98,12 +98,15 @@ class _Elements:
 
     async def _read(self) -> list[Nest]:
         known: list[Nest] = []
+        left_s = self._rules.ends_at - monotonic()
+        time = asyncio.timeout(left_s if left_s < inf else None)
         try:
-            while len(known) < _MOST_ELEMENTS:
-                known.append(await self._state.next())
+            async with time:
+                while len(known) < _MOST_ELEMENTS:
+                    known.append(await self._state.next())
             raise OutOfBounds(f"after {_MOST_ELEMENTS} elements of an input")
         except Exception as error:  # such as EndOfInput, for whoever asks for what follows
-            known.append(error)
+            known.append(OutOfBounds("") if time.expired() else error)
         await self._state.aclose()
         return known
 
@@ -173,7 +176,8 @@ class Rules:
         for resource in resources_of(node):
             if resource.effect_key not in self.cells:
                 made = resource.create_state()
-                self.cells[resource.effect_key] = _Elements(made) if getattr(made, "kind", "") == "input" else made
+                is_input = getattr(made, "kind", "") == "input"
+                self.cells[resource.effect_key] = _Elements(made, self) if is_input else made
                 self.resources[resource.effect_key] = resource
         may_wait = any(isinstance(self.cells[x.effect_key], LinedState | _Elements) for x in resources_of(node))
         if (op.is_async and not may_wait) or (op.is_user and op.effects is not None and not any(resources_of(node))):

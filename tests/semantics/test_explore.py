@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from itertools import permutations
 from pathlib import Path
 from random import Random
@@ -340,6 +342,17 @@ def test_elements_of_an_input_are_taken_once_each(tmp_path: Path) -> None:
         first, second, more = lines.next(), lines.next(), lines.has_more()
     assert fetched(explore(graph, [second, more, first])) == {"b False a"}
     assert fetched(explore(graph, first, runs=2)) == {"a b", "b a"}
+
+
+def test_an_input_that_never_comes_ends_the_search_in_time() -> None:
+    async def never() -> AsyncIterator[int]:
+        await asyncio.Event().wait()
+        yield 1
+
+    with af.Graph() as graph:
+        element = af.from_async_generator(never, af.Spec(np.dtype(np.int64), ())).next()
+    found = explore(graph, element, max_seconds=0.05)
+    assert found.stopped == "after max_seconds=0.05 seconds" and not found.outcomes
 
 
 async def test_a_loop_over_an_input_is_explored(tmp_path: Path) -> None:
