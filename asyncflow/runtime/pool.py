@@ -145,6 +145,8 @@ class RowGroup(Generic[A]):
                 slab[:rows] = values
             else:
                 self._slabs[place], self._room, self._views, has_changed = values, rows, None, True
+        if has_changed:
+            self._row_size = sum(math.prod(slab.shape[1:]) for slab in self._slabs)
         return has_changed
 
     def _grow(self, values: Sequence[Array]) -> None:

@@ -233,6 +233,17 @@ def test_rows_of_other_shapes_are_groups() -> None:
     assert {each.name: values[0].tolist() for each, values in ended} == {2: [2, 2], 1: [1, 1]}
 
 
+def test_rows_that_have_grown_count_with_all_their_elements() -> None:
+    pool: PoolRows[Counting] = PoolRows(4, 2, HAS_ROWS)
+    for name in range(2):
+        pool.join(Counting(name, 0, 9, np.array(1)))
+    ((group, _),) = pool.admit()
+    assert group.size() == 2 * (1 + 2 + 1)
+    pool.advance(group, [np.ones(2, int), np.ones((2, 300), int)], np.array([True, True]))
+    (group,) = pool.groups.values()
+    assert group.size() == 2 * (1 + 300 + 1)
+
+
 def test_a_result_that_looks_into_another_slab() -> None:
     """Two variables that change places: what is written first is not read as what is written second."""
     pool: PoolRows[Counting] = PoolRows(2, 2, (True, True))
