@@ -70,7 +70,7 @@ class Reload:
             await self._session.swap_variables(step_path(self._path, latest))
         except SessionClosedError:
             raise
-        except AsyncflowError as error:
+        except (AsyncflowError, MemoryError) as error:
             if self._told != latest:
                 self._told = latest
                 _log.warning("no newer variables: %s", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -75,6 +75,26 @@ async def test_a_damaged_step_is_told_once_and_tried_again(tmp_path: Path, caplo
             damaged.write_bytes(whole)
             assert await reload.look()
             assert list(await session.run(model.both, {model.x: np.int64(0)})) == [11, 11]
+
+
+async def test_a_step_that_there_is_no_memory_for_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(tmp_path, 10)
+    model = Model()
+    model.gate.opened.set()
+
+    def refuse(*_: object) -> NoReturn:
+        raise MemoryError("no room for the arrays")
+
+    async with af.Session(model.graph) as session:
+        with monkeypatch.context() as patched:
+            patched.setattr("asyncflow.checkpoint.checkpoints.empty_buffers", refuse)
+            reload = await serving.Reload(session, tmp_path, every_s=1e9).__aenter__()
+        assert reload.step is None and "no room for the arrays" in caplog.text
+        assert await reload.look() and reload.step == 10
+        await reload.__aexit__()
+        assert list(await session.run(model.both, {model.x: np.int64(0)})) == [10, 10]
 
 
 async def test_a_directory_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
