@@ -79,7 +79,8 @@ def explore(
     """Finds every outcome that a run may have, whatever is first of what nothing orders (MAPL '17 §3.2).
 
     A session that runs the graph gives one of them, on any devices. For small programs: every read and write of a
-    resource that others may write in the meantime doubles the work. Iterations of loops overlap without a limit.
+    resource that others may write in the meantime doubles the work. Iterations of loops overlap as far as their
+    `parallel_iterations` and, with ordered effects, the turns of each resource let them.
 
     Args:
         graph: with ordered effects it has one outcome, if it does not fail and its queues are first in, first out.

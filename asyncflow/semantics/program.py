@@ -41,6 +41,7 @@ class NeededGraph:
         values: the fetched tensors; a variable's is a read of its own.
         feeds: the fed tensors.
         homes: the branch or loop that each parameter of a body belongs to, and its place among the inputs there.
+        loops: the loop that each predicate and body belongs to.
         kept: of each loop the places of the variables that it needs.
     """
 
@@ -48,10 +49,12 @@ class NeededGraph:
         self.graph = graph
         self.feeds = frozenset(feeds)
         self.homes: dict[Node, tuple[StructuredNode, int]] = {}
+        self.loops: dict[Graph, WhileNode] = {}
         for level in levels(graph):
             for node in level.nodes:
                 self._check(node)
                 if isinstance(node, StructuredNode):
+                    self.loops |= dict.fromkeys(node.subgraphs, node) if isinstance(node, WhileNode) else {}
                     for body in node.subgraphs:
                         for place, inner in enumerate(body.inputs, start=node.body_offset):
                             self.homes[inner.node] = node, place
@@ -164,13 +167,18 @@ class NeededGraph:
         inside = [of(inner).items() for body in node.subgraphs for inner in self.nodes(body)]
         return dict(sorted(chain(own, *inside), key=lambda pair: pair[1] is Access.WRITE))
 
-    def _before(self, node: Node) -> list[Node]:
-        """The nodes of the same graph or body that it waits for without using their values: control and soft edges."""
-        graph, mine = node.graph, self.touches(node)
-        found = list(node.control_inputs)
-        if self.graph.effects == "ordered" and mine:
-            here = self.nodes(self.graph if node in self._reads else graph)
-            found += [each for each in here[: here.index(node)] if conflict(self.touches(each), mine)]
+    def _before(self, node: Node) -> list[tuple[Node, int]]:
+        """The nodes of the same graph or body that it waits for without using their values: control and soft edges.
+
+        With each, 1 if it is that of the last iteration: there, all that touch what the loop writes, and this does too.
+        """
+        found = [(each, 0) for each in node.control_inputs]
+        if self.graph.effects == "ordered" and (mine := self.touches(node)):
+            here = self.nodes(self.graph if node in self._reads else node.graph)
+            found += [(each, 0) for each in here[: here.index(node)] if conflict(self.touches(each), mine)]
+            if (loop := self.loops.get(node.graph)) is not None:
+                turns = {key: access for key, access in self.touches(loop).items() if key in mine}
+                found += [(each, 1) for each in self.nodes(loop.body) if conflict(self.touches(each), turns)]
         return found
 
     def is_used(self, tensor: Tensor) -> bool:

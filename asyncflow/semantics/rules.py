@@ -18,7 +18,8 @@ any, failing       a kernel that raises has no effect; it ends the run, at any m
 =================  ==================================================================================================
 
 All but reads, writes and failures is the same whenever it happens, and so happens at once: `Rules.settle`. In a graph
-with ordered effects an iteration with effects begins when all of the last one is done.
+with ordered effects each resource that a loop writes has its turn: what touches it waits for all in the last iteration
+that does, and a body for all effects of its predicate. No more than `parallel_iterations` are under way.
 """
 
 from __future__ import annotations
@@ -240,7 +241,13 @@ class Rules:
         """The firings next to one that waits, which it waits for; they may be in a branch or loop that has to end."""
         node, tag = firing
         found = [(x.node, tag) for x in node.inputs if self.find(state, x, tag) is MISSING]
-        return found + [(each, tag) for each in self.program.before(node) if not self._is_done(state, each, tag)]
+        return found + self._ahead(state, firing)
+
+    def _ahead(self, state: ProgramState, firing: Firing) -> list[Firing]:
+        """Those of them whose values it does not use."""
+        node, tag = firing
+        before = [(each, (*tag[:-1], tag[-1] - lag)) for each, lag in self.program.before(node) if lag <= tag[-1]]
+        return [each for each in before if not self._is_done(state, *each)]
 
     def enabled(self, state: ProgramState) -> list[Firing]:
         """The reads and writes that may be next."""
@@ -316,7 +323,9 @@ class Rules:
                 raise OutOfBounds("")
             for firing in list(state.waiting):
                 node, tag = firing
-                if isinstance(node, CondNode):
+                if firing in state.decided:
+                    moved |= self._end(state, node, tag)
+                elif isinstance(node, CondNode):
                     moved |= self._cond(state, node, tag)
                 elif isinstance(node, WhileNode):
                     moved |= self._while(state, node, tag)
@@ -333,52 +342,42 @@ class Rules:
         return True
 
     def _cond(self, state: ProgramState, node: CondNode, tag: Tag) -> bool:
-        firing = node, tag
-        if firing in state.decided:
-            return self._end(state, node, tag)
         predicate = self.find(state, node.predicate, tag)
-        if predicate is MISSING or not all(self._is_done(state, each, tag) for each in self.program.before(node)):
+        if predicate is MISSING or self._ahead(state, (node, tag)):
             return False
-        branch = state.decided[firing] = 0 if predicate else 1
+        branch = state.decided[node, tag] = 0 if predicate else 1
         self._begin(state, node.subgraphs[branch], tag)
         return True
 
     def _while(self, state: ProgramState, node: WhileNode, tag: Tag) -> bool:
-        firing = node, tag
-        if firing in state.decided:
-            return self._end(state, node, tag)
-        current = state.waiting[firing]
+        current = state.waiting[node, tag]
         iteration = (*tag, current)
-        is_ordered = self.program.graph.effects == "ordered" or node.parallel_iterations == 1
-        in_turn = is_ordered and bool(self.program.touches(node))
-        if current < 0:  # it has not begun
-            if not all(self._is_done(state, each, tag) for each in self.program.before(node)):
-                return False
-        elif in_turn and self._runs_inside(state, node, tag):
-            return False
-        elif not in_turn or (node, iteration) not in state.done:  # else all of the body is done too
+        if current >= 0 and (node, iteration) not in state.done:  # the predicate has begun, and not the body
             predicate = self.find(state, node.decision, iteration)
-            if predicate is MISSING:
+            is_ordered = self.program.graph.effects == "ordered"
+            if predicate is MISSING or (is_ordered and self._runs_inside(state, node, iteration)):
                 return False
             if not predicate:
-                state.decided[firing] = current
+                state.decided[node, tag] = current
                 return True
             self._begin(state, node.body, iteration)
-            if in_turn:
-                state.done.add((node, iteration))
-                return True
-        state.waiting[firing] = current + 1
+            state.done.add((node, iteration))
+            return True
+        oldest = (*tag, current + 1 - node.parallel_iterations)
+        if self._ahead(state, (node, tag)) or self._runs_inside(state, node, oldest):
+            return False
+        state.waiting[node, tag] = current + 1
         self._begin(state, node.predicate, (*tag, current + 1))
         return True
 
-    def _end(self, state: ProgramState, node: StructuredNode, tag: Tag) -> bool:
+    def _end(self, state: ProgramState, node: Node, tag: Tag) -> bool:
         if self._runs_inside(state, node, tag):
             return False
         del state.waiting[node, tag]
         state.done.add((node, tag))
         return True
 
-    def _runs_inside(self, state: ProgramState, node: StructuredNode, tag: Tag) -> bool:
+    def _runs_inside(self, state: ProgramState, node: Node, tag: Tag) -> bool:
         bodies = {each for body in node.subgraphs for each in levels(body)}
         return any(each.graph in bodies and inner[: len(tag)] == tag for each, inner in state.waiting)
 
@@ -390,8 +389,9 @@ class Rules:
         for (node, tag), at in state.waiting.items():
             edges = [(tensor, tag) for tensor in node.inputs]
             if isinstance(node, WhileNode) and at >= 0:
-                edges += [(node.body.inputs[place], (*tag, at)) for place in self.program.kept[node]]
-            transit.append((node, tag, at, (node, tag) in state.decided, self._digests(state, edges)))
+                edges += [(node.body.inputs[k], (*tag, i)) for k in self.program.kept[node] for i in (at, at + 1)]
+            begun = (node, tag) in state.decided, (node, (*tag, at)) in state.done
+            transit.append((node, tag, at, begun, self._digests(state, edges)))
         runs = {tag[0] for _, tag in state.waiting} | {tag[0] for _, tag in state.done}
         fetched = [(tensor, (run,)) for run in sorted(runs) for tensor in self.program.values]
         memory = tuple((key, digest(value)) for key, value in state.memory.items())

@@ -378,3 +378,50 @@ def test_an_input_that_fails_fails_whoever_asks() -> None:
         first, more = elements.next(), elements.has_more()
     assert fetched(explore(graph, first)) == {"1"}
     assert fetched(explore(graph, [first, more])) == {"in/has_more: OSError: the disk is gone"}
+
+
+# -- loops in graphs with ordered effects -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "allowed"), [(32, {0, 1, 2}), (2, {0, 1}), (1, {0})])
+async def test_71_each_resource_in_a_loop_has_its_own_turn(window: int, allowed: set[int]) -> None:
+    """CONFORMANCE 71: of two queues in one loop, the one runs ahead while the other waits, as far as the window is."""
+    with af.Graph() as graph:
+        late = af.FIFOQueue(3, af.spec("int64", ()), name="late")
+        first = af.PriorityQueue(9, af.spec("int64", ()), name="first")
+
+        def body(i: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            first.enqueue((-i, i))
+            return i + 1, total + late.dequeue()
+
+        total = af.while_loop(lambda i, _: i < 3, body, (0, 0), parallel_iterations=window)[1]
+        taken = first.dequeue()[1]
+        with af.control_dependencies([taken]):
+            puts = [late.enqueue(k) for k in range(3)]
+    found = explore(graph, [taken, total, puts])
+    assert not found.stopped and {int(outcome.fetches[0]) for outcome in found.outcomes} == allowed
+    seen = set[int]()
+    for seed in range(16):
+        async with af.Session(graph, ["cpu:0", "cpu:1"][: 1 + seed % 2], seed=seed, placement_seed=seed) as session:
+            seen.add(int((await session.run([taken, total, puts]))[0]))
+    assert seen <= allowed and (window == 1 or seen > {0})
+
+
+async def test_71_two_loops_with_two_queues_between_them_end() -> None:
+    """CONFORMANCE 71: who takes all of one queue, and then all of the other, does not wait for ever."""
+    with af.Graph() as graph:
+        small, large = (af.FIFOQueue(room, af.spec("int64", ()), name=f"q{room}") for room in (1, 2))
+
+        def produce(i: af.Tensor) -> af.Tensor:
+            small.enqueue(i)
+            large.enqueue(10 * i)
+            return i + 1
+
+        made = af.while_loop(lambda i: i < 4, produce, (0,))
+        first = af.while_loop(lambda i, s: i < 4, lambda i, s: (i + 1, s * 10 + small.dequeue()), (0, 0))[1]
+        with af.control_dependencies([first]):
+            second = af.while_loop(lambda i, s: i < 4, lambda i, s: (i + 1, s + large.dequeue()), (0, first))[1]
+    assert fetched(explore(graph, [made, second])) == {"4 183"}
+    for seed in range(4):
+        async with af.Session(graph, seed=seed) as session:
+            assert int((await session.run([made, second]))[-1]) == 183
