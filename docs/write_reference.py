@@ -114,8 +114,9 @@ def _line(name: str, value: object) -> str:
 
 
 def _methods(kind: type) -> list[str]:
-    """A line for each public method that the class itself defines."""
-    own = {name: getattr(kind, name) for name, value in vars(kind).items() if not name.startswith("_")}
+    """A line for each public method that the class itself defines, or a part of it that has no name of its own."""
+    parts = [kind, *(base for base in kind.__bases__ if base.__module__.startswith("asyncflow.runtime.session."))]
+    own = {name: getattr(kind, name) for part in parts for name in vars(part) if not name.startswith("_")}
     return [f"  {_line(f'.{name}', method)}" for name, method in own.items() if inspect.isroutine(method)]
 
 

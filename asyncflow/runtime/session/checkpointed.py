@@ -1,0 +1,121 @@
+"""`CheckpointedSession`: how a session's state is saved, restored, and replaced while runs go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncflow.checkpoint.saver import as_path, as_step
+
+if TYPE_CHECKING:
+    from asyncflow.checkpoint.checkpoints import Checkpoints, Restored
+    from asyncflow.graph.resource import Resource
+    from asyncflow.runtime.run.runs import Runs
+    from asyncflow.values import Value
+
+
+class CheckpointedSession(ABC):
+    """The methods of `Session` that checkpoints are written and read by; the session gives what they work on."""
+
+    _runs: Runs
+    _checkpoints: Checkpoints
+    _swapping: asyncio.Lock
+
+    @abstractmethod
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """Makes the session one of the running event loop, and refuses another's."""
+
+    async def save(
+        self,
+        path: str | os.PathLike[str],
+        variables: Sequence[Resource] | None = None,
+        *,
+        step: int | None = None,
+    ) -> Path:
+        """Saves the session's state under a directory, as one step, and returns its path: ``path/step-12``.
+
+        What is saved is the state of one moment at which no run that writes several variables is half way; runs go on
+        meanwhile, and neither they nor the event loop wait for it. It is on the disk as a whole when this returns.
+
+        Args:
+            path: the directory of the steps; made if need be.
+            variables: what to save; None for the state of all that the session's graph and its runs have to do with,
+                and the counters of its random numbers.
+            step: the number of the step; None for one more than the latest one there.
+
+        Raises:
+            CheckpointError: it cannot be written, or two variables have one name; the steps there are as they were.
+            RuntimeError: this is awaited inside a run that writes several variables; see `Saver.maybe_save`.
+
+        Cancellation: nothing is left of the step, unless it is there already.
+        """
+        self._bind()
+        root = as_path(path)
+        number = None if step is None else as_step(step)
+        return await self._checkpoints.write(root, await self._checkpoints.cut(variables), number, None)
+
+    async def restore(
+        self,
+        path: str | os.PathLike[str],
+        variables: Sequence[Resource] | None = None,
+        *,
+        strict: bool = True,
+    ) -> Restored:
+        """Gives the session's variables the values that were saved, all at once or none.
+
+        All is read and checked before the first variable changes, and they change when no run that uses them is in
+        flight: those in flight end with the values they began with, and later ones wait until the new ones are there.
+
+        Args:
+            path: a step, or a directory of steps, whose latest one is taken.
+            variables: what to restore; None for all that `save` saves, with the counters of random numbers.
+            strict: the checkpoint has to hold the same variables, of the same dtypes and shapes, of an equal graph.
+                False restores what fits and is not damaged, and tells of the rest, by a warning too.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is damaged, or it is another program's; names file and tensor.
+            RuntimeError: this is awaited inside a run that uses the variables.
+        """
+        self._bind()
+        return await self._checkpoints.restore(as_path(path), variables, strict)
+
+    async def swap_variables(
+        self,
+        source: str | os.PathLike[str] | Mapping[Resource | str, Value],
+        variables: Sequence[Resource] | None = None,
+    ) -> tuple[str, ...]:
+        """Gives variables new values for all runs that start from now on, while those in flight keep the old ones.
+
+        The values are read and checked, and plans for them compiled, beside those in use; then all change in one step
+        of the event loop. So each run sees one version from its first read to its last, batches and pools are computed
+        for members of one version, and nobody waits. A run that another one asks for is a run of its own. The memory of
+        an old version is given back when its last run has ended. Queues, tables and counters of random numbers stay.
+
+        What a run in flight writes to the old version would be lost, so while one may write a variable that is to be
+        replaced, this is refused. `restore` waits for such runs.
+
+        Args:
+            source: a step, or a directory of steps, whose latest one is taken; any graph may have written it. Or values
+                by variable, or by its name, which are copied.
+            variables: which to replace; None for all of the session, or for those that a mapping has. A checkpoint may
+                have more.
+
+        Returns:
+            The names of the variables that have been replaced.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is damaged, a variable is missing there, or has another dtype or
+                shape; one is in a container, or is written by a run in flight. All variables are as they were.
+
+        Cancellation: the old version stays.
+        """
+        self._bind()
+        given = source if isinstance(source, Mapping) else as_path(source)
+        async with self._swapping:  # the one that was asked for last is the one that stays
+            versions = await self._checkpoints.new_versions(given, variables)
+            await self._runs.versions.install(versions)
+        return tuple(version.name for version in versions)
