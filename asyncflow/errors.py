@@ -332,6 +332,28 @@ class KernelError(AsyncflowError):
         return "\n".join(lines)
 
 
+class BodyFailure(Exception):
+    """A kernel failed in a body that is computed for several firings; each of them fails with this.
+
+    Attributes:
+        error: what the kernel raised, which is the cause of `inner`.
+        inner: of the body's own run.
+        tag: as in `KernelError`, inside the firing.
+    """
+
+    def __init__(self, error: Exception, inner: KernelError, tag: str) -> None:
+        self.error, self.inner, self.tag = error, inner, tag
+        super().__init__(error, inner, tag)
+
+
+def of_firing(error: Exception, tag: str | None = None) -> Exception:
+    """The error of a firing if the run of a body failed with this, in that iteration (None: the run knows)."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if cause is error or not isinstance(error, KernelError):
+        return cause
+    return BodyFailure(cause, error, error.tag if tag is None else tag)
+
+
 class RaceWarning(UserWarning):
     """A program with unordered effects may have several outcomes, and nothing says that this is meant.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.control.body import join_captures
 from asyncflow.control.while_loop import install_pooling, while_loop
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, LoopIdentity, user_location
 from asyncflow.graph.build import add_control_input, as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
@@ -50,11 +50,16 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Kernel, Namespace, Value
 
 
+STEPS = "steps_together"
+"""The name of the loop inside that makes steps."""
+
+
 class SharedLoop(SharedCode):
     """The code of one pooled loop in a graph.
 
     Attributes:
         label: its name.
+        loop: the same, and where it was built.
         pool: how many activations are stepped together.
         ahead: how many steps may have handed out what nobody has taken yet.
         bodies: predicate and body, as they were built.
@@ -74,6 +79,7 @@ class SharedLoop(SharedCode):
         self, condition: Subgraph, body: Subgraph, kept: dict[int, bool], pool: Pool, ahead: int, label: str
     ) -> None:
         super().__init__(label, condition, body)
+        self.loop = LoopIdentity(label, user_location())
         self.pool = pool
         self.ahead = ahead
         self.specs = tuple(x.spec for x in body.inputs[: len(body.results)])
@@ -205,6 +211,7 @@ class SharedLoop(SharedCode):
                 lambda made, all_go_on, *_: logical_and(made < most, all_go_on),
                 step,
                 (as_tensor(0), as_tensor(True), flags, *inputs[: self.n_vars]),
+                name=STEPS,
             )
         return BodyProgram(graph, (most, flags, *inputs), (*last, again, made), self.states)
 
@@ -317,4 +324,4 @@ def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars
 
 install_pooling(_add)
 
-__all__ = ["POOLED", "SharedLoop", "install_pool_gatherer"]
+__all__ = ["POOLED", "STEPS", "SharedLoop", "install_pool_gatherer"]

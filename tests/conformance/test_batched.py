@@ -154,8 +154,8 @@ async def test_88_one_bad_member_fails_alone(open_session: OpenSession, sizes: C
         for k, result in enumerate(found):
             if k == at_fault:
                 assert isinstance(result, af.KernelError), result
-                assert result.node == y.node.name
-                assert "test_batched.py" in str(result)
+                assert (result.op, result.location.function) == ("checked", "<lambda>"), str(result)
+                assert result.__notes__ == [f"in {y.node.name} (batched), built at {y.node.location}"]
                 assert isinstance(result.__cause__, ValueError)
             else:
                 assert result == k % 10 + 1

@@ -202,14 +202,20 @@ async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
 
     with af.Graph() as graph:
         x, n = af.placeholder("int64", (), name="x"), af.placeholder("int64", (), name="n")
-        y = af.while_loop(lambda s: s < n, checked, x, pool=af.Pool(8), name="steps")
+
+        def again(s: af.Tensor) -> af.Tensor:
+            return checked(s) + 0
+
+        y = af.while_loop(lambda s: s < n, again, x, pool=af.Pool(8), name="steps")
     async with open_session(graph) as session:
         asked = [(k, k + 4) for k in range(14)]
         found = await asyncio.gather(*(session.run(y, {x: a, n: b}) for a, b in asked), return_exceptions=True)
         for (start, end), result in zip(asked, found, strict=True):
             if start <= 13 < end:
                 assert isinstance(result, af.KernelError)
-                assert result.node == "steps"
+                assert result.node.startswith("steps/") and result.tag == f"steps/{13 - start}", str(result)
+                assert result.location.function == "again"
+                assert result.__notes__ == [f"in steps (pooled_while), built at {y.node.location}"]
                 assert isinstance(result.__cause__, ValueError)
             else:
                 assert result == end
@@ -323,8 +329,9 @@ async def test_limits_on_iterations(open_session: OpenSession) -> None:
     async with open_session(graph, max_iterations=50) as session:
         assert await asyncio.gather(*(session.run(bounded, {n: k}) for k in (0, 3, 5, 9))) == [0, 3, 5, 5]
         assert await session.run(free, {n: 50}) == 50
-        with pytest.raises(af.KernelError, match="max_iterations=50"):
+        with pytest.raises(af.KernelError, match="max_iterations=50") as caught:
             await session.run(free, {n: 51})
+        assert (caught.value.node, caught.value.location) == ("free", free.node.location)
         await others_end()
 
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError
+from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
@@ -518,7 +518,7 @@ class Batches(LinedState):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
             for member in call.members:
-                self._give(member, cause)
+                self._give(member, of_firing(error) if isinstance(error, Exception) else cause)
             self.wake_called()
         self.turn.wake()
 

@@ -8,6 +8,7 @@ step is a call of the loop's own graph, and where that is not for the event loop
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -15,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from asyncflow.errors import LoopIdentity, TooManyIterations
-from asyncflow.lift.pooled import SharedLoop, install_pool_gatherer
+from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
+from asyncflow.lift.pooled import STEPS, SharedLoop, install_pool_gatherer
 from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import common_values
@@ -42,6 +43,9 @@ _STEP_NS = 700_000
 """So long one may take there, which is several kernels, none of them as long (0.7 ms): less than a turn."""
 
 _TRUE = np.True_
+
+_STEPS = re.compile(rf"{STEPS}/\d+/?")
+"""Begins the tag of what fails in a step."""
 
 _MOST_CALM = 5
 """So often a pass makes up to four times as many steps as the one before, as long as nobody comes or goes."""
@@ -397,7 +401,7 @@ class LoopPool(LinedState):
         assert limit is not None
         endless = rows.remove_where(lambda activation: rows.steps - activation.since >= limit)
         for activation in endless:
-            self._end([activation], TooManyIterations(LoopIdentity(self.shared.label), limit))
+            self._end([activation], TooManyIterations(self.shared.loop, limit))
         self._next_limit = limit + min((activation.since for activation in rows.everybody()), default=rows.steps)
 
     def _deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
@@ -406,9 +410,13 @@ class LoopPool(LinedState):
             self._tell(*ended.pop())
 
     def _end(self, activations: Sequence[PooledActivation], error: Exception) -> None:
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        inside = ""
+        if isinstance(error, KernelError):  # rows, and the loop that makes the steps, are no iterations of a user's
+            row = "" if error.__cause__ is None else row_of(error.__cause__)
+            inside = _STEPS.sub("", error.tag).removesuffix(row).rstrip("/")
         for activation in activations:
-            self._tell(activation, cause)
+            tag = f"{self.shared.label}/{self._rows.steps - activation.since}"
+            self._tell(activation, of_firing(error, f"{tag}/{inside}".rstrip("/")))
 
     def _end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
         """Fails all rows of a group: whose fault it was cannot be found out."""

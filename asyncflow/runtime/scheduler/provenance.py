@@ -11,6 +11,7 @@ from asyncflow.compiler.regions.region_code import SourcePlace
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import (
     AsyncflowError,
+    BodyFailure,
     DeviceLostError,
     EndOfInput,
     GraphError,
@@ -40,6 +41,10 @@ def as_kernel_error(
     """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself."""
     if not isinstance(error, Exception | asyncio.CancelledError):
         return error
+    found = None if node.region is None else node.region.place_of(error)
+    body = error if isinstance(error, BodyFailure) else None
+    if body is not None:
+        error = body.error
     if isinstance(error, DeviceLostError):
         # No fault of the node's: whatever came next would have failed.
         error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
@@ -60,9 +65,8 @@ def as_kernel_error(
         kind, sizes, reason = QueueClosedError, {"queue": error.queue, "left": error.left}, error.reason
     elif isinstance(error, MemoryError):
         kind, sizes = OutOfMemoryError, {"requested": 0, "used": 0, "limit": 0}
-    found = None if node.region is None else node.region.place_of(error)
-    row = row_of(error)
-    if isinstance(error, IndexError):
+    row = row_of(error) if body is None else ""
+    if isinstance(error, IndexError) and body is None:
         failed, values = (node.source, inputs) if found is None else (found[0].node, found[2])
         of_row = name_row(error, failed, values)
         reason, row = told(of_row), row_of(of_row)
@@ -76,6 +80,8 @@ def as_kernel_error(
         # The loop itself, whatever drove it: a region, a card, or the primitives it was lowered to.
         loop, tag, seen = error.loop, wrapped.tag, wrapped.inputs
         wrapped.move_to(node=loop.name, op="while", tag=tag, inputs=seen, location=loop.location)
+    if body is not None:
+        _place_in_body(wrapped, body)
     if isinstance(wrapped, OutOfMemoryError):
         error.__traceback__ = None  # its frames hold the very values that are too many
     wrapped.__cause__ = error
@@ -94,6 +100,13 @@ def _place_in_region(
         inputs=tuple(describe(value) for value in values),
         location=place.node.location,
     )
+
+
+def _place_in_body(wrapped: KernelError, body: BodyFailure) -> None:
+    """Names the node that failed in a body, in place of the firing that was computed with others."""
+    wrapped.add_note(f"in {wrapped.node} ({wrapped.op}), built at {wrapped.location}")
+    inner, tag = body.inner, "/".join(filter(None, (wrapped.tag, body.tag)))
+    wrapped.move_to(node=inner.node, op=inner.op, tag=tag, inputs=inner.inputs, location=inner.location)
 
 
 def with_provenance(
