@@ -24,7 +24,7 @@ from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.trace import Trace
-from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine, ToldPlace
 from asyncflow.streams.holding import current_part
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _SAME_BYTES = 4096
 array, or they are not."""
 
 
-class BatchMember(PlaceInLine):
+class BatchMember(ToldPlace):
     """One firing, and its place in line.
 
     Attributes:
@@ -62,13 +62,12 @@ class BatchMember(PlaceInLine):
         signature: equal for those that may share a call.
         context: the caller's context variables.
         part: its run.
-        outcome: its results, or why there are none; None before.
         others: see `Gathered`.
     """
 
     __slots__ = (
         *("context", "deadline_ns", "inputs", "is_gone", "known", "nbytes"),
-        *("offered_ns", "outcome", "part", "priority", "shared", "signature"),
+        *("offered_ns", "part", "priority", "shared", "signature"),
     )
     # Known once it has joined.
     context: Context
@@ -84,7 +83,6 @@ class BatchMember(PlaceInLine):
         super().__init__(_NOWHERE, shared.what, shared.results_of)
         self.shared = shared
         self.inputs = inputs
-        self.outcome: Sequence[Array] | BaseException | None = None
         self.is_gone = False
 
     def when_called(self, wake: Callable[[], None]) -> None:
@@ -257,15 +255,13 @@ class Batches(LinedState):
     def claimed(self, place: PlaceInLine) -> object:
         """The results of a member; `NOT_YET` while it waits or is under way."""
         assert isinstance(place, BatchMember)
-        if isinstance(place.outcome, BaseException):
-            raise place.outcome
-        return NOT_YET if place.outcome is None else place.outcome
+        return place.take_outcome()
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants a member any more: it leaves, or what it would have got is dropped."""
         assert isinstance(place, BatchMember)
-        if isinstance(place.outcome, BaseException):
-            return  # it may never have been there
+        if place.is_called:
+            return  # it has been told, and may never have been there
         call = self._batcher.withdraw(place.signature, place)
         run = None if call is None else self._runs_of.get(call)
         if run is not None:
@@ -519,6 +515,7 @@ class Batches(LinedState):
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
             for member in call.members:
                 self._give(member, of_firing(error) if isinstance(error, Exception) else cause)
+            del error, cause  # who is woken raises it, and its traceback leads to this frame: that would be a cycle
             self.wake_called()
         self.turn.wake()
 

@@ -22,7 +22,7 @@ from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import Turn
-from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine, ToldPlace
 from asyncflow.streams.holding import current_part
 
 if TYPE_CHECKING:
@@ -130,11 +130,10 @@ class _Code(NamedTuple):
     """Its rows stand in the memory of a device."""
 
 
-class PooledActivation(PlaceInLine):
+class PooledActivation(ToldPlace):
     """One activation, which is the place of its firing in line.
 
     Attributes:
-        outcome: its results, or why there are none; None before.
         streamed: values of the body that it hands out in each step.
         untaken: how many steps handed out what nobody has taken yet.
         is_parked: it is set aside until somebody has.
@@ -145,7 +144,7 @@ class PooledActivation(PlaceInLine):
 
     __slots__ = (
         *("inputs", "is_checked", "is_gone", "number", "rank", "since"),
-        *("emitter", "is_parked", "outcome", "streamed", "untaken"),
+        *("emitter", "is_parked", "streamed", "untaken"),
     )
 
     def __init__(self, pool: LoopPool, inputs: Sequence[Array], part: RunPart, streamed: tuple[Tensor, ...]) -> None:
@@ -158,7 +157,6 @@ class PooledActivation(PlaceInLine):
         self.is_parked = False
         self.is_gone = self.is_checked = False
         self.number = self.since = 0
-        self.outcome: Sequence[Array] | Exception | None = None
 
 
 class LoopPool(LinedState):
@@ -199,10 +197,7 @@ class LoopPool(LinedState):
     def claimed(self, place: PlaceInLine) -> object:
         """The results of an activation; `NOT_YET` while it goes on."""
         assert isinstance(place, PooledActivation)
-        outcome, place.outcome = place.outcome, None  # its memory is the run's now
-        if isinstance(outcome, Exception):
-            raise outcome
-        return NOT_YET if outcome is None else outcome
+        return place.take_outcome()
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants an activation any more."""
@@ -251,6 +246,7 @@ class LoopPool(LinedState):
             self._pools.forget(self._key)
         if failure is not None:  # whoever is told may well ask again, of another pool
             self._end(list(rows.everybody()), failure)
+            del failure
 
     async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
         """Has those leave that have joined a group and do not go on at all."""
@@ -417,6 +413,7 @@ class LoopPool(LinedState):
         for activation in activations:
             tag = f"{self.shared.label}/{self._rows.steps - activation.since}"
             self._tell(activation, of_firing(error, f"{tag}/{inside}".rstrip("/")))
+        del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
 
     def _end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
         """Fails all rows of a group: whose fault it was cannot be found out."""

@@ -152,7 +152,10 @@ class Run:
                 if not self.turn.loop.is_closed():
                     self.stop("cancelled")
                 raise
-        return self.outcome(cancelled)
+        try:
+            return self.outcome(cancelled)
+        finally:
+            del cancelled  # its traceback leads to this frame, and that would be a cycle
 
     def outcome(self, cancelled: asyncio.CancelledError | None = None) -> list[Value]:
         """The fetched values of a run that has finished, once; or raises as `wait`, whose wait was `cancelled`."""

@@ -71,7 +71,10 @@ def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Seq
             device.memory.track(value, node.name)
     except BaseException as error:
         failure = as_kernel_error(error, node, "", inputs, device.name)
-        raise failure from failure.__cause__
+        try:
+            raise failure from failure.__cause__
+        finally:
+            del failure  # its traceback leads to this frame, and that would be a cycle
     return results
 
 
@@ -112,7 +115,10 @@ class CountedCall:
                 memory.track(value, node.name)
         except BaseException as error:
             failure = as_kernel_error(error, node, "", inputs, self._device.name)
-            raise failure from failure.__cause__
+            try:
+                raise failure from failure.__cause__
+            finally:
+                del failure  # see `run_single_call`
         node.cost.observe(size, taken_ns // max(int(results[-1]), 1))
         return results
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.vertex_rows import RunOfSets, VertexRows
-from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine, ToldPlace
 from asyncflow.streams.holding import current_part
 from asyncflow.vertex.shared import SharedSets, install_set_gatherer
 
@@ -25,24 +25,22 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Value
 
 
-class VertexMember(PlaceInLine):
+class VertexMember(ToldPlace):
     """The vertices of one run, and its firing's place in line.
 
     Attributes:
         sets: the vertices.
         is_gone: nobody wants their states any more.
-        outcome: rows of states and what else was asked for, or why there are none; None before.
     """
 
     is_called_outside = True
 
-    __slots__ = ("is_gone", "outcome", "sets")
+    __slots__ = ("is_gone", "sets")
 
     def __init__(self, pool: VertexPool, sets: RunOfSets) -> None:
         super().__init__(pool, f"the sets of {pool.shared.label}", tuple)
         self.sets = sets
         self.is_gone = False
-        self.outcome: Sequence[Array] | Exception | None = None
 
 
 class VertexPool(LinedState):
@@ -68,10 +66,7 @@ class VertexPool(LinedState):
     def claimed(self, place: PlaceInLine) -> object:
         """The rows of a run; `NOT_YET` while there are sets left."""
         assert isinstance(place, VertexMember)
-        outcome, place.outcome = place.outcome, None  # its memory is the run's now
-        if isinstance(outcome, Exception):
-            raise outcome
-        return NOT_YET if outcome is None else outcome
+        return place.take_outcome()
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants the states of a run any more."""
@@ -102,6 +97,7 @@ class VertexPool(LinedState):
             self._pools.forget(self._key)
         if failure is not None:
             self._end([*rows.members, *rows.waiting], failure)
+            del failure
 
     async def _step(self, plan: Plan, members: list[VertexMember]) -> None:
         """Computes the next set of each; if that fails, of each half, until the one at fault is alone."""
@@ -133,10 +129,12 @@ class VertexPool(LinedState):
             cause.add_note(f"in {self.shared.label}, whose sets are computed with those of other runs: {error}")
         for member in members:
             self._tell(member, cause)
+        del error, cause  # who is told raises it, and its traceback leads to this frame: that would be a cycle
 
     def _tell(self, member: VertexMember, outcome: Sequence[Array] | Exception) -> None:
         if not (member.is_gone or member.is_called):
             member.outcome = outcome
+            del outcome
             with self.lock:
                 self.call(member)
             self.wake_called()

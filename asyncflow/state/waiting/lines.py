@@ -8,7 +8,7 @@ next in line. A state calls the first of a line alone, so nobody overtakes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Final
 from weakref import WeakSet
@@ -58,10 +58,15 @@ class PlaceInLine:
             AsyncflowError: it will never come.
         """
         state = self.state
+        found: object = None
         try:
             with state.lock:
-                state.check()
-                found = state.claimed(self)
+                try:
+                    state.check()
+                    found = state.claimed(self)
+                finally:
+                    if found is not NOT_YET:
+                        self.wake = None  # it leads back here, and that would be a cycle
         finally:
             state.wake_called()
         return NOT_YET if found is NOT_YET else self.finish(found)
@@ -71,11 +76,39 @@ class PlaceInLine:
         state = self.state
         with state.lock:
             state.left(self)
+            self.wake = None
         state.wake_called()
 
     def describe(self) -> str:
         """Says what is waited for, and how the state is now."""
         return f"{self.what} ({self.state.describe()})"
+
+
+class ToldPlace(PlaceInLine):
+    """A place whose result is computed elsewhere.
+
+    Attributes:
+        outcome: its results, or why there are none; None before, and once they have been taken.
+    """
+
+    __slots__ = ("outcome",)
+
+    def __init__(self, state: LinedState, what: str, finish: Callable[..., Value]) -> None:
+        super().__init__(state, what, finish)
+        self.outcome: Sequence[Value] | BaseException | None = None
+
+    def take_outcome(self) -> object:
+        """The results, whose memory is the taker's now, or `NOT_YET`; raises why there are none."""
+        outcome, self.outcome = self.outcome, None
+        if not isinstance(outcome, BaseException):
+            return NOT_YET if outcome is None else outcome
+        context = outcome.__context__
+        try:
+            raise outcome
+        finally:
+            # No cycles: what is being handled now may have it as its cause, and its traceback leads to this frame.
+            outcome.__context__ = context
+            del outcome, context
 
 
 def claimed(place: PlaceInLine) -> Value | PlaceInLine:
@@ -169,4 +202,4 @@ class LinedState:
         self.to_wake.clear()
 
 
-__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "claimed", "lined_states"]
+__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "ToldPlace", "claimed", "lined_states"]
