@@ -71,11 +71,10 @@ class Values:
         value.order(self.stream)
 
     def hold(self, arguments: Sequence[Value]) -> None:
-        """Keep memory of other compute streams until the work that this one is given in this turn is done."""
+        """Keep memory of other streams, and devices, until the work that this one is given in this turn is done."""
         if not self._is_alone:
             self._device.hold(self.stream, *[x.array for x in arguments if type(x) is CudaArray])
-        # States even where it is alone: they may have been made by another device, in whose order their memory is used.
-        opaque = [x.value for x in arguments if type(x) is CudaOpaque]
+        opaque = [x.value for x in arguments if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone)]
         if opaque:
             self.stream.hold(*opaque)
 

@@ -127,7 +127,7 @@ class CudaHostLauncher(CoroutineKernel):
         if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
             return self._device.fed(np.asarray(output), self._info.name)
         output = as_scalar(output)
-        return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output, self._device)
+        return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output, self._device, True)
 
 
 class CudaRegionLauncher:

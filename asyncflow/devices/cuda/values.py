@@ -129,10 +129,12 @@ class CudaOpaque(DeviceValue):
     Attributes:
         value: the object.
         home: the logical device it is on.
+        is_foreign: another device may have made it, in whose order its memory is used again.
     """
 
     value: Value
     home: CudaDevice
+    is_foreign: bool = False
 
     def to_host(self, deliver: Deliver) -> None:
         """Deliver the object once all that compute has been given is done."""
