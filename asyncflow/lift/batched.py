@@ -109,6 +109,7 @@ class SharedBody(SharedCode):
         has_rows: of each input, whether each member has one of its own; else it is the same for all that share a call.
         specs: of the results of one member.
         is_repeatable: computing a member again does no harm.
+        has_loop: how long a call takes depends on its members; it may never end.
     """
 
     why_no_text = NO_TEXT.format("the function of a batched call")
@@ -124,6 +125,7 @@ class SharedBody(SharedCode):
         self.has_rows = tuple(has_rows.values())
         self.specs = tuple(x.spec for x in body.results)
         self.is_repeatable = is_repeatable(body.walk())
+        self.has_loop = any(node.subgraphs for node in body.walk())
         self.is_packed = ragged is not None and ragged.is_packed
         self._body = body
         self._ragged = ragged
@@ -319,21 +321,30 @@ def batched(
 ) -> Callable[..., Nest]:
     """Makes a function whose calls in graphs may be computed together with others: request batching.
 
-    Each firing of such a call waits until nothing else in its session can go on; then those that have gathered, of any
+    Each firing of such a call waits until nothing else in its session can go on, or for half of the time until its
+    deadline, half a second at most; then those that have gathered, of any
     runs, iterations and branches, are computed as the rows of one call. They share one if they are calls of one place
     in the program, and their arguments have equal dtypes and shapes. Variables are read once for all members of a call.
     What else the function captures is one value for all of them if it depends on constants and variables alone, and
     only members that have the very same one share a call; else each member has its own.
 
-    A member that is cancelled leaves; if a call fails, its members are computed again in halves, until the one at fault
-    is alone: its run fails, and the others go on. Results are those of the member by itself, within rounding, as a
-    product of one row and of many take different kernels. No gradient goes through a call.
+    A member that is cancelled or late leaves. Where the function has branches or loops, a member that never ends does
+    not keep others for ever once it has left: if the call has taken twice what such calls take, and twice what it had
+    when the first one left, those who stay are computed again in halves. So they are after half of the time that the
+    first of its members had, so that those that can still end before their deadline do. If the function calls an op of
+    the user's that is not ``pure``, nothing is computed again: who stays waits for the call, and only those that come
+    later do not.
+
+    If a call fails, its members are computed again in halves, until the one at fault is alone: its run fails, and the
+    others go on. Results are those of the member by itself, within rounding, as a product of one row and of many take
+    different kernels. No gradient goes through a call.
 
     Args:
         fn: takes tensors, or nests of them, and returns a tensor or a nest. It may have branches and loops, and read
             variables; not change them, draw random numbers, or await.
         max_size: most members of a call.
-        max_delay_s: seconds that a member may wait for others although nothing else is left to do.
+        max_delay_s: seconds that a member may wait for others although nothing else is left to do, but no more than
+            half of the time until its deadline.
         max_bytes: most bytes of arguments of a call; a member that has more is alone.
         cost: "learned": how many share a call is chosen from what calls took; "none": as many as there are.
         pad: what arguments are padded with that differ in extents which the graph leaves open, so that they share

@@ -20,7 +20,8 @@ class Batch:
     Args:
         max_size: most firings that share a call.
         max_delay_s: seconds that a firing may wait for others although nothing else is left to do. 0: none; a firing
-            that is alone never waits, and batches grow as the device falls behind.
+            that is alone never waits, and batches grow as the device falls behind. No more than half of the time that
+            it has until its deadline.
         max_bytes: most bytes of inputs that share a call; a firing that has more is alone. None for no limit.
         cost: "learned": how many share a call is chosen from what calls of each size took; "none": as many as there
             are.

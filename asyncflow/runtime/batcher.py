@@ -9,8 +9,12 @@ event                    state                                        what happe
 `offer`                                                               the member waits
 `withdraw`               waits                                        it leaves; the others are as they were
 `withdraw`               under way                                    its result is dropped when the call ends
+`divide`                 `overdue`                                    both halves of who stays wait, each in a lane of
+                                                                      its own, so that none waits for the other
+`set_apart`              `overdue`                                    it goes on in a lane of its own; the lane is free
 `take`                   a call of the lane is under way              nothing
-`take`, not idle         fewer than `max_size` wait, none is overdue  nothing: others may still come
+`take`, not idle         fewer than `max_size` wait, and all have     nothing: others may still come
+                         half of their time until they are due
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
 `take`                   else                                         who is past its deadline leaves; a call is made
                                                                       of the others, of the size that is best
@@ -59,6 +63,9 @@ _EXPLORE = 32
 _PATIENCE_NS = 1_000_000_000
 """When one without a deadline is due (1 s), so that those with deadlines do not go before it for ever."""
 
+_LONG = 2
+"""Calls that take so many times what was learnt are long."""
+
 _SHARE = 1 / 8
 """Of the places, for each priority."""
 
@@ -72,6 +79,7 @@ class Gathered(Protocol):
         deadline_ns: when nobody will want its result any more; infinity for never.
         priority: lower ones go first.
         is_gone: nobody wants its result any more.
+        signature: of the lane that it is in.
     """
 
     nbytes: int
@@ -79,10 +87,15 @@ class Gathered(Protocol):
     deadline_ns: float
     priority: int
     is_gone: bool
+    signature: Hashable
 
 
 def _due_ns(member: Gathered) -> float:
     return min(member.deadline_ns, member.offered_ns + _PATIENCE_NS)
+
+
+def _halfway_ns(member: Gathered) -> float:
+    return (member.offered_ns + _due_ns(member)) / 2
 
 
 M = TypeVar("M", bound=Gathered)
@@ -192,10 +205,29 @@ class CallCosts:
 
 @dataclass(slots=True, eq=False)
 class BatchCall(Generic[M]):
-    """Members that are computed together."""
+    """Members that are computed together.
+
+    Attributes:
+        lane: whose call it is.
+        members: who.
+        started_ns: since when it is computed, if it may never end; infinity if it ends by itself.
+        left_ns: when the first of its members left.
+    """
 
     lane: Lane[M]
     members: Sequence[M]
+    started_ns: float = inf
+    left_ns: float = inf
+
+    def overdue_ns(self) -> float:
+        """When one of its members may be why it has not ended, and keep the others from ending."""
+        if self.started_ns == inf:
+            return inf
+        # Half of what the first one has, so that others may still end in time; as long again as before one left.
+        halfway_ns = (self.started_ns + min(member.deadline_ns for member in self.members)) / 2
+        expected_ns = self.lane.costs.predict_ns(len(self.members))
+        again_ns = 2 * self.left_ns - self.started_ns
+        return max(min(halfway_ns, again_ns), self.started_ns + _LONG * expected_ns)
 
 
 @dataclass(slots=True, eq=False)
@@ -274,9 +306,10 @@ class Lane(Generic[M]):
     def leaves_ns(self) -> float:
         """When those who wait have waited as long as they may, where others may still come."""
         found = min(member.offered_ns for line in self.waiting.values() for member in line)
-        deadline_ns = min(member.deadline_ns for line in self.waiting.values() for member in line)
-        # What is known of costs may be wrong by much.
-        last_ns = deadline_ns - 2 * self.costs.predict_ns(min(len(self), self.policy.max_size))
+        first = min((member for line in self.waiting.values() for member in line), key=lambda each: each.deadline_ns)
+        # What is known of costs may be wrong by much, and so half of what it has is kept.
+        needed_ns = _LONG * self.costs.predict_ns(min(len(self), self.policy.max_size))
+        last_ns = min(first.deadline_ns - needed_ns, (first.offered_ns + first.deadline_ns) / 2)
         return min(found + self.policy.max_delay_s * 1e9, last_ns)
 
     def _remove(self, line: list[M], place: int) -> M:
@@ -348,9 +381,40 @@ class Batcher(Generic[M]):
         return sum(map(len, self.lanes.values()))
 
     def wake_ns(self) -> float:
-        """When one has waited as long as it may; infinity if nobody waits for that."""
-        delayed = (lane for lane in self.lanes.values() if self._delays(lane) and lane.waiting)
-        return min((lane.leaves_ns() for lane in delayed if lane.under_way is None), default=inf)
+        """When one has waited as long as it may, or a call is overdue; infinity if there is no such time."""
+        lanes = self.lanes.values()
+        delayed = (x.leaves_ns() for x in lanes if x.under_way is None and x.waiting and self._delays(x))
+        return min(chain(delayed, (x.under_way.overdue_ns() for x in lanes if x.under_way is not None)), default=inf)
+
+    def overdue(self, now_ns: int) -> list[BatchCall[M]]:
+        """Calls under way in which those who stay might wait for one that never ends: `divide` or `set_apart` them."""
+        calls = [lane.under_way for lane in self.lanes.values() if lane.under_way is not None]
+        for call in calls:
+            if call.started_ns < inf == call.left_ns and any(member.is_gone for member in call.members):
+                call.left_ns = now_ns
+        return [call for call in calls if call.overdue_ns() <= now_ns]
+
+    def divide(self, call: BatchCall[M]) -> None:
+        """Has those who stay in a call wait in halves, each in a lane of its own; it is to be stopped."""
+        members = [member for member in call.members if not member.is_gone]
+        half = (len(members) + 1) // 2
+        for part in (members[:half], members[half:]):
+            if part:
+                self._lane_apart(call.lane, part).suspects.append(part)
+        self._free(call)
+
+    def set_apart(self, call: BatchCall[M]) -> None:
+        """Has a call go on by itself, however long, so that others of its lane need not wait for it."""
+        self._free(call)
+        call.lane, call.started_ns = self._lane_apart(call.lane, call.members), inf
+        call.lane.under_way = call
+
+    def _lane_apart(self, lane: Lane[M], members: Sequence[M]) -> Lane[M]:
+        apart = Lane[M]((lane.signature, object()), lane.policy, lane.costs)
+        self.lanes[apart.signature] = apart
+        for member in members:
+            member.signature = apart.signature
+        return apart
 
     def ended(self, call: BatchCall[M], taken_ns: float) -> None:
         """The call has given its results."""
@@ -398,7 +462,11 @@ class Batcher(Generic[M]):
             return True
         if not lane.waiting:
             return False
-        is_due = now_ns >= lane.leaves_ns() if self._delays(lane) else is_idle
+        if self._delays(lane):
+            is_due = now_ns >= lane.leaves_ns()
+        else:
+            # Where others always have work, such as a loop that never ends, nothing is ever idle.
+            is_due = is_idle or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
         return is_due or len(lane) >= lane.policy.max_size
 
     def _next(self, lane: Lane[M], now_ns: int) -> Sequence[M]:
@@ -424,7 +492,8 @@ class Batcher(Generic[M]):
         return costs.best(waiting, most)
 
     def _free(self, call: BatchCall[M]) -> None:
-        call.lane.under_way = None
+        if call.lane.under_way is call:  # or else it was divided, and is stopped only now
+            call.lane.under_way = None
         self._drop_if_empty(call.lane)
 
     def _drop_if_empty(self, lane: Lane[M]) -> None:

@@ -17,6 +17,7 @@ from asyncflow.runtime.batcher import BatchCall, Batcher
 from asyncflow.runtime.run.batches import Batches
 from tests.conftest import OpenSession
 from tests.others import others_end
+from tests.patience import PATIENCE_S
 
 WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
@@ -230,15 +231,113 @@ async def test_f40_who_leaves_while_a_call_is_compiled_is_not_computed(
         await session.run(y, {x: np.ones(4, np.float32)})
 
 
-async def test_f45_a_deadline_that_passes_while_it_waits(open_session: OpenSession, sizes: Counter[int]) -> None:
+async def test_f45_a_deadline_that_passes_while_it_waits(monkeypatch: pytest.MonkeyPatch, sizes: Counter[int]) -> None:
     """FAULTS F45: such a member is not computed."""
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+    plan_of = Batches.plan_of
+
+    async def held(self: Batches, program: Any) -> Any:
+        asked.set()
+        await goes_on.wait()
+        return await plan_of(self, program)
+
+    monkeypatch.setattr(Batches, "plan_of", held)
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
-        y, _ = af.batched(layer, max_delay_s=1e6)(x)
-    async with open_session(graph) as session:
+        y, _ = af.batched(layer)(x)
+    async with af.Session(graph) as session:
+        first = asyncio.ensure_future(session.run(y, {x: np.ones(4, np.float32)}))
+        await asked.wait()
         with pytest.raises(af.DeadlineExceeded):
             await session.run(y, {x: np.ones(4, np.float32)}, timeout=0.01)
-    assert not sizes
+        goes_on.set()
+        await first
+    assert sizes == Counter({1: 1})
+
+
+async def test_f45_a_delay_ends_before_a_deadline(open_session: OpenSession, sizes: Counter[int]) -> None:
+    """FAULTS F45: a member that would wait for others beyond it is computed without them."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (), name="x")
+        y = af.batched(lambda x: x * 2, max_size=4, max_delay_s=1e6)(x)
+    async with open_session(graph) as session:
+        assert await asyncio.gather(*(session.run(y, {x: k}, timeout=0.5) for k in range(3))) == [0, 2, 4]
+    assert sum(size * count for size, count in sizes.items()) == 3
+
+
+def doubled_until(limit: af.Tensor) -> af.Tensor:
+    """Ends at once for a limit that is not positive, or else never."""
+    return af.while_loop(lambda i: i < limit, lambda i: i * 2, 0.0)
+
+
+@pytest.fixture
+def under_way(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once a call of a batched function goes on beside the event loop's other work."""
+    found = asyncio.Event()
+    compute = Batches._compute
+
+    def noted(self: Batches, call: BatchCall[Any], plan: Any) -> None:
+        compute(self, call, plan)
+        if self._runs_of:
+            found.set()
+
+    monkeypatch.setattr(Batches, "_compute", noted)
+    return found
+
+
+async def test_f40_a_member_that_never_ends_leaves_the_others_to_end(under_way: asyncio.Event) -> None:
+    """FAULTS F20, F40: those that shared its call, and those that come while it goes on."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (), name="x")
+        y = af.batched(doubled_until)(x)
+    async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
+        bad, *good = [asyncio.ensure_future(session.run(y, {x: limit})) for limit in (5.0, -1.0, -2.0, 0.0)]
+        await under_way.wait()
+        later = asyncio.ensure_future(session.run(y, {x: -3.0}))
+        bad.cancel()
+        assert await asyncio.gather(*good, later) == [0.0] * 4
+        assert bad.cancelled()
+        assert await session.run(y, {x: -1.0}) == 0.0
+
+
+@pytest.mark.slow
+async def test_f40_a_call_of_others_goes_on_where_it_may_not_be_done_again(under_way: asyncio.Event) -> None:
+    """FAULTS F20, F40: a function of the user's is called once for each member; who comes later is not held up."""
+    calls: list[int] = []
+
+    @af.op(outputs=af.spec("float64", ()))
+    def noted(i: Any) -> Any:
+        calls.append(np.size(i))
+        return i * 2
+
+    def loop(limit: af.Tensor) -> af.Tensor:
+        return af.while_loop(lambda i: i < limit, noted, 0.0)
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (), name="x")
+        y = af.batched(loop)(x)
+    async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
+        bad, stays = [asyncio.ensure_future(session.run(y, {x: limit})) for limit in (5.0, 6.0)]
+        await under_way.wait()
+        bad.cancel()
+        assert await session.run(y, {x: -3.0}, timeout=5.0) == 0.0
+        assert not stays.done()
+        stays.cancel()
+        await asyncio.wait([bad, stays])
+        assert set(calls) == {1}
+
+
+@pytest.mark.slow
+async def test_f45_of_those_late_at_once_only_the_one_that_never_ends_is() -> None:
+    """FAULTS F45: a call that takes half of the time is divided."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (), name="x")
+        y = af.batched(doubled_until)(x)
+    async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
+        runs = [session.run(y, {x: limit}, timeout=2.0) for limit in (-1.0, -4.0, 5.0, -2.0, -3.0)]
+        found: list[Any] = await asyncio.gather(*runs, return_exceptions=True)
+    assert isinstance(found.pop(2), af.DeadlineExceeded)
+    assert found == [0.0] * 4
 
 
 async def test_members_have_deadline_and_priority_of_their_run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from math import inf
 from random import Random
 from typing import Any
@@ -23,6 +23,7 @@ class Named(Gathered):
     ) -> None:
         self.nbytes, self.offered_ns, self.deadline_ns, self.priority = nbytes, offered_ns, deadline_ns, priority
         self.is_gone = False
+        self.signature: Hashable = None
         self.name = name
         self.computed = 0
         self.failed = 0
@@ -247,8 +248,104 @@ def test_a_delay_ends_before_a_deadline() -> None:
     batcher: Batcher[Named] = Batcher()
     batcher.offer("lane", learnt(100.0), af.Batch(8, max_delay_s=1.0), Named(0, deadline_ns=5_000))
     assert list(batcher.take(100, is_idle=True)) == []
-    assert batcher.wake_ns() == 4_800
-    assert [len(call.members) for call in batcher.take(4_800, is_idle=False)] == [1]
+    assert batcher.wake_ns() == 2_500
+    assert [len(call.members) for call in batcher.take(2_500, is_idle=False)] == [1]
+    batcher.offer("others", learnt(2_000.0), af.Batch(8, max_delay_s=1.0), Named(1, deadline_ns=5_000))
+    assert batcher.wake_ns() == 1_000
+
+
+def test_f45_a_delay_leaves_half_of_the_time_where_nothing_is_learnt() -> None:
+    """FAULTS F45: what a call takes besides is not known either."""
+    batcher: Batcher[Named] = Batcher()
+    for name in range(3):
+        deadline_ns = 9_000 if name == 1 else inf
+        batcher.offer(
+            "lane", CallCosts(), af.Batch(8, max_delay_s=1.0), Named(name, offered_ns=1_000, deadline_ns=deadline_ns)
+        )
+    assert batcher.wake_ns() == 5_000
+    assert len(list(batcher.take(4_999, is_idle=True))) == 0
+    assert [len(call.members) for call in batcher.take(5_000, is_idle=False)] == [3]
+
+
+def test_who_waits_goes_in_time_though_work_is_always_ready() -> None:
+    """Some run may never end, or others come all the time: half of the time until a deadline, or of a second."""
+    batcher: Batcher[Named] = Batcher()
+    for name, deadline_ns in enumerate([3_000, inf]):
+        batcher.offer(name, COSTS, af.Batch(8), Named(name, offered_ns=1_000, deadline_ns=deadline_ns))
+    for now_ns, name in [(2_000, 0), (500_001_000, 1)]:
+        assert list(batcher.take(now_ns - 1, is_idle=False)) == []
+        (call,) = batcher.take(now_ns, is_idle=False)
+        assert [member.name for member in call.members] == [name]
+
+
+def endless(costs: CallCosts, *deadlines_ns: float) -> tuple[Batcher[Named], BatchCall[Named], list[Named]]:
+    """A call that began at 1000 ns and does not end."""
+    batcher: Batcher[Named] = Batcher()
+    members = [Named(name, deadline_ns=deadline_ns) for name, deadline_ns in enumerate(deadlines_ns)]
+    for member in members:
+        batcher.offer("lane", costs, af.Batch(8, cost="none"), member)
+    (call,) = batcher.take(0, is_idle=True)
+    call.started_ns = 1_000
+    return batcher, call, members
+
+
+@pytest.mark.parametrize(("each_ns", "due_ns"), [(0.0, 1_600), (100.0, 1_800)])
+def test_f40_who_stays_is_computed_without_one_who_left(each_ns: float, due_ns: int) -> None:
+    """FAULTS F40: not before the call has taken twice what is learnt, and twice what it had when the first one left."""
+    batcher, call, members = endless(learnt(each_ns) if each_ns else CallCosts(), inf, inf, inf, inf)
+    assert batcher.overdue(1_000_000) == []
+    assert batcher.wake_ns() == inf
+    batcher.withdraw("lane", members[1])
+    assert batcher.overdue(1_300) == []
+    assert batcher.wake_ns() == due_ns
+    assert batcher.overdue(due_ns - 1) == []
+    assert batcher.overdue(due_ns) == [call]
+    batcher.divide(call)
+    batcher.offer("lane", CallCosts(), af.Batch(8), Named(4))
+    parts = list(batcher.take(due_ns, is_idle=True))
+    assert sorted([member.name for member in part.members] for part in parts) == [[0, 2], [3], [4]]
+    batcher.failed(call, divisible=False)  # it has stopped only now, and takes nobody with it
+    assert batcher.count() == 0
+    assert all(part.lane.under_way is part for part in parts)
+    for part in parts:
+        batcher.ended(part, 1.0)
+    assert not batcher.lanes
+
+
+def test_f45_halves_begin_while_the_first_still_has_half_of_its_time() -> None:
+    """FAULTS F45: of members that are late at once, those that can end do; the one that cannot is by itself at last."""
+    batcher, call, members = endless(CallCosts(), 9_000, 9_000, 9_000)
+    assert batcher.wake_ns() == 5_000
+    assert batcher.overdue(5_000) == [call]
+    batcher.divide(call)
+    pair, single = sorted(batcher.take(5_000, is_idle=False), key=lambda part: -len(part.members))
+    batcher.ended(single, 1.0)
+    pair.started_ns = 5_000
+    assert batcher.overdue(7_000) == [pair]
+    batcher.divide(pair)
+    first, second = batcher.take(7_000, is_idle=False)
+    batcher.ended(first, 1.0)
+    assert second.members == [members[1]]
+    assert members[1].signature in batcher.lanes
+    assert batcher.withdraw(members[1].signature, members[1]) is second
+    batcher.failed(second, divisible=False)
+    assert not batcher.lanes
+
+
+def test_a_call_that_may_not_be_done_again_is_set_apart() -> None:
+    """Members that come later do not wait for it."""
+    batcher, call, members = endless(CallCosts(), inf, inf)
+    batcher.withdraw("lane", members[0])
+    assert batcher.overdue(1_100) == []
+    assert batcher.overdue(1_200) == [call]
+    batcher.set_apart(call)
+    assert batcher.overdue(10_000) == []
+    assert batcher.wake_ns() == inf
+    batcher.offer("lane", CallCosts(), af.Batch(8), Named(2))
+    assert [[each.name for each in later.members] for later in batcher.take(1_200, is_idle=True)] == [[2]]
+    assert batcher.withdraw(members[1].signature, members[1]) is call
+    batcher.ended(call, 1.0)
+    assert list(batcher.lanes) == ["lane"]
 
 
 def test_who_has_no_deadline_is_not_overtaken_for_ever() -> None:

@@ -266,6 +266,8 @@ class Batches(LinedState):
         run = None if call is None else self._runs_of.get(call)
         if run is not None:
             run.stop("cancelled")
+        elif place.shared.has_loop:
+            self.turn.wake()  # its call may be overdue now
 
     def describe(self) -> str:
         """How many there are."""
@@ -310,6 +312,8 @@ class Batches(LinedState):
         if not self._batcher.lanes:
             return False
         turn = self.turn
+        for call in self._batcher.overdue(turn.clock()):
+            self._rid_others_of(call)
         if is_idle and turn.number < self._back_by and self._batcher.count() < self._left:
             turn.wake()
             is_idle = False
@@ -323,6 +327,16 @@ class Batches(LinedState):
                 break
         self._set_timer()
         return most == 1
+
+    def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
+        """A call takes too long: who stays in it is computed again in halves, where that does no harm."""
+        shared = call.members[0].shared
+        if len(call.members) == 1 or not shared.is_repeatable:
+            self._batcher.set_apart(call)
+        else:
+            call.members[0].known.count(len(call.members), failed=1)
+            self._batcher.divide(call)
+            self._runs_of[call].stop("cancelled")
 
     def _set_timer(self) -> None:
         if not self._batcher.lanes and self._timer is None:
@@ -380,6 +394,8 @@ class Batches(LinedState):
                 run = self._runs.start_batch(plan, fed, ended, next(iter(traces), None), name)
                 if not run.is_finished:
                     self._runs_of[call] = run
+                    if call.members[0].shared.has_loop:
+                        call.started_ns = started_ns
                 return
         except Exception as error:
             self._failed(call, error)
