@@ -126,9 +126,7 @@ class _Exploring:
         self.rules, self.runs = rules, runs
         self.max_states, self.max_seconds = max_states, max_seconds
         self.outcomes: dict[Hashable, Outcome] = {}
-        self.states = 0
-        self.stopped = ""
-        self.fails = False
+        self.states, self.stopped, self.fails = 0, "", False
         rules.ends_at = monotonic() + max_seconds
 
     def run(self, begin: Callable[[], ProgramState]) -> None:
@@ -186,9 +184,8 @@ class _Exploring:
         key = reason, *map(digest, fetched), *map(digest, state.memory.values())
         if key not in self.outcomes:
             contents = [each.elements if isinstance(each, QueueSnapshot) else each for each in state.memory.values()]
-            found = zip(state.memory, contents, strict=True)
-            resources = {self.rules.resources[key]: cast("Array", content) for key, content in found}
-            variables = {each: content for each, content in resources.items() if not isinstance(each, MeetingPlace)}
+            found = zip(map(self.rules.resources.__getitem__, state.memory), contents, strict=True)
+            variables = {each: cast("Array", value) for each, value in found if not isinstance(each, MeetingPlace)}
             self.outcomes[key] = Outcome(fetched, variables, reason, tuple(self._told(order)))
 
     def _told(self, order: _Order) -> list[str]:
@@ -230,8 +227,7 @@ class _Exploring:
     def _ahead(self, state: ProgramState, firing: Firing, known: dict[Firing, set[Firing]]) -> set[Firing]:
         """Firings that are sure to come before one that waits."""
         if firing not in known:
-            found: set[Firing] = set()
-            known[firing] = found
+            found = known[firing] = set[Firing]()
             if firing[0].subgraphs:
                 return found  # what is inside may have begun
             for before in self.rules.missing(state, firing):

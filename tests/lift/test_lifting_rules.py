@@ -152,7 +152,7 @@ def _has_rule(node: Node) -> bool:
 
 @pytest.mark.slow
 def test_every_rule_is_looked_at() -> None:
-    """But for stores, checks, draws (`test_lifting.py`), tables and vertices, which tests of their rooms look at."""
+    """But for stores, checks, draws (`test_lifting.py`), tables, vertices and batched calls: others look at them."""
     looked_at: set[str] = set()
     with np.errstate(all="ignore"):
         for build, arrays, known in PROGRAMS:
@@ -184,6 +184,7 @@ def test_every_rule_is_looked_at() -> None:
         "arange",
         "assert",
         "barrier",
+        "batched",
         "custom_gradient",
         "check_row_by_row",
         "reduce_children",
