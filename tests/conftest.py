@@ -216,6 +216,15 @@ async def session(open_session: OpenSession) -> AsyncIterator[af.Session]:
 
 
 @pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without the garbage collector, so that whatever is freed is freed by its last reference."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def run(session: af.Session) -> Callable[..., Awaitable[Any]]:
     """`session.run`."""
     return session.run

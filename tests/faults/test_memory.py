@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import asyncflow as af
 from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import LARGE, VECTOR, CoroutineGate, double_vector, in_flight
+from tests.others import held_bytes
 
 FEW = np.ones(100, np.float32)
 
@@ -66,23 +66,6 @@ async def test_f30_memory_error_of_a_kernel(session: af.Session, graph: af.Graph
     with pytest.raises(af.OutOfMemoryError, match="no 8 EiB") as caught:
         await session.run(greedy(x), {x: FEW})
     assert caught.value.op == "greedy"
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Without the garbage collector, so that whatever is freed is freed by its last reference."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-async def held_bytes(session: af.Session) -> int:
-    """What the device holds once its stream thread has let go of its last job."""
-    compute = session.devices[0].compute
-    compute.enqueue(int)
-    await compute.record().wait()
-    return session.statistics().used_bytes["cpu:0"]
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
-from tests.others import others_end
+from tests.others import held_in_the_end
 from tests.patience import PATIENCE_S
 
 SIZE = 5_000
@@ -47,24 +46,6 @@ def shared_vertices(x: af.Tensor) -> af.Tensor:
     return af.vertex_map(cell, graph, af.stack([x, x * 2.0]), initial=0.0, share=True).roots
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Without the garbage collector, so that whatever is freed is freed by its last reference."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-async def used(session: af.Session) -> int:
-    """The bytes held once what the session does beside has ended, and its thread has let go of its last job."""
-    await others_end()
-    compute = session.devices[0].compute
-    compute.enqueue(int)
-    await compute.record().wait()
-    return session.statistics().used_bytes["cpu:0"]
-
-
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("regions", [False, True])
 @pytest.mark.parametrize("program", [batched, batched_in_a_loop, pooled, shared_vertices])
@@ -86,14 +67,14 @@ async def test_nothing_is_held_once_runs_have_ended(program: Callable[[af.Tensor
             return [type(each).__name__ if isinstance(each, BaseException) else "ended" for each in found]
 
         assert await ask(1.0, 2.0, 3.0) == ["ended"] * 3
-        assert await used(session) == 0
+        assert await held_in_the_end(session) == 0
         assert await ask(1.0, -200.0, 3.0) == ["ended", "KernelError", "ended"]
-        assert await used(session) == 0
+        assert await held_in_the_end(session) == 0
         assert await ask(-200.0) == ["KernelError"]
-        assert await used(session) == 0
+        assert await held_in_the_end(session) == 0
         for passes in range(1, 8):
             assert set(await ask(1.0, 2.0, 3.0, passes=passes)) <= {"ended", "CancelledError"}
-            assert await used(session) == 0
+            assert await held_in_the_end(session) == 0
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -119,11 +100,11 @@ async def test_nothing_is_held_once_an_element_has_come(regions: bool) -> None:
             return "cancelled" if task.cancelled() else type(task.exception()).__name__
 
         assert await ask(lambda _: session.run(put)) == "NoneType"
-        assert await used(session) == 0
+        assert await held_in_the_end(session) == 0
         assert await ask(lambda task: task.cancel()) == "cancelled"
-        assert await used(session) == 0
+        assert await held_in_the_end(session) == 0
         assert await ask(lambda _: session.run(close)) == "QueueClosedError"
-        assert await used(session) == 0
+        assert await held_in_the_end(session) == 0
 
 
 @pytest.mark.usefixtures("no_collector")
