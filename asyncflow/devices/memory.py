@@ -456,6 +456,11 @@ def owner_of(value: npt.NDArray[np.generic]) -> Buffer:
     return owner
 
 
+def spill_advice() -> str:
+    """The advice for a CPU whose memory is short and that has no file."""
+    return "or give spill_directory=, to which values that loops save for gradients go"
+
+
 def format_bytes(nbytes: int) -> str:
     """Bytes for people: ``512 B``, ``1.5 MiB``."""
     if nbytes < 1024:

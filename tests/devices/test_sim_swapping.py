@@ -20,6 +20,7 @@ from asyncflow.profiler.lanes import firing_lanes
 from asyncflow.runtime.session.session_statistics import DeviceMemory
 from asyncflow.runtime.trace import LATE_COPY
 from asyncflow.testing import virtual_clock
+from tests.conftest import held_buffers
 
 SIDE, STEPS = 256, 30
 VALUE = SIDE * SIDE * 4
@@ -75,6 +76,7 @@ def train(
     limit: int | None = None,
     swap_memory: bool = False,
     card: str = "k40",
+    device_name: str = "sim:0",
     host: str = "asyncflow",
     trace: bool = False,
     seed: int = 0,
@@ -83,7 +85,7 @@ def train(
     least_bytes: int | None = None,
     **options: Any,
 ) -> Outcome:
-    """One step on a card of its own; afterwards nothing is held anywhere, and no hazard was met.
+    """One step on a device of its own; afterwards nothing is held anywhere, and no hazard was met.
 
     Nothing is planned ahead: what moves does so because memory is short, or because it was asked to.
     """
@@ -96,22 +98,25 @@ def train(
         record = af.Trace() if trace else None
 
         async def main() -> Outcome:
-            async with af.Session(devices=["sim:0"], memory_limit=limit, without=["plan_memory"], **options) as session:
+            async with af.Session(
+                devices=[device_name], memory_limit=limit, without=["plan_memory"], **options
+            ) as session:
                 (device,) = session.devices
                 assert isinstance(device, SimDevice)
-                assert device.swapping is not None
                 if least_bytes is not None:
+                    assert device.swapping is not None
                     device.swapping.manager.least_bytes = least_bytes
                 began_s = clock.loop.time()
                 values = await session.run(grads, {x: fed, w: fed}, trace=record)
                 took_s = clock.loop.time() - began_s
-                memory = session.statistics().memory["sim:0"]
+                assert device.swapping is not None
+                memory = session.statistics().memory[device_name]
                 now = device.swapping.statistics()
                 assert now.moved_out == now.moved_in + now.discarded
                 assert (now.kept, now.host, now.disk) == (0, 0, 0)
                 assert device.swapping.spaces[0].used == 0
                 assert not device.swapping._known
-                assert device.memory.used == 0
+                assert held_buffers(session) == {}
                 return Outcome(values, took_s, memory, now.late, device.swapping, record)
 
         return clock.run(main())
@@ -179,6 +184,26 @@ def test_what_the_host_has_no_room_for_goes_to_its_disk(tmp_path: Path, regions:
     short = train(limit=limit, **options)
     np.testing.assert_array_equal(short.values, kept.values)
     assert short.memory.peak <= limit
+
+
+@pytest.mark.parametrize("shapes_only", [True, False])
+def test_a_cpu_on_virtual_time_spills_as_a_real_one_does(tmp_path: Path, shapes_only: bool) -> None:
+    """To the disk of its host at once, at its speed; without a directory the error says what to give."""
+    # Without batching, since how many products are done at once depends on the limit.
+    way: dict[str, Any] = {"device_name": "cpu:0", "shapes_only": shapes_only, "loop_batching": False}
+    kept = train(limit=1 << 30, spill_directory=str(tmp_path), **way)
+    assert kept.memory.moved_out == 0
+    limit = kept.memory.peak * 2 // 3
+    with pytest.raises(af.OutOfMemoryError, match="or give spill_directory="):
+        train(limit=limit, **way)
+    spilled = train(limit=limit, spill_directory=str(tmp_path), trace=True, **way)
+    np.testing.assert_array_equal(spilled.values, kept.values)
+    assert spilled.memory.peak <= limit
+    assert spilled.memory.moved_in > kept.memory.peak // 5
+    assert spilled.seconds > (spilled.memory.moved_out + spilled.memory.moved_in) / 2e9
+    assert spilled.trace is not None
+    assert {sample.disk > 0 for sample in spilled.trace.memory} == {True, False}
+    assert not any(sample.host for sample in spilled.trace.memory)
 
 
 def test_copies_are_hidden_behind_compute_where_they_are_shorter() -> None:

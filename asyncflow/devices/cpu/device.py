@@ -10,7 +10,7 @@ from asyncflow.devices.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.cpu.lanes import Lanes
 from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.logical import LogicalDevice
-from asyncflow.devices.memory import MemoryAccount
+from asyncflow.devices.memory import MemoryAccount, spill_advice
 from asyncflow.devices.protocol import Capabilities
 from asyncflow.devices.swap import Space
 from asyncflow.streams.cpu.stream import ThreadStream
@@ -62,7 +62,7 @@ class CpuDevice(LogicalDevice[ThreadStream]):
         # What copies in and out is the host's memory and the device's; the order is kept apart all the same.
         self.h2d, self.d2h = ThreadStream(f"{self.name}/h2d"), ThreadStream(f"{self.name}/d2h")
         if memory_limit is not None:
-            self.memory.advise = lambda: "or give spill_directory=, to which values that loops save for gradients go"
+            self.memory.advise = spill_advice
             if spill_directory is not None:
                 spaces = [Space("disk")]
                 self.swapping = CpuSwapping(self.memory, spaces, spill_directory, self.d2h, self.h2d)

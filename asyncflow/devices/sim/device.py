@@ -32,7 +32,7 @@ from typing import Literal
 
 import numpy as np
 
-from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.memory import format_bytes, spill_advice
 from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Placed
 from asyncflow.devices.sim.launch import SimHostLauncher, SimLauncher
@@ -83,7 +83,7 @@ class SimDevice(Timeline):
             memory_limit: bytes; None for the memory of the card, or no limit.
             compute_streams: for kernels.
             host: where saved values of a card go; None for as much memory as they take.
-            spills: they go to the host's disk beyond that.
+            spills: they go to the host's disk beyond that; so do those of a CPU that has a limit.
 
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
@@ -92,17 +92,23 @@ class SimDevice(Timeline):
         limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
         self.memory: SimMemoryAccount = SimMemoryAccount(self.name, limit)
         self.state_events: dict[SimStream, SimEvent] = {}
-        if kind == "sim":
-            spaces = [host or Space("host")]
-            if spills:
-                spaces.append(Space("disk"))
-                disk = SimStream(f"{self.name}/disk", machine.host)
-                self._streams = {**self._streams, "disk": disk}
-                self._roles[disk] = "disk"
-            self.swapping = SimSwapping(self, spaces)
-            self.memory.advise = self.swapping.advice
+        if kind == "sim" or limit is not None:
+            self._move_saved([host or Space("host")] if kind == "sim" else [], spills=spills)
         into, out = CopyLane(f"{self.name} in"), CopyLane(f"{self.name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
+
+    def _move_saved(self, spaces: list[Space], *, spills: bool) -> None:
+        """Let saved values go to these places, and where it `spills` to the host's disk when they are full."""
+        if spills:
+            spaces.append(Space("disk"))
+            disk = SimStream(f"{self.name}/disk", self.machine.host)
+            self._streams = {**self._streams, "disk": disk}
+            self._roles[disk] = "disk"
+        if spaces:
+            spec = self.machine.spec
+            rate = spec.host_link.bytes_per_s if self._is_card else spec.disk_bytes_per_s
+            self.swapping = SimSwapping(self, spaces, ns_per_byte=_NS_PER_S / rate)
+        self.memory.advise = spill_advice if self.swapping is None else self.swapping.advice
 
     def __repr__(self) -> str:
         return f"<SimDevice {self.name}, {self.card.name}>"

@@ -1,6 +1,7 @@
 """How a simulated card moves saved values: to the host on ``d2h`` when they go, back on ``h2d`` ahead of their reads.
 
-What the host has no room for goes on to its disk, and is read from there first.
+What the host has no room for goes on to its disk, and is read from there first. A CPU on virtual time has its values in
+the host's memory, so that they go to the disk at once.
 
 Copies take the time of the card's link and engines. The device's memory is free when the copy out has ended before the
 eyes of the host; what comes back has the event of its copy, for which whoever reads it waits.
@@ -38,11 +39,10 @@ class _Contents(NamedTuple):
 
 
 class SimSwapping(Swapping):
-    """Moves saved values of a simulated card to the host's memory."""
+    """Moves saved values of a simulated card to the host's memory, and those of the host to its disk."""
 
-    def __init__(self, device: SimDevice, spaces: Sequence[Space]) -> None:
-        link = device.machine.spec.host_link
-        super().__init__(device.memory, spaces, ns_per_byte=1e9 / link.bytes_per_s)
+    def __init__(self, device: SimDevice, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
+        super().__init__(device.memory, spaces, ns_per_byte=ns_per_byte)
         self.start_ns = device.machine.driver.swap_s * 1e9
         self._device = device
 
