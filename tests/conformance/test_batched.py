@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,6 +33,26 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         ended(self, call, taken_ns)
 
     monkeypatch.setattr(Batcher, "ended", noted)
+    return found
+
+
+class Held(NamedTuple):
+    asked: asyncio.Event
+    goes_on: asyncio.Event
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """Whoever asks for the plan of a call sets the first event, and waits for the second."""
+    found = Held(asyncio.Event(), asyncio.Event())
+    plan_of = Batches.plan_of
+
+    async def waits(self: Batches, program: Any) -> Any:
+        found.asked.set()
+        await found.goes_on.wait()
+        return await plan_of(self, program)
+
+    monkeypatch.setattr(Batches, "plan_of", waits)
     return found
 
 
@@ -203,18 +223,10 @@ async def test_88_cancelled_members_leave(open_session: OpenSession, sizes: Coun
 
 @pytest.mark.parametrize("left", [0, 1, 3])
 async def test_f40_who_leaves_while_a_call_is_compiled_is_not_computed(
-    monkeypatch: pytest.MonkeyPatch, sizes: Counter[int], left: int
+    held: Held, sizes: Counter[int], left: int
 ) -> None:
     """FAULTS F40: nothing is computed for nobody, and who is left is computed without the others."""
-    asked, goes_on = asyncio.Event(), asyncio.Event()
-    plan_of = Batches.plan_of
-
-    async def held(self: Batches, program: Any) -> Any:
-        asked.set()
-        await goes_on.wait()
-        return await plan_of(self, program)
-
-    monkeypatch.setattr(Batches, "plan_of", held)
+    asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y, _ = af.batched(layer, cost="none")(x)
@@ -231,17 +243,9 @@ async def test_f40_who_leaves_while_a_call_is_compiled_is_not_computed(
         await session.run(y, {x: np.ones(4, np.float32)})
 
 
-async def test_f45_a_deadline_that_passes_while_it_waits(monkeypatch: pytest.MonkeyPatch, sizes: Counter[int]) -> None:
+async def test_f45_a_deadline_that_passes_while_it_waits(held: Held, sizes: Counter[int]) -> None:
     """FAULTS F45: such a member is not computed."""
-    asked, goes_on = asyncio.Event(), asyncio.Event()
-    plan_of = Batches.plan_of
-
-    async def held(self: Batches, program: Any) -> Any:
-        asked.set()
-        await goes_on.wait()
-        return await plan_of(self, program)
-
-    monkeypatch.setattr(Batches, "plan_of", held)
+    asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y, _ = af.batched(layer)(x)
@@ -442,17 +446,9 @@ async def test_f42_members_of_any_fate(open_session: OpenSession, seed: int) -> 
         assert session.statistics().runs == 0
 
 
-async def test_clients_that_ask_again_stay_together(monkeypatch: pytest.MonkeyPatch, sizes: Counter[int]) -> None:
+async def test_clients_that_ask_again_stay_together(held: Held, sizes: Counter[int]) -> None:
     """One who comes while a call is computed waits for those in it to ask again, and then all share calls."""
-    asked, goes_on = asyncio.Event(), asyncio.Event()
-    plan_of = Batches.plan_of
-
-    async def held(self: Batches, program: Any) -> Any:
-        asked.set()
-        await goes_on.wait()
-        return await plan_of(self, program)
-
-    monkeypatch.setattr(Batches, "plan_of", held)
+    asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y, _ = af.batched(layer, cost="none")(x)
