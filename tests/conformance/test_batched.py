@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -308,10 +309,12 @@ async def test_f40_a_member_that_never_ends_leaves_the_others_to_end(under_way: 
 async def test_f40_a_call_of_others_goes_on_where_it_may_not_be_done_again(under_way: asyncio.Event) -> None:
     """FAULTS F20, F40: a function of the user's is called once for each member; who comes later is not held up."""
     calls: list[int] = []
+    has_begun = threading.Event()
 
     @af.op(outputs=af.spec("float64", ()))
     def noted(i: Any) -> Any:
         calls.append(np.size(i))
+        has_begun.set()
         return i * 2
 
     def loop(limit: af.Tensor) -> af.Tensor:
@@ -323,6 +326,7 @@ async def test_f40_a_call_of_others_goes_on_where_it_may_not_be_done_again(under
     async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
         bad, stays = [asyncio.ensure_future(session.run(y, {x: limit})) for limit in (5.0, 6.0)]
         await under_way.wait()
+        assert await asyncio.to_thread(has_begun.wait, PATIENCE_S / 2)
         bad.cancel()
         assert await session.run(y, {x: -3.0}, timeout=PATIENCE_S / 2) == 0.0
         assert not stays.done()
