@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -40,6 +40,8 @@ from random import Random
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
+
+from asyncflow.runtime.shares import PATIENCE_S, PriorityShares
 
 if TYPE_CHECKING:
     from asyncflow.ops.batch import Batch
@@ -59,15 +61,8 @@ _NEWS = 0.1
 _EXPLORE = 32
 """One call in so many takes all that wait, whatever is known of that: what was slow once may not be any more."""
 
-
-_PATIENCE_NS = 1_000_000_000
-"""When one without a deadline is due (1 s), so that those with deadlines do not go before it for ever."""
-
 _LONG = 2
 """Calls that take so many times what was learnt are long."""
-
-_SHARE = 1 / 8
-"""Of the places, for each priority."""
 
 
 class Gathered(Protocol):
@@ -91,7 +86,7 @@ class Gathered(Protocol):
 
 
 def _due_ns(member: Gathered) -> float:
-    return min(member.deadline_ns, member.offered_ns + _PATIENCE_NS)
+    return min(member.deadline_ns, member.offered_ns + PATIENCE_S * 1e9)
 
 
 def _halfway_ns(member: Gathered) -> float:
@@ -99,29 +94,6 @@ def _halfway_ns(member: Gathered) -> float:
 
 
 M = TypeVar("M", bound=Gathered)
-
-
-class PriorityShares:
-    """Whose turn it is: the lowest number's, but for an eighth of the turns for each other one that waits."""
-
-    __slots__ = ("_owed",)
-
-    def __init__(self) -> None:
-        self._owed: dict[int, float] = {}
-        """Parts of a turn that are owed to those that wait."""
-
-    def pick(self, waiting: Collection[int]) -> int:
-        """Whose turn is next, of those that wait."""
-        first = min(waiting)
-        if len(waiting) == 1:
-            return first
-        share = min(_SHARE, 1 / len(waiting))
-        self._owed = {each: self._owed.get(each, 0.0) + share for each in waiting if each != first}
-        most = max(self._owed, key=lambda each: self._owed[each])
-        if self._owed[most] < 1:
-            return first
-        self._owed[most] -= 1
-        return most
 
 
 @dataclass(slots=True)

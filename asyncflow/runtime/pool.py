@@ -9,8 +9,8 @@ stand in slabs of their own, a group, which is a step of its own.
 event                    what happens
 ======================== =============================================================================================
 `join`                   the activation waits
-`admit`                  those that wait are rows behind the others, as far as there is room, by rank, but for one row
-                         in eight, which goes to who has waited longest
+`admit`                  those that wait are rows behind the others, as far as there is room: the lowest priority
+                         number, but for a share of the rows for each other one; of one number, who is due first
 `settle`                 rows that do not go on leave, with their variables as results
 `advance`                all rows of a group have their next variables; then as `settle`; rows that have become as
                          large as those of another group join that
@@ -30,14 +30,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import numpy as np
 
 from asyncflow.errors import InternalError
+from asyncflow.runtime.shares import PriorityShares
 
 if TYPE_CHECKING:
     from asyncflow.values import Array
 
 _FIRST_ROWS = 4
-
-_SHARE = 8
-"""One row in so many goes to who has waited longest, whatever its rank."""
 
 
 class Activation(Protocol):
@@ -46,7 +44,8 @@ class Activation(Protocol):
     Attributes:
         inputs: values of its variables, and what it captures; while it is no row.
         number: of its arrival, the last time that it joined.
-        rank: those with a smaller one are rows first.
+        priority: those with a lower one are rows first.
+        due_s: likewise, of one priority.
         is_gone: nobody wants its results any more.
         is_checked: it is known to go on.
         since: how many steps the pool had made when it joined; of those that wait, the steps they have made below 0.
@@ -54,7 +53,8 @@ class Activation(Protocol):
 
     inputs: Sequence[Array]
     number: int
-    rank: tuple[float, ...]
+    priority: int
+    due_s: float
     is_gone: bool
     is_checked: bool
     since: int
@@ -185,9 +185,10 @@ class PoolRows(Generic[A]):
         """How many there have been."""
         self.group_type: type[RowGroup[A]] = RowGroup
         """Where rows stand."""
-        self._waiting: list[tuple[tuple[float, ...], int, A]] = []
+        # By priority, who is due first in front; there are no empty ones.
+        self._waiting: dict[int, list[tuple[float, int, A]]] = {}
+        self._shares = PriorityShares()
         self._arrivals = count()
-        self._turns = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
         self._has_gone = False
@@ -201,13 +202,14 @@ class PoolRows(Generic[A]):
         """Rows, and those that wait."""
         for group in self.groups.values():
             yield from group.rows
-        for *_, activation in self._waiting:
-            yield activation
+        for line in self._waiting.values():
+            yield from (activation for *_, activation in line)
 
     def join(self, activation: A) -> None:
         """One waits for its first step, or for its next one."""
         activation.number = next(self._arrivals)
-        heapq.heappush(self._waiting, (activation.rank, activation.number, activation))
+        line = self._waiting.setdefault(activation.priority, [])
+        heapq.heappush(line, (activation.due_s, activation.number, activation))
 
     def give_up(self, activation: A) -> None:
         """Nobody wants its results any more."""
@@ -237,16 +239,13 @@ class PoolRows(Generic[A]):
         return found
 
     def _next(self) -> A:
-        """Takes out who becomes a row: the first by rank, and each so many times who has waited longest."""
-        waiting = self._waiting
-        self._turns += 1
-        if self._turns % _SHARE == 0:
-            place = min(range(len(waiting)), key=lambda each: waiting[each][1])
-            waiting[place], waiting[-1] = waiting[-1], waiting[place]
-            activation = waiting.pop()[2]
-            heapq.heapify(waiting)
-            return activation
-        return heapq.heappop(waiting)[2]
+        """Takes out who becomes a row."""
+        priority = self._shares.pick(self._waiting)
+        line = self._waiting[priority]
+        activation = heapq.heappop(line)[2]
+        if not line:
+            del self._waiting[priority]
+        return activation
 
     def settle(self, group: RowGroup[A], first: int, goes_on: Array) -> list[tuple[A, list[Array]]]:
         """Has rows leave that do not go on.

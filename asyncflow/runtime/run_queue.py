@@ -36,12 +36,10 @@ from math import inf
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError
+from asyncflow.runtime.shares import SHARE, PriorityShares, share_of
 
 if TYPE_CHECKING:
     from asyncflow.compiler.run_cost import RunCost
-
-_SHARE = 1 / 8
-"""Of the time, and of the places, that is each line's own; of the time an equal part, where there are more lines."""
 
 _LEAST_RETRY_S = 0.01
 
@@ -101,7 +99,6 @@ R = TypeVar("R", bound=QueuedRun)
 class _PriorityLine(Generic[R]):
     """Runs of one priority that wait, and what each of them is expected to take; 0 if that is not known."""
 
-    owed_s: float = 0.0
     runs: list[R] = field(default_factory=list)
     costs_s: list[float] = field(default_factory=list)
     nbytes: int = 0
@@ -142,6 +139,8 @@ class RunQueue(Generic[R]):
     queued: int = field(default=0, init=False)
     queued_bytes: int = field(default=0, init=False)
     _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict, init=False)
+    _shares: PriorityShares = field(default_factory=PriorityShares, init=False)
+    """Of the time."""
     _refused: list[tuple[R, AsyncflowError]] = field(default_factory=list, init=False)
     """Those that gave way, until `decide` tells of them."""
     _reserved: int = field(default=0, init=False)
@@ -223,11 +222,7 @@ class RunQueue(Generic[R]):
             elif not self._has_room(run):
                 return
             else:
-                charge_s, share = self._charge_s(run), min(_SHARE, 1 / len(self._lines))
-                for other in self._lines.values():
-                    if other is not line:
-                        other.owed_s += charge_s * share / (1 - share)
-                line.owed_s = max(0.0, line.owed_s - charge_s)
+                self._shares.took(run.priority, self._charge_s(run), self._lines)
                 self.withdraw(run)
                 self._start(run, now_s)
                 yield run, None
@@ -249,7 +244,7 @@ class RunQueue(Generic[R]):
             else:
                 own_s = self._total_s(line.costs_s[: line.index(run)])
         # Each line behind takes its share, and this one gets its own whatever stands before it.
-        share = min(_SHARE, 1 / len({*self._lines, run.priority}))
+        share = share_of(len({*self._lines, run.priority}))
         before_s = (before_s + own_s) / (1 - behind * share)
         with_share_s = own_s / share + self._charge_s(run) * (1 / share - 1)
         return (left_s + min(before_s, with_share_s)) / self.max_runs
@@ -276,13 +271,7 @@ class RunQueue(Generic[R]):
         lines = self._lines
         if len(lines) == 1:
             return next(iter(lines.values()))
-        first = lines[min(lines)]
-        found, most_s = first, 0.0
-        for line in lines.values():
-            over_s = line.owed_s - self._charge_s(line.runs[0])
-            if line is not first and over_s >= most_s:
-                found, most_s = line, over_s
-        return found
+        return lines[self._shares.next({each: self._charge_s(line.runs[0]) for each, line in lines.items()})]
 
     def _part(self, count: int, nbytes: int) -> float:
         """How much of the places is taken by so many runs with so many bytes."""
@@ -304,11 +293,11 @@ class RunQueue(Generic[R]):
         own_part = self._part(held + 1, held_bytes + run.nbytes)
         giving: list[R] = []
         for priority in sorted(self._lines, reverse=True):
-            if priority == run.priority or (priority < run.priority and own_part > _SHARE):
+            if priority == run.priority or (priority < run.priority and own_part > SHARE):
                 continue
             other = self._lines[priority]
             left, left_bytes = len(other.runs), other.nbytes
-            while self._part(count, nbytes) > 1 and self._part(left, left_bytes) > _SHARE:
+            while self._part(count, nbytes) > 1 and self._part(left, left_bytes) > SHARE:
                 left -= 1
                 giving.append(other.runs[left])
                 left_bytes -= giving[-1].nbytes

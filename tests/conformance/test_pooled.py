@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from math import inf
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.runtime.run import pools
+from asyncflow.runtime.shares import PATIENCE_S
 from tests.conftest import OpenSession
 from tests.others import others_end
 
@@ -542,8 +544,12 @@ async def test_what_is_deeper_in_a_pooled_loop_is_not_handed_out() -> None:
             await anext(session.stream(inside[0]))
 
 
-async def test_a_run_of_higher_priority_is_a_row_first() -> None:
-    """And of equal ones the one whose deadline is first; a deadline that is far off."""
+@pytest.mark.parametrize(("patience_s", "in_order"), [(inf, ["a", "b", "c"]), (PATIENCE_S, ["b", "a", "c"])])
+async def test_a_run_of_higher_priority_is_a_row_first(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, in_order: list[str]
+) -> None:
+    """And of equal ones the one whose deadline is first; one that is far off is no reason to go before others."""
+    monkeypatch.setattr(pools, "PATIENCE_S", patience_s)
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")
         y = af.while_loop(lambda i: i < n, lambda i: i + 1, 0, pool=af.Pool(1))
@@ -556,4 +562,4 @@ async def test_a_run_of_higher_priority_is_a_row_first() -> None:
 
         asked = [("b", 0, None), ("late", 1, None), ("a", 0, 1e6), ("first", -1, None), ("c", 0, None)]
         await asyncio.gather(*(request(*each) for each in asked))
-    assert ended == ["first", "a", "b", "c", "late"]
+    assert ended == ["first", *in_order, "late"]

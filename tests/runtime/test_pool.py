@@ -19,10 +19,10 @@ Array = np.ndarray[Any, Any]
 class Counting:
     """Goes on while its variable is below its limit; its own number stands beside it, so that a mix-up shows."""
 
-    def __init__(self, name: int, start: int, limit: int, by: Array, rank: tuple[float, ...] = ()) -> None:
+    def __init__(self, name: int, start: int, limit: int, by: Array, rank: tuple[int, float] = (0, 0)) -> None:
         self.inputs: Sequence[Array] = [np.array(start), np.array([name, start]), np.array(limit), by]
         self.name, self.start, self.limit = name, start, limit
-        self.rank = rank
+        self.priority, self.due_s = rank
         self.is_gone = self.is_checked = False
         self.number = self.since = 0
 
@@ -106,7 +106,7 @@ class _State(NamedTuple):
             for g in self.pool.groups.values()
             for each, x in zip(g.rows, g.inputs(0, len(g.rows))[0], strict=True)
         ]
-        waiting = [each.name for *_, each in self.pool._waiting]
+        waiting = [each.name for line in self.pool._waiting.values() for *_, each in line]
         gone = [each.name for each in self.members if each.is_gone]
         return str((rows, waiting, gone, sorted(self.outcome.items()), self.step is None))
 
@@ -135,7 +135,7 @@ def _after(state: _State, event: str, name: int) -> _State:
     pool, members, outcome, step = deepcopy(state)
     state = _State(pool, members, outcome, None)
     if event == "offer":  # of 0 to 2 steps, the last one of the highest rank
-        members.append(Counting(name, 0, (2, 0, 1, 2)[name], np.array(1), (-(name == 3),)))
+        members.append(Counting(name, 0, (2, 0, 1, 2)[name], np.array(1), (-(name == 3), 0)))
         pool.join(members[-1])
     elif event == "cancel":  # by whoever waits, or by a deadline
         pool.give_up(members[name])
@@ -203,11 +203,11 @@ def test_nobody_waits_for_ever() -> None:
     """Of the rows that are given away while those of higher rank keep coming, one in eight goes to the others."""
     pool: PoolRows[Counting] = PoolRows(1, 2, HAS_ROWS)
     for name in range(4):
-        pool.join(Counting(name, 0, 1, np.array(1), (1,)))
+        pool.join(Counting(name, 0, 1, np.array(1), (1, 0)))
     order: list[int] = []
     for turn in range(40):
         for name in (100 + turn, 200 + turn):
-            pool.join(Counting(name, 0, 1, np.array(1), (0,)))
+            pool.join(Counting(name, 0, 1, np.array(1), (0, 0)))
         check(pool)
         order += [each.name for each in rows_of(pool)]
         for group in list(pool.groups.values()):

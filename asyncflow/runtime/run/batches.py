@@ -24,7 +24,7 @@ from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.trace import Trace
-from asyncflow.state.waiting.lines import LinedState, PlaceInLine, ToldPlace
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import current_part
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class BatchMember(ToldPlace):
     """
 
     __slots__ = (
-        *("context", "deadline_ns", "inputs", "is_gone", "known", "nbytes"),
+        *("context", "deadline_ns", "inputs", "known", "nbytes"),
         *("offered_ns", "part", "priority", "shared", "signature"),
     )
     # Known once it has joined.
@@ -83,7 +83,6 @@ class BatchMember(ToldPlace):
         super().__init__(_NOWHERE, shared.what, shared.results_of)
         self.shared = shared
         self.inputs = inputs
-        self.is_gone = False
 
     def when_called(self, wake: Callable[[], None]) -> None:
         """Joins the members of the session whose run this is called for, on its event loop."""
@@ -187,7 +186,7 @@ class RunsBatches(Protocol):
         """The fetched values."""
 
 
-class Batches(LinedState):
+class Batches(TellingState):
     """Members of one session that wait or are under way.
 
     Args:
@@ -251,11 +250,6 @@ class Batches(LinedState):
     def places(self) -> list[PlaceInLine]:
         """Everybody in line."""
         return [member for lane in self._batcher.lanes.values() for member in lane.everybody()]
-
-    def claimed(self, place: PlaceInLine) -> object:
-        """The results of a member; `NOT_YET` while it waits or is under way."""
-        assert isinstance(place, BatchMember)
-        return place.take_outcome()
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants a member any more: it leaves, or what it would have got is dropped."""
@@ -455,20 +449,13 @@ class Batches(LinedState):
         if len(members) > 1:
             self._back_by, self._left = self.turn.number + 2, len(members)
         members[0].known.count(len(members))
-        self._tell(call, started_ns, None)
+        self._show(call, started_ns, None)
         if len(members) > 1 and self._random.random() < self._checked_share:
             self.beside(self._check(members, parts))
         for member, part in zip(members, parts, strict=True):
-            self._give(member, part)
-        self.wake_called()
+            self.tell(member, part)
         if self._batcher.lanes:
             self.turn.wake()
-
-    def _give(self, member: BatchMember, outcome: Sequence[Array] | BaseException) -> None:
-        if not member.is_gone:
-            member.outcome = outcome
-            with self.lock:
-                self.call(member)
 
     def count_call(self, shared: SharedCode, size: int, *, calls: int = 1, failed: int = 0) -> None:
         """Counts calls, or steps, each for so many."""
@@ -476,7 +463,7 @@ class Batches(LinedState):
         if self._runs.observers is not None and not isinstance(shared, SharedBody):
             self._runs.observers.pool_stepped(shared.label, size)
 
-    def _tell(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
+    def _show(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
         """Tells those who look on of a call that has ended."""
         if self._runs.observers is not None:
             contexts = [member.context for member in call.members]
@@ -524,15 +511,14 @@ class Batches(LinedState):
         shared = call.members[0].shared
         self._owners.pop(call, None)
         call.members[0].known.count(len(call.members), failed=1)
-        self._tell(call, self.turn.clock(), error)
+        self._show(call, self.turn.clock(), error)
         lacks_memory = isinstance(error, OutOfMemoryError | MemoryError)
         if self._batcher.failed(call, divisible=shared.is_repeatable, lacks_memory=lacks_memory):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
             for member in call.members:
-                self._give(member, of_firing(error) if isinstance(error, Exception) else cause)
+                self.tell(member, of_firing(error) if isinstance(error, Exception) else cause)
             del error, cause  # who is woken raises it, and its traceback leads to this frame: that would be a cycle
-            self.wake_called()
         self.turn.wake()
 
 

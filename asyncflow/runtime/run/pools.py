@@ -22,7 +22,8 @@ from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import Turn
-from asyncflow.state.waiting.lines import LinedState, PlaceInLine, ToldPlace
+from asyncflow.runtime.shares import PATIENCE_S
+from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import current_part
 
 if TYPE_CHECKING:
@@ -143,23 +144,24 @@ class PooledActivation(ToldPlace):
     is_called_outside = True
 
     __slots__ = (
-        *("inputs", "is_checked", "is_gone", "number", "rank", "since"),
+        *("due_s", "inputs", "is_checked", "number", "priority", "since"),
         *("emitter", "is_parked", "streamed", "untaken"),
     )
 
     def __init__(self, pool: LoopPool, inputs: Sequence[Array], part: RunPart, streamed: tuple[Tensor, ...]) -> None:
         super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
         self.inputs = inputs
-        self.rank = (part.priority, part.deadline_s)
+        self.priority = part.priority
+        self.due_s = min(part.deadline_s, pool.now_s() + PATIENCE_S)
         self.emitter = part.emitter
         self.streamed = streamed
         self.untaken = 0
         self.is_parked = False
-        self.is_gone = self.is_checked = False
+        self.is_checked = False
         self.number = self.since = 0
 
 
-class LoopPool(LinedState):
+class LoopPool(TellingState):
     """One pool: activations of one loop for which what they have in common is the same.
 
     Args:
@@ -190,14 +192,13 @@ class LoopPool(LinedState):
         self._has_streams = self._has_streams or activation.streamed != ()
         self._rows.join(activation)
 
+    def now_s(self) -> float:
+        """The time, as deadlines have it."""
+        return self._batches.turn.loop.time()
+
     def places(self) -> list[PlaceInLine]:
         """Everybody in it."""
         return list(self._rows.everybody())
-
-    def claimed(self, place: PlaceInLine) -> object:
-        """The results of an activation; `NOT_YET` while it goes on."""
-        assert isinstance(place, PooledActivation)
-        return place.take_outcome()
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants an activation any more."""
@@ -403,7 +404,7 @@ class LoopPool(LinedState):
     def _deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
         ended.reverse()
         while ended:  # and nobody's results are kept until others have used theirs
-            self._tell(*ended.pop())
+            self.tell(*ended.pop())
 
     def _end(self, activations: Sequence[PooledActivation], error: Exception) -> None:
         inside = ""
@@ -412,21 +413,13 @@ class LoopPool(LinedState):
             inside = _STEPS.sub("", error.tag).removesuffix(row).rstrip("/")
         for activation in activations:
             tag = f"{self.shared.label}/{self._rows.steps - activation.since}"
-            self._tell(activation, of_firing(error, f"{tag}/{inside}".rstrip("/")))
+            self.tell(activation, of_firing(error, f"{tag}/{inside}".rstrip("/")))
         del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
 
     def _end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
         """Fails all rows of a group: whose fault it was cannot be found out."""
         activations = [self._rows.remove(group, row) for row in reversed(range(len(group.rows)))]
         self._end(activations, error)
-
-    def _tell(self, activation: PooledActivation, outcome: Sequence[Array] | Exception) -> None:
-        if not (activation.is_gone or activation.is_called):
-            activation.outcome = outcome
-            del outcome
-            with self.lock:
-                self.call(activation)
-            self.wake_called()
 
 
 class Pools:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.vertex_rows import RunOfSets, VertexRows
-from asyncflow.state.waiting.lines import LinedState, PlaceInLine, ToldPlace
+from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import current_part
 from asyncflow.vertex.shared import SharedSets, install_set_gatherer
 
@@ -30,20 +30,18 @@ class VertexMember(ToldPlace):
 
     Attributes:
         sets: the vertices.
-        is_gone: nobody wants their states any more.
     """
 
     is_called_outside = True
 
-    __slots__ = ("is_gone", "sets")
+    __slots__ = ("sets",)
 
     def __init__(self, pool: VertexPool, sets: RunOfSets) -> None:
         super().__init__(pool, f"the sets of {pool.shared.label}", tuple)
         self.sets = sets
-        self.is_gone = False
 
 
-class VertexPool(LinedState):
+class VertexPool(TellingState):
     """Runs of one shared vertex map for which what they have in common is the same.
 
     Args:
@@ -62,16 +60,6 @@ class VertexPool(LinedState):
     def places(self) -> list[PlaceInLine]:
         """Everybody in it."""
         return [*self.rows.members, *self.rows.waiting]
-
-    def claimed(self, place: PlaceInLine) -> object:
-        """The rows of a run; `NOT_YET` while there are sets left."""
-        assert isinstance(place, VertexMember)
-        return place.take_outcome()
-
-    def left(self, place: PlaceInLine) -> None:
-        """Nobody wants the states of a run any more."""
-        assert isinstance(place, VertexMember)
-        place.is_gone = True
 
     def describe(self) -> str:
         """How many there are."""
@@ -121,23 +109,15 @@ class VertexPool(LinedState):
 
     def _deliver(self) -> None:
         for member, rows in self.rows.ended():
-            self._tell(member, rows)
+            self.tell(member, rows)
 
     def _end(self, members: Sequence[VertexMember], error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         if cause is not error:
             cause.add_note(f"in {self.shared.label}, whose sets are computed with those of other runs: {error}")
         for member in members:
-            self._tell(member, cause)
+            self.tell(member, cause)
         del error, cause  # who is told raises it, and its traceback leads to this frame: that would be a cycle
-
-    def _tell(self, member: VertexMember, outcome: Sequence[Array] | Exception) -> None:
-        if not (member.is_gone or member.is_called):
-            member.outcome = outcome
-            del outcome
-            with self.lock:
-                self.call(member)
-            self.wake_called()
 
 
 class VertexPools:

@@ -89,13 +89,15 @@ class ToldPlace(PlaceInLine):
 
     Attributes:
         outcome: its results, or why there are none; None before, and once they have been taken.
+        is_gone: nobody wants them any more.
     """
 
-    __slots__ = ("outcome",)
+    __slots__ = ("is_gone", "outcome")
 
     def __init__(self, state: LinedState, what: str, finish: Callable[..., Value]) -> None:
         super().__init__(state, what, finish)
         self.outcome: Sequence[Value] | BaseException | None = None
+        self.is_gone = False
 
     def take_outcome(self) -> object:
         """The results, whose memory is the taker's now, or `NOT_YET`; raises why there are none."""
@@ -202,4 +204,27 @@ class LinedState:
         self.to_wake.clear()
 
 
-__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "ToldPlace", "claimed", "lined_states"]
+class TellingState(LinedState):
+    """A state that computes for those who wait, and tells each one what came of it."""
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """The results of one that was told; `NOT_YET` before."""
+        assert isinstance(place, ToldPlace)
+        return place.take_outcome()
+
+    def left(self, place: PlaceInLine) -> None:
+        """Nobody wants its results any more."""
+        assert isinstance(place, ToldPlace)
+        place.is_gone = True
+
+    def tell(self, place: ToldPlace, outcome: Sequence[Value] | BaseException) -> None:
+        """Has one go on with its results, or with why there are none, unless it was told or has gone."""
+        if not (place.is_gone or place.is_called):
+            place.outcome = outcome
+            del outcome
+            with self.lock:
+                self.call(place)
+            self.wake_called()
+
+
+__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "TellingState", "ToldPlace", "claimed", "lined_states"]

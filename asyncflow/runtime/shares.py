@@ -1,0 +1,59 @@
+"""What each priority gets of what several share: a pure state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+SHARE = 1 / 8
+"""Of all that is given away, that is each priority's own; an equal part, where more than eight wait."""
+
+PATIENCE_S = 1.0
+"""When one without a deadline is due, so that those of its priority with deadlines do not go before it for ever."""
+
+
+def share_of(count: int) -> float:
+    """The part that is each one's own, where so many wait."""
+    return min(SHARE, 1 / count)
+
+
+class PriorityShares:
+    """Whose turn it is: the lowest number's, but for the share of each other one that waits.
+
+    Of whatever one takes, a share is owed to each other one. One that is owed all that it takes but its own share of
+    that goes first.
+    """
+
+    __slots__ = ("_owed",)
+
+    def __init__(self) -> None:
+        self._owed: dict[int, float] = {}
+
+    def next(self, costs: Mapping[int, float]) -> int:
+        """Whose turn it is, given what the first of each one that waits would take."""
+        found = first = min(costs)
+        own, most = 1 - share_of(len(costs)), 0.0
+        for each, owed in self._owed.items():
+            if each != first and each in costs and owed - own * costs[each] >= most:
+                found, most = each, owed - own * costs[each]
+        return found
+
+    def took(self, priority: int, cost: float, waiting: Collection[int]) -> None:
+        """One has had its turn, when these waited, itself among them."""
+        if len(waiting) == 1:
+            self._owed.clear()
+            return
+        share, owed = share_of(len(waiting)), self._owed
+        left = max(0.0, owed.get(priority, 0.0) - cost * (1 - share))
+        self._owed = {each: owed.get(each, 0.0) + cost * share for each in waiting}
+        self._owed[priority] = left
+
+    def pick(self, waiting: Collection[int]) -> int:
+        """Whose turn it is, where all take the same; it has had it then."""
+        if len(waiting) == 1:
+            return next(iter(waiting))
+        priority = self.next(dict.fromkeys(waiting, 1.0))
+        self.took(priority, 1.0, waiting)
+        return priority
+
+
+__all__ = ["PATIENCE_S", "SHARE", "PriorityShares", "share_of"]
