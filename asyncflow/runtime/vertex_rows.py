@@ -1,67 +1,84 @@
 """Vertices of several runs whose sets are computed together: where their rows are, and which come next. No event loop.
 
-All that vertices have or get stands in slabs, of which each run has a range: a row for a child that is not there, and
-one for each of its vertices, in execution order. A step takes the next set of each run, whatever its number, and finds
-the states of children by their rows. Ranges are given out one behind the other; when the end is reached, those of
-runs that are still there move to the front of slabs with room for as many again.
+Runs that join at the same time are a group: their graphs are put in order as one batch, and their rows stand side by
+side in arrays of the group, in execution order, behind a row 0 for a child that is not there. A step takes the next set
+of each group, whatever its number, and finds the states of children by their ranks. A run ends with its own last set.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from asyncflow.vertex.levels import ranges
+from asyncflow.errors import ShapeError
+from asyncflow.graph.shapes import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from asyncflow.graph.spec import Spec
     from asyncflow.values import Array
     from asyncflow.vertex.shared import InputCounts
 
+_SAME_BYTES = 4096
+"""States of children that are not there are compared byte by byte up to this size; larger ones are the same array, or
+they are not."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class RunOfSets:
     """The vertices of one run.
 
     Attributes:
-        set_starts: how many vertices are before each set, and all.
-        ranks: of children: of each vertex in execution order by slot, or of all, one behind the other.
-        child_starts: where those of each vertex begin among all; None where there are slots.
+        graph: offsets, children, samples, and types where there are some.
         initial: the parts of the state of a child that is not there.
-        own: what the vertices have.
-        base: the row of that child.
-        done: how many sets have been computed.
+        own: what the vertices have, by number.
+        size: how many there are.
     """
 
-    set_starts: Sequence[int]
-    ranks: Array
-    child_starts: Array | None
+    graph: Sequence[Array]
     initial: Sequence[Array]
     own: Sequence[Array]
-    base: int = 0
-    done: int = 0
+    size: int
 
     @classmethod
-    def of(cls, inputs: Sequence[Array], counts: InputCounts) -> RunOfSets:
-        """From the inputs of its node."""
-        starts, ranks, *more = inputs[: counts.schedule]
-        states = counts.schedule + counts.states
-        initial, own = inputs[counts.schedule : states], inputs[states : states + counts.own]
-        return cls(starts.tolist(), ranks, more[0] if more else None, initial, own)
+    def of(cls, inputs: Sequence[Array], counts: InputCounts, pulls: Sequence[str | None]) -> RunOfSets:
+        """From the inputs of its node.
+
+        Raises:
+            ShapeError: there is not a row for each vertex.
+        """
+        states = counts.graph + counts.states
+        graph, own = inputs[: counts.graph], inputs[states : states + counts.own]
+        size = max(len(graph[0]) - 1, 0)
+        for x, name in zip(own, pulls, strict=False):
+            if len(x) != size:
+                raise ShapeError(
+                    f"pulls[{name!r}] has a row for each vertex: the graph has {size} vertices, and what is pulled is "
+                    f"of shape {format_shape(x.shape)}"
+                )
+        return cls(graph, inputs[counts.graph : states], own, size)
 
     @property
-    def size(self) -> int:
-        """Number of vertices."""
-        return self.set_starts[-1]
+    def may_be_joined(self) -> bool:
+        """Whether other graphs may stand behind this one; what else is wrong with it is found with theirs."""
+        offsets, children, samples, *types = self.graph
+        return bool(
+            len(offsets)
+            and len(samples)
+            and offsets[0] == samples[0] == 0
+            and offsets[-1] == len(children)
+            and samples[-1] == self.size
+            and all(len(x) == self.size for x in types)
+        )
 
     @property
-    def is_done(self) -> bool:
-        """Whether all sets have been computed."""
-        return self.done == len(self.set_starts) - 1
+    def kind(self) -> Hashable:
+        """Equal for those that may be in one group."""
+        return tuple([x.tobytes() if x.nbytes <= _SAME_BYTES else id(x) for x in self.initial])
 
 
 class HasSets(Protocol):
@@ -79,120 +96,256 @@ class HasSets(Protocol):
 R = TypeVar("R", bound=HasSets)
 
 
+def joined(graphs: Sequence[RunOfSets]) -> list[Array]:
+    """The arrays of several graphs as those of one."""
+    if len(graphs) == 1:
+        return list(graphs[0].graph)
+    arrays: list[list[Array]] = [[np.zeros(1, np.int64)], [], [np.zeros(1, np.int64)], []]
+    vertices = edges = 0
+    for each in graphs:
+        offsets, children, samples, *types = each.graph
+        arrays[0].append(offsets[1:] + edges)
+        arrays[1].append(children + vertices)
+        arrays[2].append(samples[1:] + vertices)
+        arrays[3] += types
+        vertices, edges = vertices + each.size, edges + len(children)
+    return [np.concatenate(parts) for parts in arrays if parts]
+
+
+@dataclass(frozen=True, slots=True)
+class RunInGroup(Generic[R]):
+    """One of a group.
+
+    Attributes:
+        member: who that is.
+        first: its first vertex, by number among those of the group.
+        sets: how many sets its vertices are in.
+        roots: ranks of its roots.
+    """
+
+    member: R
+    first: int
+    sets: int
+    roots: Array
+
+    @property
+    def vertices(self) -> slice:
+        """Of the group, those that are its own."""
+        return slice(self.first, self.first + self.member.sets.size)
+
+
+@dataclass(slots=True, eq=False)
+class VertexGroup(Generic[R]):
+    """The vertices of runs that joined together.
+
+    Attributes:
+        places: of those who are there still.
+        positions: of vertices in execution order, by number.
+        set_starts: where each set begins in that order, and where the last one ends.
+        ranks: of children: of each vertex in execution order by slot, or of all, one behind the other.
+        child_starts: where those of each vertex begin among all; None where there are slots.
+        own: what the vertices have, in execution order.
+        found: what sets have given, behind a row 0.
+        done: how many sets have been computed.
+    """
+
+    places: list[RunInGroup[R]]
+    positions: Array
+    set_starts: list[int]
+    ranks: Array
+    child_starts: Array | None
+    own: list[Array]
+    found: list[Array]
+    done: int = 0
+    _edges: list[int] = field(init=False)
+    """Where the children of each set begin among all."""
+
+    def __post_init__(self) -> None:
+        self._edges = [] if self.child_starts is None else self.child_starts[self.set_starts].tolist()
+
+    @classmethod
+    def of(cls, members: Sequence[R], schedule: Sequence[Array], specs: Sequence[Spec]) -> VertexGroup[R]:
+        """Of some who have vertices, in the order that `SharedSets.order` gives for all of their graphs."""
+        order, positions, set_starts, root_ranks, ranks, *child_starts = schedule
+        sizes = np.array([member.sets.size for member in members])
+        firsts = sizes.cumsum() - sizes
+        sets = set_starts.searchsorted(np.maximum.reduceat(positions, firsts), side="right").tolist()
+        roots = order[root_ranks - 1].searchsorted(firsts).tolist()
+        places = [
+            RunInGroup(member, first, count, root_ranks[start:end])
+            for member, first, count, start, end in zip(
+                members, firsts.tolist(), sets, roots, [*roots[1:], len(root_ranks)], strict=True
+            )
+        ]
+        own = [np.concatenate(rows).take(order, axis=0) for rows in zip(*(x.sets.own for x in members), strict=True)]
+        found = [np.empty((len(order) + 1, *(extent or 0 for extent in (x.shape or ())[1:])), x.dtype) for x in specs]
+        for slab, initial in zip(found, members[0].sets.initial, strict=False):
+            slab[0] = initial
+        return cls(places, positions, set_starts.tolist(), ranks, child_starts[0] if child_starts else None, own, found)
+
+    @property
+    def members(self) -> list[R]:
+        """Who is there still."""
+        return [place.member for place in self.places]
+
+    def arrays(self) -> Iterable[Array]:
+        """Its rows."""
+        return chain(self.own, self.found)
+
+    @property
+    def next_rows(self) -> slice:
+        """The next set, in execution order."""
+        return slice(*self.set_starts[self.done : self.done + 2])
+
+    def next_children(self) -> tuple[Array, Array | None]:
+        """The ranks of the children of the next set, and, where they have no slots, how many each vertex has."""
+        rows = self.next_rows
+        if self.child_starts is None:
+            return self.ranks[rows], None
+        first, last = self._edges[self.done : self.done + 2]
+        return self.ranks[first:last], np.diff(self.child_starts[rows.start : rows.stop + 1])
+
+    def ended(self) -> list[RunInGroup[R]]:
+        """Those whose sets are all computed leave."""
+        done = self.done
+        ended = [place for place in self.places if place.sets == done]
+        if ended:
+            self.places = [place for place in self.places if place.sets != done]
+        return ended
+
+    def alone(self, place: RunInGroup[R]) -> VertexGroup[R]:
+        """One of them as a group of its own."""
+        kept = np.sort(self.positions[place.vertices])
+        ranks = np.zeros(len(self.positions) + 1, np.int64)
+        ranks[kept + 1] = np.arange(1, len(kept) + 1)
+        starts, chosen = None, kept
+        if self.child_starts is not None:
+            first, counts = self.child_starts[kept], np.diff(self.child_starts)[kept]
+            starts = np.concatenate([[0], counts.cumsum()])
+            chosen = np.repeat(first - starts[:-1], counts) + np.arange(starts[-1])
+        behind = np.concatenate([[0], kept + 1])
+        return VertexGroup(
+            [RunInGroup(place.member, 0, place.sets, ranks[place.roots])],
+            ranks[self.positions[place.vertices] + 1] - 1,
+            kept.searchsorted(self.set_starts[: place.sets + 1]).tolist(),
+            ranks[self.ranks[chosen]],
+            starts,
+            [x.take(kept, axis=0) for x in self.own],
+            [x.take(behind, axis=0) for x in self.found],
+            self.done,
+        )
+
+    def results(self, place: RunInGroup[R], n_states: int, *, of_all: bool) -> list[Array]:
+        """The states of the roots of one of them, and, if asked for, all that sets have given for its vertices."""
+        roots = [x.take(place.roots, axis=0) for x in self.found[:n_states]]
+        if not of_all:
+            return roots
+        ranks = self.positions[place.vertices] + 1
+        return [*roots, *(x.take(ranks, axis=0) for x in self.found)]
+
+
 @dataclass(slots=True)
 class VertexRows(Generic[R]):
     """The runs whose sets are computed together.
 
     Attributes:
         specs: of the rows that sets give: states, and what else is asked for.
-        members: the runs.
+        n_states: how many of them are states.
+        gives_rows: whether runs get rows of all their vertices, or states of roots alone.
+        groups: of runs.
         waiting: those that join with the next step.
     """
 
     specs: Sequence[Spec]
-    members: list[R] = field(default_factory=list)
+    n_states: int
+    gives_rows: bool
+    groups: list[VertexGroup[R]] = field(default_factory=list)
     waiting: list[R] = field(default_factory=list)
-    _results: list[Array] = field(default_factory=list)
-    _own: list[Array] = field(default_factory=list)
-    _end: int = 0
-    _room: int = 0
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nobody is there."""
-        return not (self.members or self.waiting)
+    def members(self) -> list[R]:
+        """Who has joined."""
+        return list(chain.from_iterable(group.members for group in self.groups))
 
-    def admit(self) -> None:
-        """Takes in those that wait, and lets go of those that nobody wants any more."""
-        self.members = [member for member in self.members if not member.is_gone]
+    def take_waiting(self) -> tuple[list[list[R]], list[tuple[R, list[Array]]]]:
+        """Those that wait: who may be put in order together, and, with their results, who has no vertices."""
         waiting, self.waiting = self.waiting, []
+        together: dict[Hashable, list[R]] = {}
+        apart, empty = [], []
         for member in waiting:
-            if not member.is_gone:
-                self._add(member)
-
-    def remove(self, members: Iterable[R]) -> None:
-        """These are there no more."""
-        left = set(members)
-        self.members = [member for member in self.members if member not in left]
-        if not self.members:
-            self._end = 0
-
-    def ended(self) -> list[tuple[R, list[Array]]]:
-        """Those whose sets are all computed leave, with copies of their rows."""
-        found = []
-        for member in self.members:
             sets = member.sets
-            if sets.is_done:
-                own = slice(sets.base + 1, sets.base + 1 + sets.size)
-                found.append((member, [slab[own].copy() for slab in self._results]))
-        self.remove(member for member, _ in found)
-        return found
-
-    def rows(self, members: Sequence[R]) -> Array:
-        """The rows of the next set of each."""
-        sets = [member.sets for member in members]
-        spans = [(each.base + 1, *each.set_starts[each.done : each.done + 2]) for each in sets]
-        return ranges(np.array([base + a for base, a, _ in spans]), np.array([b - a for _, a, b in spans]))
-
-    def inputs(self, members: Sequence[R], rows: Array) -> list[Array]:
-        """Values of the vertices of these rows, and of their children; see `SharedSets.program`."""
-        own = [slab.take(rows, axis=0) for slab in self._own]
-        ranks, counts = [], []
-        for member in members:
-            sets = member.sets
-            first, last = sets.set_starts[sets.done : sets.done + 2]
-            if sets.child_starts is None:
-                ranks.append(sets.ranks[first:last] + sets.base)
+            if member.is_gone:
                 continue
-            starts = sets.child_starts[first : last + 1]
-            ranks.append(sets.ranks[starts[0] : starts[-1]] + sets.base)
-            counts.append(starts[1:] - starts[:-1])
-        at = np.concatenate(ranks)
-        n_states = len(members[0].sets.initial)
-        children = [slab.take(at, axis=0) for slab in self._results[:n_states]]
+            if not sets.may_be_joined:
+                apart.append([member])
+            elif sets.size:
+                together.setdefault(sets.kind, []).append(member)
+            else:
+                empty.append((member, self._nothing()))
+        return [*apart, *together.values()], empty
+
+    def _nothing(self) -> list[Array]:
+        rows = [np.empty((0, *(extent or 0 for extent in (x.shape or ())[1:])), x.dtype) for x in self.specs]
+        return [*rows[: self.n_states], *(rows if self.gives_rows else ())]
+
+    def drop(self) -> list[VertexGroup[R]]:
+        """Lets go of those that nobody wants any more; gives the groups of those whom they leave behind."""
+        return self.part([group for group in self.groups if any(member.is_gone for member in group.members)])
+
+    def part(self, groups: Sequence[VertexGroup[R]]) -> list[VertexGroup[R]]:
+        """Makes a group of each of those in these that somebody wants still."""
+        parted = [group.alone(place) for group in groups for place in group.places if not place.member.is_gone]
+        if groups:
+            self.remove(groups)
+            self.groups += parted
+        return parted
+
+    def remove(self, groups: Iterable[VertexGroup[R]]) -> None:
+        """These are there no more."""
+        left = set(groups)
+        self.groups = [group for group in self.groups if group not in left]
+
+    def inputs(self, groups: Sequence[VertexGroup[R]]) -> list[Array]:
+        """Values of the vertices of the next set of each, and of their children; see `SharedSets.program`."""
+        own = [
+            _side_by_side([x[group.next_rows] for x, group in zip(parts, groups, strict=True)])
+            for parts in zip(*(group.own for group in groups), strict=True)
+        ]
+        below = [group.next_children() for group in groups]
+        places = [(group, ranks) for group, (ranks, _) in zip(groups, below, strict=True)]
+        children = [
+            _side_by_side([group.found[part].take(ranks, axis=0) for group, ranks in places])
+            for part in range(self.n_states)
+        ]
+        counts = [count for _, count in below if count is not None]
         if not counts:
             return [*own, *children]
-        count = np.concatenate(counts)
-        starts = np.zeros(len(rows) + 1, np.int64)
+        count = _side_by_side(counts)
+        starts = np.zeros(len(count) + 1, np.int64)
         count.cumsum(out=starts[1:])
-        return [*own, *children, np.repeat(np.arange(len(rows)), count), starts]
+        return [*own, *children, np.repeat(np.arange(len(count)), count), starts]
 
-    def advance(self, members: Iterable[R], rows: Array, found: Sequence[Array]) -> None:
+    def advance(self, groups: Iterable[VertexGroup[R]], found: Sequence[Array]) -> None:
         """The next set of each has been computed."""
-        for slab, values in zip(self._results, found, strict=True):
-            slab[rows] = values
-        for member in members:
-            member.sets.done += 1
+        first = 0
+        for group in groups:
+            rows = group.next_rows
+            last = first + rows.stop - rows.start
+            for slab, values in zip(group.found, found, strict=True):
+                slab[rows.start + 1 : rows.stop + 1] = values[first:last]
+            group.done += 1
+            first = last
 
-    def _add(self, member: R) -> None:
-        sets = member.sets
-        count = sets.size + 1
-        if self._end + count > self._room:
-            self._move(sets.own, count)
-        sets.base, self._end = self._end, self._end + count
-        for slab, initial in zip(self._results, sets.initial, strict=False):
-            slab[sets.base] = initial
-        for slab, values in zip(self._own, sets.own, strict=True):
-            slab[sets.base + 1 : self._end] = values
-        self.members.append(member)
-
-    def _move(self, own: Sequence[Array], count: int) -> None:
-        """To slabs with room for twice as much as there is, and for `count` rows more."""
-        ordered = [member.sets for member in self.members]
-        kept = ranges(
-            np.array([each.base for each in ordered], int), np.array([each.size + 1 for each in ordered], int)
-        )
-        self._room = 2 * (len(kept) + count)
-        wanted = [(spec.dtype, spec.shape) for spec in self.specs] + [(x.dtype, x.shape) for x in own]
-        slabs = [
-            np.zeros((self._room, *(extent or 0 for extent in (shape or ())[1:])), dtype) for dtype, shape in wanted
-        ]
-        for slab, before in zip(slabs, [*self._results, *self._own], strict=False):  # there are none at first
-            slab[: len(kept)] = before.take(kept, axis=0)
-        self._results, self._own = slabs[: len(self.specs)], slabs[len(self.specs) :]
-        self._end = 0
-        for each in ordered:
-            each.base, self._end = self._end, self._end + each.size + 1
+    def ended(self) -> Iterator[tuple[R, list[Array]]]:
+        """Those whose sets are all computed leave, with their results."""
+        for group in self.groups:
+            for place in group.ended():
+                yield place.member, group.results(place, self.n_states, of_all=self.gives_rows)
+        self.groups = [group for group in self.groups if group.places]
 
 
-__all__ = ["HasSets", "RunOfSets", "VertexRows"]
+def _side_by_side(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+__all__ = ["HasSets", "RunOfSets", "VertexGroup", "VertexRows", "joined"]

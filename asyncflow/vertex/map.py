@@ -42,7 +42,7 @@ from asyncflow.ops.utility import all as all_of
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.input_graph import InputGraph
-from asyncflow.vertex.schedule import VertexSchedule, schedules
+from asyncflow.vertex.schedule import BY_NUMBER, VertexSchedule, check_policy, schedules
 from asyncflow.vertex.shared import SharedSets, add_shared_sets
 from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
@@ -89,7 +89,8 @@ def vertex_map(
             by the name "x".
         initial: the state of a child that is not there: a nest like a state, or one number for all of it. Where it is
             the number 0, what it is multiplied by is left out of the first set, infinities included.
-        policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types.
+        policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types. With
+            `share` it is always the first.
         lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
             the same with less memory and more time.
         streams: into how many parts of about as many vertices the batch is cut, between samples. Each has a loop of
@@ -132,10 +133,12 @@ def vertex_map(
             if len(functions) > 1 and graph.types is None:
                 wanted = f"vertex_map of {len(functions)} functions needs a graph with types"
                 raise GraphError(f"{wanted}; this one has none")
-            plans = schedules(graph, policy, tensors, arity=arity, n_types=len(functions), parts=streams)
-            maps = [_VertexMap(label, functions[0], graph, tensors, state, plan) for plan in plans]
+            check_policy(policy)
+            in_order = BY_NUMBER if share else policy
+            plans = schedules(graph, in_order, tensors, arity=arity, n_types=len(functions), parts=streams)
+            maps = [_VertexMap(label, functions[0], graph, tensors, state, plan, is_shared=share) for plan in plans]
             traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
-            return _joined([mapping.build(mapping.kinds(functions, traced), share=share) for mapping in maps])
+            return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
             raise GraphError(f"vertex_map: {reason}") from None
 
@@ -208,6 +211,8 @@ class _VertexMap:
         pulls: dict[str, Tensor],
         initial: Sequence[LiftedValue],
         plan: VertexSchedule,
+        *,
+        is_shared: bool,
     ) -> None:
         self.label = label
         self.liftings: list[Lifting] = []
@@ -216,6 +221,9 @@ class _VertexMap:
         self.function = function
         self.initial = initial
         self.schedule = plan
+        self.is_shared = is_shared
+        """Sets are put in order elsewhere: here all vertices are one, in the order of their numbers."""
+        self.size = subtract(size(as_tensor(graph.offsets)), 1) if is_shared else size(plan.order)
         self.n_sets = subtract(size(self.schedule.set_starts), 1)
 
     def kinds(
@@ -224,7 +232,8 @@ class _VertexMap:
         """The functions, each with its vertices."""
         plan = self.schedule
         if len(functions) == 1:
-            return [_VertexKind(0, functions[0], *traced[0], plan.order, None, plan.set_starts)]
+            vertices = arange(self.size, dtype=int64) if self.is_shared else plan.order
+            return [_VertexKind(0, functions[0], *traced[0], vertices, None, plan.set_starts)]
         return [self._kind(number, *each) for number, each in enumerate(zip(functions, traced, strict=True))]
 
     def _kind(self, number: int, function: VertexFunction, traced: tuple[TracedFunction, FunctionParts]) -> _VertexKind:
@@ -236,7 +245,7 @@ class _VertexMap:
         starts = cumulative_sum(multiply(sizes, own), include_initial=True)
         return _VertexKind(number, function, *traced, gather(plan.order, places), places, starts)
 
-    def build(self, kinds: Sequence[_VertexKind], *, share: bool) -> VertexResults:
+    def build(self, kinds: Sequence[_VertexKind]) -> VertexResults:
         """Adds the sets and what stands before and after them."""
         before = [self._before(kind) for kind in kinds]
         remarks = graph_for().root.remarks
@@ -247,9 +256,13 @@ class _VertexMap:
                 "from the sets": kind.kept,
             }
             remarks[f"{self.label}/{kind.function.name}"] = explained(kind.parts, stored)
-        states, kept = self._shared_sets(kinds[0], before[0]) if share else self._sets(kinds, before)
+        roots: Sequence[Tensor]
+        if self.is_shared:
+            roots, (states, kept) = self._shared_sets(kinds[0], before[0])
+        else:
+            states, kept = self._sets(kinds, before)
+            roots = [store.take(self.schedule.root_ranks) for store in states]
         after = [self._after(*each, states) for each in zip(kinds, before, kept, strict=True)]
-        roots = [store.take(self.schedule.root_ranks) for store in states]
         names = dict.fromkeys(name for kind in kinds for name in kind.traced.pushes)
         pushes = {name: self._in_order(kinds, [values.get(name) for values in after]) for name in names}
         effects = [node for lifting in self.liftings for node in lifting.effects()]
@@ -271,7 +284,8 @@ class _VertexMap:
         return f"{self.label}/{kind.function.name} (sample/vertex)"
 
     def _all(self, kind: _VertexKind) -> Lifting:
-        rows = RowAxis(size(kind.vertices), None, lambda: self._numbers(kind.vertices), label=self._label(kind))
+        count = self.size if kind.places is None else size(kind.vertices)
+        rows = RowAxis(count, None, lambda: self._numbers(kind.vertices), label=self._label(kind))
         return self._lifting(kind, rows, is_inside=False)
 
     def _lifting(self, kind: _VertexKind, rows: RowAxis, *, is_inside: bool) -> Lifting:
@@ -287,7 +301,7 @@ class _VertexMap:
         return ranks if kind.places is None else gather(ranks, kind.places)
 
     def _is_leaf(self, kind: _VertexKind) -> Tensor:
-        starts = self.schedule.child_starts
+        starts = as_tensor(self.graph.offsets) if self.is_shared else self.schedule.child_starts
         if starts is None:
             return all_of(equal(self._table(kind), 0), axis=1)
         counts = subtract(starts[1:], starts[:-1])
@@ -295,7 +309,11 @@ class _VertexMap:
 
     def _before(self, kind: _VertexKind) -> dict[Tensor, LiftedValue]:
         """Values of the body that no gather reaches, for all vertices: pulls, and what eager nodes make of them."""
-        known = {x: LiftedValue(gather(self.pulls[name], kind.vertices), True) for name, x in kind.traced.pulls.items()}
+        pulls = {
+            name: self.pulls[name] if self.is_shared else gather(self.pulls[name], kind.vertices)
+            for name in kind.traced.pulls
+        }
+        known = {x: LiftedValue(pulls[name], True) for name, x in kind.traced.pulls.items()}
         known.update((x, LiftedValue(self._is_leaf(kind), True)) for x in kind.traced.is_leaf)
         body = kind.traced.body
         known.update((inner, LiftedValue(outer, False)) for outer, inner in body.captures.items())
@@ -325,7 +343,7 @@ class _VertexMap:
         """Pushed values in the order of the vertices; zeros for those that push nothing by that name."""
         if kinds[0].places is None:
             assert values[0] is not None
-            return gather(values[0], self.schedule.positions)
+            return values[0] if self.is_shared else gather(values[0], self.schedule.positions)
         given = [(kind, x) for kind, x in zip(kinds, values, strict=True) if x is not None]
         shape = given[0][1].shape
         if shape is None or not is_static(shape[1:]):
@@ -341,21 +359,21 @@ class _VertexMap:
 
     # -- set by set ------------------------------------------------------------------------------------------------
 
-    def _shared_sets(self, kind: _VertexKind, before: dict[Tensor, LiftedValue]) -> _Stores:
-        label, plan = f"{self.label}/{kind.function.name}", self.schedule
-        arity = None if plan.child_starts is not None else kind.function.children
-        shared = SharedSets(label, kind.traced, kind.parts, kind.kept, before, self.initial, arity)
+    def _shared_sets(self, kind: _VertexKind, before: dict[Tensor, LiftedValue]) -> tuple[Sequence[Tensor], _Stores]:
+        """The states of the roots, and what the lazy part needs."""
+        label, arity = f"{self.label}/{kind.function.name}", kind.function.children
+        shared = SharedSets(label, kind.traced, kind.parts, kind.kept, before, self.initial, self.graph, arity)
         spread = self._all(kind).rows.spread
-        rows = add_shared_sets(shared, plan, self.initial, spread, lambda: self._numbers(kind.vertices))
+        roots, rows = add_shared_sets(shared, self.graph, self.initial, spread, lambda: self._numbers(kind.vertices))
         states, kept = self._new_stores([kind])
-        count = len(states)
-        return (
-            [store.append(x) for store, x in zip(states, rows[:count], strict=True)],
-            [[store.append(x) for store, x in zip(kept[0], rows[count:], strict=True)]],
-        )
+        if rows:
+            count = len(states)
+            states = [store.append(x) for store, x in zip(states, rows[:count], strict=True)]
+            kept = [[store.append(x) for store, x in zip(kept[0], rows[count:], strict=True)]]
+        return roots, (states, kept)
 
     def _new_stores(self, kinds: Sequence[_VertexKind]) -> _Stores:
-        capacity = add(size(self.schedule.order), 1)
+        capacity = add(self.size, 1)
         states = [
             RowStore(x.tensor.dtype, x.shape, capacity).append(expand_dims(x.tensor, axis=0)) for x in self.initial
         ]

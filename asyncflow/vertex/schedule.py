@@ -42,6 +42,10 @@ POLICIES: Final[dict[str, Callable[[Edges], Array]]] = {
 With types, each is then cut into sets of one type.
 """
 
+BY_NUMBER: Final = "by_number"
+"""No policy: all vertices are one set, in the order of their numbers. For what is told of them, but not when they are
+computed."""
+
 
 class VertexSchedule(NamedTuple):
     """Vectors of int64, of a batch or a part of it; those that another arity or graph does not need are None."""
@@ -90,7 +94,7 @@ def schedules(
 
     Args:
         graph: of tensors or arrays; with types, each set has vertices of one type alone.
-        policy: one of `POLICIES`. Results do not depend on it.
+        policy: one of `POLICIES`, on which results do not depend, or `BY_NUMBER`.
         pulls: tensors that have a row for each vertex of the batch; the run looks where that is not known before.
         arity: how many children a vertex may have; None for any number.
         n_types: types are below it; None for any.
@@ -102,8 +106,8 @@ def schedules(
             form no graph; the error names sample and vertex.
         ShapeError: a tensor has not as many rows; a run fails if it is found there.
     """
-    if policy not in POLICIES:
-        raise GraphError(f"policies are {', '.join(map(repr, POLICIES))}; got {policy!r}")
+    if policy != BY_NUMBER:
+        check_policy(policy)
     arrays = (graph.offsets, graph.children, graph.samples, *(() if graph.types is None else (graph.types,)))
     unknown = _of_unknown_rows(pulls, as_tensor(graph.offsets))
     rows = [shape(pulls[name]) for name in unknown]
@@ -112,6 +116,12 @@ def schedules(
     )
     each = len(found) // parts
     return [_schedule(found[first : first + each], graph, arity) for first in range(0, len(found), each)]
+
+
+def check_policy(policy: str) -> None:
+    """Raises `GraphError` unless there is a policy of that name."""
+    if policy not in POLICIES:
+        raise GraphError(f"policies are {', '.join(map(repr, POLICIES))}; got {policy!r}")
 
 
 def _schedule(found: Sequence[Tensor], graph: InputGraph, arity: int | None) -> VertexSchedule:
@@ -192,7 +202,8 @@ no_row_rule(SCHEDULE, because="it orders the vertices of a whole batch at once")
 
 
 def _ordered(edges: Edges, policy: str, arity: int | None) -> tuple[Array, ...]:
-    sets, set_starts = _sets(edges, POLICIES[policy](edges))
+    numbers = np.zeros(edges.size, np.int64) if policy == BY_NUMBER else POLICIES[policy](edges)
+    sets, set_starts = _sets(edges, numbers)
     order = np.argsort(sets, kind="stable")
     positions = np.empty_like(order)
     positions[order] = np.arange(edges.size)
@@ -230,4 +241,4 @@ def _ranked(edges: Edges, sets: Array, order: Array, positions: Array) -> tuple[
     return positions[edges.children[by_set]] + 1, starts, positions[edges.parents[by_set]]
 
 
-__all__ = ["POLICIES", "SCHEDULE", "VertexSchedule", "schedule", "schedules"]
+__all__ = ["BY_NUMBER", "POLICIES", "SCHEDULE", "VertexSchedule", "check_policy", "schedule", "schedules"]

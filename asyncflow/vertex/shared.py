@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import graph_for, identity, placeholder
+from asyncflow.graph.build import as_tensor, graph_for, identity, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph
@@ -33,6 +33,8 @@ from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
+from asyncflow.vertex.input_graph import InputGraph
+from asyncflow.vertex.schedule import schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Array, Kernel, Namespace, Value
     from asyncflow.vertex.function import TracedFunction
-    from asyncflow.vertex.schedule import VertexSchedule
     from asyncflow.vertex.split import FunctionParts
 
 
@@ -48,13 +49,13 @@ class InputCounts(NamedTuple):
     """How many inputs of the node are what, in this order.
 
     Attributes:
-        schedule: set starts, ranks of children and, where these are any number, where those of each vertex begin.
+        graph: its arrays.
         states: the state of a child that is not there, in parts.
-        own: rows that each vertex has of its own.
+        own: rows that each vertex has of its own, by number.
         common: what is the same for all vertices of all runs that share a call.
     """
 
-    schedule: int
+    graph: int
     states: int
     own: int
     common: int
@@ -68,8 +69,11 @@ class SharedSets(SharedCode):
         counts: of the inputs of its node.
         has_rows: of each of these, whether each run has its own.
         specs: rows of states, and of what the core gives to the lazy part.
+        gives_rows: whether a run gets all of these; else the states of its roots alone.
+        pulls: of what each vertex has of its own, where that is pulled, the name.
         is_repeatable: computing a set again does no harm.
-        program: from the inputs behind the schedule and initial states, for some vertices, and what there is of their
+        order: from the arrays of a graph to what the schedule of its sets is; see `asyncflow.vertex.schedule`.
+        program: from the inputs behind the graph and initial states, for some vertices, and what there is of their
             children, to the rows of `specs`. Of children there are the parts of their states: of each slot, or of all,
             with the row of the vertex that each belongs to, and where those of each vertex begin.
     """
@@ -84,6 +88,7 @@ class SharedSets(SharedCode):
         kept: Sequence[Tensor],
         known: Mapping[Tensor, LiftedValue],
         states: Sequence[LiftedValue],
+        graph: InputGraph,
         arity: int | None,
     ) -> None:
         super().__init__(label, traced.body)
@@ -108,16 +113,35 @@ class SharedSets(SharedCode):
         self.draws_numbers = False
         self._state_specs = [x.tensor.spec for x in states]
         self.program = self._built(wanted)
+        self.order = self._ordering(graph)
         own = len(self.own) + self.draws_numbers
-        self.counts = InputCounts(2 + (arity is None), len(states), own, len(self.common))
+        self.counts = InputCounts(len(self.order.feeds), len(states), own, len(self.common))
+        self.gives_rows = bool(traced.pushes or parts.lazy)
+        names = {x: name for name, x in traced.pulls.items()}
+        self.pulls = [names.get(x) for x in self.own]
         self.has_rows = (*(True,) * sum(self.counts[:3]), *(False,) * self.counts.common)
 
     def __repr__(self) -> str:
         return f"<shared {self.label}>"
 
+    def node_specs(self) -> tuple[Spec, ...]:
+        """Of what its node gives."""
+        return (*self.specs[: self.counts.states], *(self.specs if self.gives_rows else ()))
+
     def programs(self) -> tuple[BodyProgram, ...]:
         """See the class."""
-        return (self.program,)
+        return (self.order, self.program)
+
+    def _ordering(self, data: InputGraph) -> BodyProgram:
+        with Graph() as graph:
+            arrays = [placeholder(int64, (None,)) for _ in range(3 if data.types is None else 4)]
+            plan = schedule(InputGraph(*arrays), arity=self._arity, n_types=1)
+            starts = () if plan.child_starts is None else (plan.child_starts,)
+            return BodyProgram(
+                graph,
+                tuple(arrays),
+                (plan.order, plan.positions, plan.set_starts, plan.root_ranks, plan.child_ranks, *starts),
+            )
 
     def _built(self, wanted: Sequence[Tensor]) -> BodyProgram:
         with Graph() as graph:
@@ -158,28 +182,31 @@ class SharedSets(SharedCode):
 
 def add_shared_sets(
     shared: SharedSets,
-    plan: VertexSchedule,
+    graph: InputGraph,
     initial: Sequence[LiftedValue],
     spread: Callable[[LiftedValue], Tensor],
     numbers: Callable[[], Tensor],
-) -> tuple[Tensor, ...]:
-    """Adds the node that computes all sets: rows of states, and of what the core gives to the lazy part.
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Adds the node that computes all sets.
 
     Args:
         shared: its code.
-        plan: the schedule.
+        graph: of the run.
         initial: the parts of the state of a child that is not there.
-        spread: gives a row for each vertex, in execution order.
+        spread: gives a row for each vertex, by number.
         numbers: those of all vertices, likewise.
+
+    Returns:
+        The states of the roots, and, where the node gives them, rows of all vertices, both by number.
     """
-    graph = graph_for()
-    schedule = [plan.set_starts, plan.child_ranks, *(() if plan.child_starts is None else (plan.child_starts,))]
+    arrays = [as_tensor(x) for x in (graph.offsets, graph.children, graph.samples, graph.types) if x is not None]
     own = [*map(spread, shared.own.values()), *([numbers()] if shared.draws_numbers else [])]
-    inputs = [*schedule, *(x.tensor for x in initial), *own, *shared.common.values()]
+    inputs = [*arrays, *(x.tensor for x in initial), *own, *shared.common.values()]
     attrs = {"shared": shared, **variables_of(shared.traced.body)}
-    name = graph.unique_name(f"{shared.label.rpartition('/')[2]}/sets")
-    node = graph.add_node(SHARED_SETS, inputs, attrs, shared.specs, reserved_name=name)
-    return node.outputs
+    root = graph_for()
+    name = root.unique_name(f"{shared.label.rpartition('/')[2]}/sets")
+    node = root.add_node(SHARED_SETS, inputs, attrs, shared.node_specs(), reserved_name=name)
+    return node.outputs[: len(initial)], node.outputs[len(initial) :]
 
 
 _gatherers: list[Callable[[SharedSets, tuple[Array, ...]], Value]] = []
@@ -196,7 +223,7 @@ def _kernel(xp: Namespace, *, shared: SharedSets, **variables: object) -> Kernel
 
 
 def _specs(*inputs: Spec, shared: SharedSets, **variables: object) -> tuple[Spec, ...]:
-    return shared.specs
+    return shared.node_specs()
 
 
 SHARED_SETS = define("shared_sets", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads)

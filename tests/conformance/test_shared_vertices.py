@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from random import Random
 from typing import Any
 
@@ -125,6 +126,39 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
         await others_end()
         (counts,) = session.statistics().batches.values()
         assert 1 <= counts.failed <= 4  # of five, of halves, and of the one
+
+
+async def test_88_a_run_whose_graph_is_none(open_session: OpenSession) -> None:
+    """It alone fails, and is told what is wrong with it, by its own sample and vertex; the others share all sets."""
+    program = Program(slotted)
+    chain = af.InputGraph.chain([3])
+    right = [chain.offsets, chain.children, chain.samples, np.ones((3, WIDTH))]
+    wrong = {
+        1: ([0, 1, 2, 3], [1, 2, 0], [0, 3], "vertex 0 of sample 0 is its own descendant"),
+        2: ([0, 0, 1, 3], [0, 1, 9], [0, 3], "vertex 2 of sample 0 has a child 9"),
+        4: ([1, 1, 2, 3], [0, 1, 1], [0, 3], "offsets of an input graph go from 0"),
+        5: ([0, 0, 1], [0], [0, 2], "pulls\\['x'\\] has a row for each vertex: the graph has 2 vertices"),
+        6: ([0, 0, 0, 3], [0, 1, 1], [0, 3], "vertex 2 of sample 0 has 3 children; 2 are the most"),
+    }
+    arrays = [program.structure.offsets, program.structure.children, program.structure.samples, program.x]
+    asked = [[*map(np.array, wrong[each][:3]), right[3]] if each in wrong else right for each in range(8)]
+    async with open_session(program.graph) as session:
+        runs = (session.run(program.fetches, dict(zip(arrays, each, strict=True))) for each in asked)
+        found = await asyncio.gather(*runs, return_exceptions=True)
+        for number, each in enumerate(found):
+            if number in wrong:
+                assert isinstance(each, af.KernelError)
+                assert each.node == "vertex_map/slotted/sets"
+                assert re.search(wrong[number][3], str(each.__cause__))
+            else:
+                assert isinstance(each, list)
+                np.testing.assert_allclose(each[-1], slotted_alone(chain, right[3])[1])
+        del found, each
+        (counts,) = session.statistics().batches.values()
+        assert counts.largest > 1
+        assert (counts.members, counts.failed) == (9, 0)
+        await others_end()
+        assert session.statistics().runs == 0
 
 
 async def test_85_a_deadline_between_sets(open_session: OpenSession) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import asyncflow as af
+from asyncflow.errors import ShapeError
 from asyncflow.graph.spec import Spec
-from asyncflow.runtime.vertex_rows import RunOfSets, VertexRows
+from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.vertex.shared import InputCounts
 from tests.vertex.evaluation import forest, in_order
 from tests.vertex.graphs import children_of, ordered
@@ -21,7 +23,8 @@ FLOAT = Spec(np.dtype("float64"), (None, 2))
 @dataclass(eq=False)
 class Member:
     sets: RunOfSets
-    expected: Any
+    roots: Any
+    states: Any
     is_gone: bool = False
 
 
@@ -29,76 +32,156 @@ def member(number: int, arity: int | None) -> Member:
     """One whose states are its own rows and those of its children, with what stands for one that is not there."""
     random = np.random.default_rng(number)
     graph = forest(random, random.integers(1, 8, int(random.integers(0, 3))).tolist())
-    plan = ordered(graph, arity=arity)
-    own, initial = random.normal(size=(graph.n_vertices, 2)), np.full(2, float(number))
+    own, initial = random.normal(size=(graph.n_vertices, 2)), np.full(2, float(number % 2))
     states: dict[int, Any] = {}
     for vertex in in_order(graph):
         below = [states[child] for child in children_of(graph)[vertex]]
         missing = 0 if arity is None else arity - len(below)
         states[vertex] = sum(below, own[vertex] + missing * initial)
-    order = plan.order.tolist()
-    counts = InputCounts(2 + (arity is None), 1, 1, 0)
-    starts = () if plan.child_starts is None else (plan.child_starts,)
-    inputs = (plan.set_starts, plan.child_ranks, *starts, initial, own[order])
-    return Member(RunOfSets.of(inputs, counts), np.array([states[v] for v in order]).reshape(-1, 2))
+    every = np.array([states[v] for v in range(graph.n_vertices)]).reshape(-1, 2)
+    return Member(sets_of(graph, initial, own), every[graph.roots], every)
 
 
-def step(rows: VertexRows[Member], members: list[Member], *, arity: int | None) -> None:
-    at = rows.rows(members)
-    own, children, *edges = rows.inputs(members, at)
+def sets_of(graph: Any, initial: Any, own: Any) -> RunOfSets:
+    inputs = (graph.offsets, graph.children, graph.samples, initial, own)
+    return RunOfSets.of(inputs, InputCounts(3, 1, 1, 0), ["x"])
+
+
+def in_groups(rows: VertexRows[Member], arity: int | None) -> list[tuple[Member, list[Any]]]:
+    """Has those join that wait; gives those without vertices."""
+    together, empty = rows.take_waiting()
+    for members in together:
+        graph = af.InputGraph(*joined([each.sets for each in members]))
+        plan = ordered(graph, arity=arity)
+        starts = () if plan.child_starts is None else (plan.child_starts,)
+        schedule = (plan.order, plan.positions, plan.set_starts, plan.root_ranks, plan.child_ranks, *starts)
+        rows.groups.append(VertexGroup.of(members, schedule, rows.specs))
+    return empty
+
+
+def step(rows: VertexRows[Member], groups: list[VertexGroup[Member]], *, arity: int | None) -> None:
+    own, children, *edges = rows.inputs(groups)
     if arity is not None:
         below = children.sum(axis=1)
     else:
         owners, starts = edges
-        assert np.array_equal(np.diff(starts), np.bincount(owners, minlength=len(at)))
+        assert np.array_equal(np.diff(starts), np.bincount(owners, minlength=len(own)))
         below = np.zeros_like(own)
         np.add.at(below, owners, children)
-    rows.advance(members, at, [own + below])
+    rows.advance(groups, [own + below])
+
+
+def check(found: tuple[Member, list[Any]]) -> Member:
+    each, (roots, states) = found
+    np.testing.assert_allclose(roots, each.roots)
+    np.testing.assert_allclose(states, each.states)
+    return each
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("arity", [2, None])
 def test_each_run_has_its_own_rows(seed: int, arity: int | None) -> None:
-    """They come and go at any set, some unfinished; steps are for all of them or for halves."""
+    """They come together and go at any set, some unfinished; steps are for all groups, or for each run by itself."""
     random = Random(seed)
-    rows: VertexRows[Member] = VertexRows([FLOAT])
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=True)
     ended: list[Member] = []
     asked: list[Member] = []
-    while len(asked) < 60 or not rows.is_empty:
+    largest = 0
+    while len(asked) < 60 or rows.groups or rows.waiting:
         for _ in range(random.randrange(4) if len(asked) < 60 else 0):
             asked.append(member(len(asked), arity))
             rows.waiting.append(asked[-1])
         if asked and random.random() < 0.1:
             random.choice(asked).is_gone = True
-        rows.admit()
+        rows.drop()
+        ended += map(check, in_groups(rows, arity))
         assert not any(each.is_gone for each in rows.members)
-        for each, (found,) in rows.ended():  # without vertices
-            ended.append(each)
-            assert found.shape == (0, 2)
-        middle = random.randrange(len(rows.members) + 1)
-        for part in (rows.members[:middle], rows.members[middle:]):
+        largest = max([largest, *(len(group.places) for group in rows.groups)])
+        groups = list(rows.groups)
+        if random.random() < 0.1:
+            groups = rows.part(groups)
+            assert all(len(group.places) == 1 for group in groups)
+        middle = random.randrange(len(groups) + 1)
+        for part in (groups[:middle], groups[middle:]):
             if part:
                 step(rows, part, arity=arity)
-        if rows.members and random.random() < 0.1:
-            failed = random.choice(rows.members)
-            failed.is_gone = True
+        if rows.groups and random.random() < 0.1:
+            failed = random.choice(rows.groups)
+            for each in failed.members:
+                each.is_gone = True
             rows.remove([failed])
-        for each, (found,) in rows.ended():
-            ended.append(each)
-            np.testing.assert_allclose(found, each.expected)
+        ended += map(check, rows.ended())
+    assert largest > 1
     assert len(ended) == len(set(ended))
     assert {each for each in asked if not each.is_gone} <= set(ended)
 
 
-def test_slabs_are_as_large_as_what_is_there() -> None:
-    """However many runs have come and gone."""
-    rows: VertexRows[Member] = VertexRows([FLOAT])
-    largest = 0
-    for number in range(300):
-        each = member(number, 2)
-        largest = max(largest, each.sets.size + 1)
-        rows.waiting.append(each)
-        rows.admit()
-        while not rows.is_empty and not rows.ended():
-            step(rows, rows.members, arity=2)
-    assert rows._room <= 2 * largest
+def test_who_has_few_sets_waits_for_nobody() -> None:
+    """It leaves with its own last set, whatever the sets of those that joined with it."""
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
+    for length in (2, 5, 3):
+        sets = sets_of(af.InputGraph.chain([length]), np.zeros(2), np.ones((length, 2)))
+        rows.waiting.append(Member(sets, None, None))
+    in_groups(rows, 1)
+    (group,) = rows.groups
+    left = []
+    while rows.groups:
+        step(rows, rows.groups, arity=1)
+        left += [(group.done, found) for _, (found,) in rows.ended()]
+    assert [done for done, _ in left] == [2, 3, 5]
+    assert [found.tolist() for _, found in left] == [[[2.0, 2.0]], [[3.0, 3.0]], [[5.0, 5.0]]]
+
+
+@pytest.mark.parametrize("arity", [2, None])
+def test_an_order_of_several_graphs(arity: int | None) -> None:
+    """Each as a group of its own has the order of its graph alone."""
+    members = [each for each in (member(number, arity) for number in range(0, 40, 2)) if each.sets.size]
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False, waiting=members)
+    in_groups(rows, arity)
+    (group,) = rows.groups
+    for each, found in zip(members, rows.part([group]), strict=True):
+        plan = ordered(af.InputGraph(*each.sets.graph), arity=arity)
+        assert found.members == [each]
+        assert found.set_starts == plan.set_starts.tolist()
+        assert np.array_equal(found.positions, plan.positions)
+        assert np.array_equal(found.ranks, plan.child_ranks)
+        assert np.array_equal(found.places[0].roots, plan.root_ranks)
+        if plan.child_starts is not None:
+            assert found.child_starts is not None
+            assert np.array_equal(found.child_starts, plan.child_starts)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "children", "samples"),
+    [
+        ([1, 1, 2], [0, 0], [0, 2]),
+        ([0, 1, 1], [0, 0], [0, 2]),
+        ([0, 0, 1], [0], [0, 1]),
+        ([0, 0, 1], [0], [1, 2]),
+        ([0, 0, 1], [0], []),
+        ([], [], [0]),
+    ],
+)
+def test_what_would_shift_others_is_put_in_order_apart(
+    offsets: list[int], children: list[int], samples: list[int]
+) -> None:
+    """88: Arrays that do not fit one another stand beside nobody's."""
+    graph = [np.array(x, np.int64) for x in (offsets, children, samples)]
+    inputs = (*graph, np.zeros(2), np.ones((max(len(offsets) - 1, 0), 2)))
+    wrong = Member(RunOfSets.of(inputs, InputCounts(3, 1, 1, 0), ["x"]), None, None)
+    right = [member(2, 2), member(4, 2)]
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False, waiting=[right[0], wrong, right[1]])
+    assert rows.take_waiting() == ([[wrong], right], [])
+
+
+def test_runs_with_other_states_of_missing_children_are_other_groups() -> None:
+    rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
+    rows.waiting += [each for each in (member(number, 2) for number in range(9)) if each.sets.size]
+    expected = [[each for each in rows.waiting if each.sets.initial[0][0] == value] for value in (0.0, 1.0)]
+    together, _ = rows.take_waiting()
+    assert sorted(together, key=lambda members: float(members[0].sets.initial[0][0])) == expected
+
+
+def test_a_row_for_each_vertex() -> None:
+    with pytest.raises(ShapeError, match=r"pulls\['x'\] has a row for each vertex: .* 3 vertices, .* \[4,2\]"):
+        sets_of(af.InputGraph.chain([3]), np.zeros(2), np.ones((4, 2)))

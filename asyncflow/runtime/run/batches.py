@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.pools import Pools
@@ -173,6 +174,8 @@ class RunsBatches(Protocol):
     observers: Observers | None
 
     async def plan_of(self, program: BodyProgram) -> Plan: ...
+
+    def memory_of(self, plan: Plan) -> MemoryAccount: ...
 
     def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
         """The fetched values; None if that is not for the event loop."""
@@ -351,11 +354,12 @@ class Batches(TellingState):
         else:
             self._compute(call, plan)
 
-    def beside(self, work: Coroutine[object, object, None]) -> None:
+    def beside(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         """Does something that the session's end cancels."""
         task = self.turn.loop.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
+        return task
 
     async def _planned(self, call: BatchCall[BatchMember]) -> None:
         """Computes a batch once it has a plan; who has left meanwhile is not in it."""
@@ -424,6 +428,10 @@ class Batches(TellingState):
     async def plan_of(self, program: BodyProgram) -> Plan:
         """The plan of a body's graph."""
         return await self._runs.plan_of(program)
+
+    def memory_of(self, plan: Plan) -> MemoryAccount:
+        """The account of the device that computes a body of one partition."""
+        return self._runs.memory_of(plan)
 
     async def compute(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values of a body's plan: here and now, if that is short."""

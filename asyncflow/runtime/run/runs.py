@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.protocol import Device
     from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.observer import Observers
@@ -485,6 +486,10 @@ class Runs:
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values of a body; see `start_batch`."""
         return cast("list[Array]", await self.start_batch(plan, values, trace=current_trace()).wait())
+
+    def memory_of(self, plan: Plan) -> MemoryAccount:
+        """The account of the device that computes a body of one partition."""
+        return self._devices[plan.partitions[0].device].memory
 
     def has_own_memory(self, plan: Plan) -> bool:
         """Whether a body runs on one device, which can keep values between runs."""

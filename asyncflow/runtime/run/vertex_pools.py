@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING
 
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import Turn
-from asyncflow.runtime.vertex_rows import RunOfSets, VertexRows
+from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import current_part
 from asyncflow.vertex.shared import SharedSets, install_set_gatherer
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.runtime.run.batches import Batches
     from asyncflow.values import Array, Value
+
+_MANY = 4096
+"""Graphs of more vertices are put in order aside, so that nobody waits for that."""
 
 
 class VertexMember(ToldPlace):
@@ -55,11 +59,18 @@ class VertexPool(TellingState):
         super().__init__()
         self.shared = shared
         self._pools, self._batches, self._key, self._common = pools, pools.batches, key, common
-        self.rows: VertexRows[VertexMember] = VertexRows(shared.specs)
+        self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
+        self._memory: MemoryAccount
+        self._joining: list[VertexMember] = []
+        """Those whose graphs are being put in order."""
+        self._ended: list[tuple[VertexMember, list[Array]]] = []
+        """Those who are still to be told, and their results."""
+        self._aside: set[asyncio.Task[None]] = set()
+        """Those tasks that do so for large graphs, which nobody waits for."""
 
     def places(self) -> list[PlaceInLine]:
         """Everybody in it."""
-        return [*self.rows.members, *self.rows.waiting]
+        return [*self.rows.members, *self.rows.waiting, *self._joining, *(member for member, _ in self._ended)]
 
     def describe(self) -> str:
         """How many there are."""
@@ -70,46 +81,105 @@ class VertexPool(TellingState):
         rows, failure = self.rows, None
         try:
             plan = await self._batches.plan_of(self.shared.program)
+            order = await self._batches.plan_of(self.shared.order)
             while True:
-                rows.admit()
-                self._deliver()  # graphs without vertices
-                if rows.members:
-                    await self._step(plan, list(rows.members))
+                self._count(rows.drop())
+                await self._admit(order)
+                if rows.groups:
+                    # Who has ended with the step before goes on while a thread computes this one.
+                    self._batches.turn.loop.call_soon(self._deliver)
+                    await self._step(plan, rows.groups)
+                    self._ended += rows.ended()
+                if not rows.groups:
                     self._deliver()
-                if rows.is_empty:
+                if self._aside and not (rows.groups or rows.waiting):
+                    await asyncio.wait(self._aside, return_when=asyncio.FIRST_COMPLETED)
+                if not (rows.groups or rows.waiting or self._aside):
                     break
                 await asyncio.sleep(0)  # others may join
         except Exception as error:  # no plan, or the session closes
             failure = error
         finally:
             self._pools.forget(self._key)
+        self._deliver()
         if failure is not None:
-            self._end([*rows.members, *rows.waiting], failure)
+            self._end([*rows.members, *rows.waiting, *self._joining], failure)
             del failure
 
-    async def _step(self, plan: Plan, members: list[VertexMember]) -> None:
-        """Computes the next set of each; if that fails, of each half, until the one at fault is alone."""
-        at = self.rows.rows(members)
+    async def _admit(self, order: Plan) -> None:
+        """Has those join that wait, but those with large graphs when these are in order."""
+        if not self.rows.waiting:
+            return
+        together, empty = self.rows.take_waiting()
+        self._ended += empty
+        for members in together:
+            self._joining += members
+            large = [member for member in members if member.sets.size > _MANY]
+            for member in large:
+                task = self._batches.beside(self._join(order, [member]))
+                self._aside.add(task)
+                task.add_done_callback(self._aside.discard)
+            if len(large) < len(members):
+                await self._join(order, [member for member in members if member not in large])
+
+    async def _join(self, order: Plan, members: list[VertexMember]) -> None:
+        """Puts graphs in order, as one; if that fails, each by itself, and those at fault are told."""
+        failure = None
         try:
-            own = self.rows.inputs(members, at)
+            self.rows.groups.append(await self._in_order(order, members))
+        except Exception as error:
+            failure = error
+        if failure is None or len(members) == 1:
+            self._joining = [member for member in self._joining if member not in members]
+        if failure is not None and len(members) == 1:
+            self._end(members, failure)
+        elif failure is not None:
+            del failure  # and what its frames hold
+            for member in members:
+                await self._join(order, [member])
+
+    async def _in_order(self, order: Plan, members: list[VertexMember]) -> VertexGroup[VertexMember]:
+        schedule = await self._batches.compute(order, joined([member.sets for member in members]))
+        group = VertexGroup.of(members, schedule, self.shared.specs)
+        self._memory = self._batches.memory_of(order)
+        for array in group.arrays():
+            self._memory.track(array, self.shared.label)
+        return group
+
+    def _count(self, groups: Iterable[VertexGroup[VertexMember]]) -> None:
+        """Has the rows of groups counted that are new, though their members are not."""
+        for group in groups:
+            for array in group.arrays():
+                self._memory.count(array, self.shared.label)
+
+    async def _step(self, plan: Plan, groups: Sequence[VertexGroup[VertexMember]]) -> None:
+        """Computes the next set of each; if that fails, of each half, until the one at fault is alone."""
+        groups = list(groups)
+        size = sum([len(group.places) for group in groups])
+        try:
+            own = self.rows.inputs(groups)
             split = self.shared.counts.own
             found = await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]])
         except Exception as error:
-            self._batches.count_call(self.shared, len(members), failed=1)
-            if len(members) == 1 or not self.shared.is_repeatable:
-                self.rows.remove(members)
-                self._end(members, error)
+            self._batches.count_call(self.shared, size, failed=1)
+            if size == 1 or not self.shared.is_repeatable:
+                self.rows.remove(groups)
+                self._end([member for group in groups for member in group.members], error)
                 return
-            middle = len(members) // 2
-            for half in (members[:middle], members[middle:]):
-                await self._step(plan, half)
+            parts = self.rows.part(groups)
+            self._count(parts)
+            middle = len(parts) // 2
+            for half in (parts[:middle], parts[middle:]):
+                if half:
+                    await self._step(plan, half)
             return
-        self._batches.count_call(self.shared, len(members))
-        self.rows.advance(members, at, found)
+        self._batches.count_call(self.shared, size)
+        self.rows.advance(groups, found)
 
     def _deliver(self) -> None:
-        for member, rows in self.rows.ended():
-            self.tell(member, rows)
+        ended, self._ended = self._ended, []
+        for member, found in ended:
+            self.tell(member, found)
 
     def _end(self, members: Sequence[VertexMember], error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -134,7 +204,7 @@ class VertexPools:
     def join(self, shared: SharedSets, inputs: tuple[Array, ...]) -> VertexMember:
         """The place in line of one run, whose results are rows of states, and what else is asked for."""
         counts = shared.counts
-        sets, common = RunOfSets.of(inputs, counts), inputs[sum(counts[:3]) :]
+        sets, common = RunOfSets.of(inputs, counts, shared.pulls), inputs[sum(counts[:3]) :]
         shapes = tuple((x.dtype, x.shape[1:]) for x in sets.own)
         key = (shared, shapes, *common_values(shared.has_rows, inputs))
         pool = self._pools.get(key)

@@ -1,0 +1,135 @@
+"""`VertexPool`: who joins and leaves between sets, what their rows take, and what is told at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.faults.kernels import until
+from tests.others import others_end
+from tests.patience import PATIENCE_S
+from tests.vertex.evaluation import H, slotted, slotted_alone
+
+WIDTH = 2
+LABEL = "vertex_map/slotted"
+
+
+class Trees:
+    """A graph with a shared vertex map, and what it is to give for chains."""
+
+    def __init__(self, function: af.VertexFunction = slotted) -> None:
+        with af.Graph() as self.graph:
+            self.structure, self.x = af.InputGraph.placeholder(), af.placeholder("float64", (None, WIDTH))
+            found = af.vertex_map(function, self.structure, self.x, initial=0.0, share=True)
+            self.roots = found.roots[0] if isinstance(found.roots, tuple) else found.roots
+
+    def feeds(self, length: int, value: float = 1.0) -> Any:
+        return {**self.structure.feeds(af.InputGraph.chain([length])), self.x: np.full((length, WIDTH), value)}
+
+    async def check(self, session: af.Session, length: int, value: float = 1.0) -> None:
+        found = await session.run(self.roots, self.feeds(length, value))
+        _, expected = slotted_alone(af.InputGraph.chain([length]), np.full((length, WIDTH), value))
+        np.testing.assert_allclose(found, expected)
+
+
+def pools_of(session: af.Session) -> Any:
+    return session._runs.batches.vertex_pools._pools  # type: ignore[union-attr]
+
+
+async def test_rows_are_in_the_memory_account() -> None:
+    """While sets are computed, and no longer."""
+    seen: list[tuple[float, list[int]]] = []
+
+    @af.op(outputs=af.spec("float64", (H,)), pure=True)
+    def look(h: Any) -> Any:
+        account = session.devices[0].memory
+        rows = [buffer.nbytes for buffer in account.top(100) if buffer.label == "vertex_map/looking"]
+        seen.append((session.statistics().memory["cpu:0"].held, sorted(rows)))
+        return h
+
+    @af.vertex_function(state=af.spec("float64", (H,)), children=1)
+    def looking(v: af.Vertex) -> None:
+        v.scatter(look(af.sum(v.pull()) + v.gather(0)))
+
+    trees = Trees(looking)
+    length = 300
+    async with af.Session(trees.graph, debug=True) as session:
+        await session.run(trees.roots, trees.feeds(length))
+        rows = [length * WIDTH * 8, length * 2 * 8, (length + 1) * H * 8]  # pulled, numbers, states
+        assert {tuple(found) for _, found in seen} == {tuple(rows)}
+        assert all(held >= sum(rows) for held, _ in seen)
+        await others_end()
+        assert session.statistics().memory["cpu:0"].held == 0
+
+
+async def test_a_run_without_room_for_its_rows() -> None:
+    """88: It alone fails; those that came with it have their results."""
+    trees = Trees()
+    async with af.Session(trees.graph, memory_limit=400_000, debug=True) as session:
+        runs = (session.run(trees.roots, trees.feeds(length)) for length in (3, 20_000, 5))
+        found = await asyncio.gather(*runs, return_exceptions=True)
+        assert isinstance(found[1], af.OutOfMemoryError)
+        for length, each in ((3, found[0]), (5, found[2])):
+            assert not isinstance(each, BaseException)
+            np.testing.assert_allclose(each, slotted_alone(af.InputGraph.chain([length]), np.ones((length, WIDTH)))[1])
+        del found, each
+        await others_end()
+        assert session.statistics().memory["cpu:0"].held == 0
+        assert not pools_of(session)
+
+
+async def test_nobody_waits_for_the_order_of_a_large_graph() -> None:
+    """Small ones go on, and it joins when it is in order; a pool that has it alone waits for it."""
+    trees = Trees()
+    async with af.Session(trees.graph, debug=True) as session, asyncio.timeout(PATIENCE_S):
+        await trees.check(session, 2)
+        large = asyncio.ensure_future(session.run(trees.roots, trees.feeds(30_000), timeout=0.5))
+        await asyncio.sleep(0)
+        (pool,) = pools_of(session).values()
+        await until(lambda: pool._aside)
+        assert pool.places()
+        await trees.check(session, 3)
+        with pytest.raises(af.DeadlineExceeded):
+            await large
+        del large
+        await others_end()
+        assert not pools_of(session)
+
+
+async def test_a_message_says_with_how_many() -> None:
+    trees = Trees()
+    async with af.Session(trees.graph, debug=True) as session:
+        runs = (session.run(trees.roots, trees.feeds(20_000, value), timeout=0.2) for value in (1.0, 2.0))
+        for error in await asyncio.gather(*runs, return_exceptions=True):
+            assert isinstance(error, af.DeadlineExceeded)
+            assert f"the sets of {LABEL} (sets of" in str(error)
+        del error
+        await others_end()
+
+
+async def test_a_session_that_closes() -> None:
+    """Its pool ends with it, whoever is there."""
+    trees = Trees()
+    async with af.Session(trees.graph, debug=True) as session:
+        asked = [asyncio.ensure_future(session.run(trees.roots, trees.feeds(20_000))) for _ in range(3)]
+        await until(lambda: pools_of(session))
+        (pool,) = pools_of(session).values()
+        await until(lambda: pool.rows.members)
+        await session.aclose(grace_s=0)
+    for each in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(each, af.SessionClosedError | asyncio.CancelledError)
+    del each, asked
+    assert not pools_of(session)
+
+
+async def test_a_pool_ends_with_its_last_run() -> None:
+    trees = Trees()
+    async with af.Session(trees.graph, debug=True) as session:
+        await asyncio.gather(*(trees.check(session, length, value) for length in (0, 1, 4) for value in (1.0, 2.0)))
+        await others_end()
+        assert not pools_of(session)
+        assert session.statistics().runs == 0
