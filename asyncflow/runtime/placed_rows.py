@@ -52,6 +52,10 @@ class PlacedRows(RowGroup[A]):
             found[own] = self._fresh[-1 - place][index]
         return found
 
+    def variables(self, row: int) -> list[Array]:
+        """The variables of a row that is new."""
+        return self.values(row)[: self._n_vars]
+
     def add(self, activation: A, values: Sequence[Array]) -> None:
         """A row behind the others."""
         self.rows.append(activation)

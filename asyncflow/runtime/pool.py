@@ -98,8 +98,12 @@ class RowGroup(Generic[A]):
         """Copies of the inputs of one row."""
         found = list(self.rows[row].inputs)
         for place, slab in zip(self._own, self._slabs, strict=True):
-            found[place] = slab[row] if slab.dtype == object else slab[row, ...].copy()  # the slab goes on changing
+            found[place] = _taken(slab, row)
         return found
+
+    def variables(self, row: int) -> list[Array]:
+        """Copies of the variables of one row."""
+        return [_taken(slab, row) for slab in self._slabs[: self._n_vars]]
 
     def size(self) -> int:
         """How many elements its rows have."""
@@ -164,6 +168,11 @@ class RowGroup(Generic[A]):
         self._stores = [slab for slab in slabs if slab.dtype == object]
         if self._owners is not None:
             self._owners = np.resize(self._owners, self._room)
+
+
+def _taken(slab: Array, row: int) -> Array:
+    """A row, while the slab goes on changing."""
+    return slab[row] if slab.dtype == object else slab[row, ...].copy()
 
 
 class PoolRows(Generic[A]):
@@ -260,8 +269,8 @@ class PoolRows(Generic[A]):
         """
         if b"\0" not in goes_on.tobytes():
             return []
-        ended = [first + int(row) for row in np.flatnonzero(~np.asarray(goes_on))]
-        found = [(group.rows[row], group.values(row)[: self._n_vars]) for row in ended]
+        ended = [first + row for row in np.logical_not(goes_on).nonzero()[0].tolist()]
+        found = [(group.rows[row], group.variables(row)) for row in ended]
         for row in reversed(ended):
             self.remove(group, row)
         return found

@@ -107,8 +107,7 @@ async def test_f42_whoever_comes_and_goes(data: st.DataObject) -> None:
 @pytest.fixture
 def swift(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step takes too long for the event loop, however busy the machine is."""
-    monkeypatch.setattr(pools, "_BURST_NS", 1e15)
-    monkeypatch.setattr(pools, "_STEP_NS", 1e15)
+    monkeypatch.setattr(pools, "_TURN_NS", 1e15)
 
 
 @pytest.mark.usefixtures("swift")
@@ -159,6 +158,60 @@ async def test_one_that_is_alone_is_stepped_as_it_was_written() -> None:
         counting.cancel()
         assert alone.tobytes() == pooled.tobytes()
         assert passes < 250
+
+
+@pytest.mark.usefixtures("swift")
+async def test_only_where_somebody_may_join_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has come or gone may be followed by others, so there is one step then; a full pool steps until a row ends."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
+        loops = {capacity: recurrent(x, n, capacity) for capacity in (2, 3)}
+    asked: list[tuple[int, int]] = []
+    call = pools._Steps.call
+
+    def noted(steps: pools._Steps, values: list[Any], size: int, most: int) -> list[Any]:
+        if not steps.is_one:
+            asked.append((len(values[0]), most))
+        return call(steps, values, size, most)
+
+    monkeypatch.setattr(pools._Steps, "call", noted)
+    start = np.ones(3, np.float32)
+    async with af.Session(graph) as session:
+        for capacity, fetches in loops.items():
+            await asyncio.gather(*(session.run(fetches, {x: start, n: k}) for k in (20, 30)))  # and steps are measured
+            asked.clear()
+            await asyncio.gather(*(session.run(fetches, {x: start, n: k}) for k in (5, 90)))
+            together = [most for rows, most in asked if rows == 2]
+            if capacity == 2:
+                assert len(together) == 1
+                assert together[0] >= 5
+            else:
+                assert together == [1, 1, 4]  # when they have come, then as long as nobody has
+
+
+async def test_pools_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is short enough for the event loop is too long for each of two: then a step is a run, on a thread."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
+        loops = [recurrent(x, n), recurrent(x, n)]
+    monkeypatch.setattr("asyncflow.runtime.run.single_call.CountedCall.expected_ns", lambda *_: pools._TURN_NS * 0.7)
+    runs = 0
+    run = pools._Steps.run
+
+    def counted(steps: pools._Steps, values: list[Any]) -> Any:
+        nonlocal runs
+        runs += 1
+        return run(steps, values)
+
+    monkeypatch.setattr(pools._Steps, "run", counted)
+    feeds = {x: np.ones(3, np.float32), n: 10}
+    async with af.Session(graph) as session:
+        await asyncio.gather(*(session.run(fetches, feeds) for fetches in loops))  # and steps are measured
+        runs = 0
+        await session.run(loops[0], feeds)
+        assert runs == 0
+        await asyncio.gather(*(session.run(fetches, feeds) for fetches in loops))
+        assert runs > 10
 
 
 async def test_variables_that_change_places(open_session: OpenSession) -> None:

@@ -21,7 +21,7 @@ from asyncflow.lift.pooled import STEPS, SharedLoop, install_pool_gatherer
 from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import common_values
-from asyncflow.runtime.scheduler.turn import Turn
+from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.shares import PATIENCE_S
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import current_part
@@ -37,11 +37,8 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Value
 
 
-_BURST_NS = 400_000
-"""So long several steps of one pass of the event loop may take together (0.4 ms)."""
-
-_STEP_NS = 700_000
-"""So long one may take there, which is several kernels, none of them as long (0.7 ms): less than a turn."""
+_TURN_NS = BURST_NS
+"""So long steps may take in one pass of the event loop, those of all pools together."""
 
 _TRUE = np.True_
 
@@ -85,17 +82,17 @@ class _Steps:
         self._call = runs.counted_call(plan)
         self._flags = np.empty(0, bool)
 
-    def most(self, size: int) -> int:
-        """How many steps on so many elements the event loop has time for."""
-        expected_ns = inf if self._call is None else self._call.expected_ns(size)
-        return max(1, int(_BURST_NS / max(expected_ns, 1.0)))
-
-    def call(self, values: list[Array], size: int, most: int) -> list[Array] | None:
-        """Next variables, who goes on, and how many steps were made; None if that takes too long for the event loop."""
+    def most(self, size: int, time_ns: float) -> int:
+        """How many steps on so many elements there is time for on the event loop."""
         call = self._call
-        if call is None or call.expected_ns(size) > _STEP_NS or not self._runs.may_call(self._plan):
-            return None
-        return self._rows_of(call([most, *self._given(values)], size))
+        if call is None or (expected_ns := call.expected_ns(size)) > time_ns or not self._runs.may_call(self._plan):
+            return 0
+        return int(time_ns / max(expected_ns, 1.0))
+
+    def call(self, values: list[Array], size: int, most: int) -> list[Array]:
+        """Next variables, who goes on, and how many steps were made, here and now."""
+        assert self._call is not None
+        return self._rows_of(self._call([most, *self._given(values)], size))
 
     def _given(self, values: list[Array]) -> list[Array]:
         if self.is_one:  # a store may keep what it is given
@@ -258,21 +255,23 @@ class LoopPool(TellingState):
 
     def _step_now(self, steps: _Steps, group: RowGroup[PooledActivation]) -> bool:
         """Steps a group, once or, while all is calm, often; not if that takes too long for the event loop, or fails."""
-        count, size = len(group.rows), group.size()
-        most: float = 1
-        patience = self._calm + 2 * steps.is_one
-        if patience and self.shared.is_repeatable:
-            most = min(4**patience, steps.most(size), self._next_limit - self._rows.steps)
+        rows, size = self._rows, group.size()
+        most = steps.most(size, _TURN_NS / self._pools.count)
+        if not most:
+            return False
+        if not self.shared.is_repeatable:
+            most = 1
+        elif rows.live < self.shared.pool.capacity:  # or else nobody can join before one leaves, which ends the call
+            most = min(4 ** (self._calm + 2 * steps.is_one), most)
         try:
-            found = steps.call(group.inputs(0, count), size, int(most))
+            found = steps.call(group.inputs(0, len(group.rows)), size, int(min(most, self._next_limit - rows.steps)))
         except Exception as error:
             if self.shared.is_repeatable:
                 return False  # whose fault it was is found step by step
             self._end_group(group, error)
             return True
-        if found is not None:
-            self._advance(group, found)
-        return found is not None
+        self._advance(group, found)
+        return True
 
     async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, wherever that is."""
@@ -469,6 +468,11 @@ class Pools:
             pool = self._pools[key] = LoopPool(self, key, shared)
             self.batches.beside(pool.drive())
         return pool
+
+    @property
+    def count(self) -> int:
+        """How many pools there are."""
+        return len(self._pools)
 
     async def code_of(self, shared: SharedLoop) -> _Code:
         """The compiled form of a loop."""
