@@ -222,6 +222,9 @@ class MemoryAccount:
         # fewer (a slice); a small slice is let go, as what it looks into was tracked when it was made.
         if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES:
             owner = value if value.base is None else owner_of(value)
+            watch = self._live.get(id(owner))
+            if watch is not None and watch() is owner:  # most often, and without the lock
+                return
             nbytes = owner.nbytes
             if nbytes >= TRACKED_BYTES:
                 used = self._watch(owner, nbytes, label)

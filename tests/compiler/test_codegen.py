@@ -594,6 +594,34 @@ async def test_random_bodies_with_buffers(graph: af.Graph, seed: int) -> None:
     feeds = {n: 5} | {x: random.normal(size=(40, 40)).astype(np.float32) for x in start}
     first, second = await both_ways(graph, [*fetches, *start], feeds)
     assert_same_bits(first, second)
+    async with af.Session(graph, memory_limit=1 << 30) as session:
+        assert_same_bits(first, await session.run([*fetches, *start], feeds))
+
+
+async def test_buffers_are_kept_and_counted_under_a_limit(graph: af.Graph) -> None:
+    """Two take turns while the loop runs, and are gone behind it; the account sees each once."""
+    x, w = af.placeholder("float32", (64, 64)), af.placeholder("float32", (64, 64))
+    _, y = af.while_loop(lambda i, _: i < 50, lambda i, y: (i + 1, y @ w), (0, x))
+    total = af.sum(af.sort(y))
+    value = np.eye(64, dtype=np.float32)
+    async with af.Session(graph, memory_limit=64 * value.nbytes) as session:
+        code = session.plan(total, [x, w]).explain(source=True)
+        assert len(re.findall(r"= (buffer\w*) = k_matmul\(\w+, \w+, out=\1\)", code)) == 1
+        assert await session.run(total, {x: value, w: value}) == 64
+        # Two feeds, and the two buffers, or the last of them and the sorted values.
+        assert session.statistics().memory["cpu:0"].peak <= 4 * value.nbytes + 8192
+
+
+async def test_buffers_that_would_be_much_of_a_limit_are_not_kept(graph: af.Graph) -> None:
+    x = af.placeholder("float32", (64, 64))
+    _, y = af.while_loop(lambda i, _: i < 50, lambda i, y: (i + 1, af.tanh(y + 1) * 2), (0, x))
+    value = np.zeros((64, 64), np.float32)
+    results = []
+    for values in (64, 8):
+        async with af.Session(graph, memory_limit=values * value.nbytes) as session:
+            assert ("out=" in session.plan(y, [x]).explain(source=True)) is (values == 64)
+            results.append(await session.run([y], {x: value}))
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("counts", [[], [5] * 4, [40, 40, 7, 7, 1, 0], [1, 3, 30, 30, 2]], ids=str)

@@ -10,6 +10,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from asyncflow.devices import TRACKED_BYTES, LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics
+from tests.patience import PATIENCE_S
 
 KIB = 1024
 
@@ -82,6 +83,32 @@ def test_an_id_that_is_used_again_is_another_buffer() -> None:
         del value
     assert len(ids) < 100, "no id was used again, so this showed nothing"
     assert account.peak == 8 * KIB
+
+
+def test_an_id_that_is_used_again_before_anybody_has_looked() -> None:
+    account = MemoryAccount("cpu:0")
+    ids = set()
+    for number in range(100):
+        value = array(8 * KIB)
+        ids.add(id(value))
+        account.track(value, str(number))
+        account.track(value, "again")
+        if number < 99:
+            del value
+    assert len(ids) < 100, "no id was used again, so this showed nothing"
+    assert account.top() == (LiveBuffer(8 * KIB, "99"),)
+    assert account.total == 100 * 8 * KIB
+
+
+def test_what_is_counted_needs_no_lock() -> None:
+    account = MemoryAccount("cpu:0")
+    value = array(8 * KIB)
+    account.track(value)
+    with account._lock:
+        other = threading.Thread(target=account.track, args=(value[KIB:],))
+        other.start()
+        other.join(timeout=PATIENCE_S)
+        assert not other.is_alive()
 
 
 def test_over_the_limit_raises_and_says_what_is_there() -> None:

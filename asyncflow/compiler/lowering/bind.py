@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
+from asyncflow.autodiff.saved_values import SAVE
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.kernels import asks_for_memory, bind_kernel, bind_launch, bind_member, bind_region
+from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.device_loops import bind_device_loop
+from asyncflow.devices.memory import TRACKED_BYTES
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.graph.dtypes import VARIANT
 
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Kernel, Namespace, Value
+
+_SPARE = 16
+"""A region keeps buffers, to write to them again, for no more than this part of a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,11 @@ class Binding:
         launching, stream = device.asynchronous, self.streams.get(node, 0)
         if launching is None:
             # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
-            track = device.memory.track if self.options.debug or device.memory.limit is not None else None
-            code = generate_region(partial(self.kernel, device), track=track, swapping=device.swapping)
+            limit = device.memory.limit
+            track = device.memory.track if self.options.debug or limit is not None else None
+            spare_bytes = inf if limit is None else limit / _SPARE
+            kernel = partial(self.kernel, device)
+            code = generate_region(kernel, track=track, swapping=device.swapping, spare_bytes=spare_bytes)
             return code, code.function
 
         def bind(member: Node) -> Kernel:
@@ -125,6 +135,8 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
     stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
     if not stores:
         return kernel
+    if node.op is SAVE and (nbytes(node.inputs[2].spec) or 0) >= TRACKED_BYTES:
+        return partial(_save, kernel, memory.track, node.name)  # such values count by themselves
 
     def call(*inputs: Value) -> Value:
         result = kernel(*inputs)
@@ -133,3 +145,10 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
         return result
 
     return call
+
+
+def _save(save: Kernel, track: Kernel, label: str, store: Value, index: Value, value: Value) -> Value:
+    result = save(store, index, value)
+    if result.held[-1] is value:  # what was fed counts once a store keeps it; all else has been counted
+        track(value, label)
+    return result

@@ -121,7 +121,7 @@ class Buffers:
     Attributes:
         uses: from `find_uses`.
         carried: results that become loop variables, whose old values are theirs to write to.
-        in_loop: whether buffers are used again in the next iteration.
+        keeps_rows: whether buffers of rows are kept for the next iteration.
         appended: from `rows_appended`.
         slots: the variable that holds the buffer of a value.
         row_slots: the variable that holds the `RowBuffer` of a value.
@@ -130,22 +130,23 @@ class Buffers:
 
     uses: Uses
     carried: frozenset[Tensor] = frozenset()
-    in_loop: bool = False
+    keeps_rows: bool = False
     appended: Mapping[Tensor, Tensor] = field(default_factory=dict)
     slots: dict[Tensor, str] = field(default_factory=dict)
     row_slots: dict[Tensor, str] = field(default_factory=dict)
     own: set[Tensor] = field(default_factory=set)
     _free: dict[Spec, list[str]] = field(default_factory=dict)
 
-    def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[], str]) -> str | None:
+    def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[Spec], str | None]) -> str | None:
         """The variable whose buffer `node`, at `index`, may write its result to; None if it has to make a new one."""
         if not writes_to_buffer(node, kernel):
             return None
         output = node.outputs[0]
         if self.uses.dies_at(output) is None and output not in self.carried:
             return None
-        slot = self._in_place(node, index, kernel) or self._reused(output.spec) or new_slot()
-        self.slots[output] = slot
+        slot = self._in_place(node, index, kernel) or self._reused(output.spec) or new_slot(output.spec)
+        if slot is not None:
+            self.slots[output] = slot
         return slot
 
     def rows_for(
@@ -184,7 +185,7 @@ class Buffers:
                     self.row_slots[output] = self.row_slots.pop(x)
                 alike = " == ".join(f"{name}.shape" for name in names)
                 return value(x) if len(names) == 1 else f"{value(x)} if {alike} else None"
-        if ends is None or not self.in_loop:
+        if ends is None or not self.keeps_rows:
             return None
         slot = self._reused(output.spec) or new_slot(output.spec)
         self.row_slots[output] = slot

@@ -20,19 +20,20 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.autodiff.saved_values import READ_SAVED
-from asyncflow.compiler.placement.node_costs import may_be_long
+from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
+from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.row_buffers import RowBuffer, leading_inputs, rows_appended
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
-from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
-from asyncflow.graph.graph import has_side_effect
+from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.op import KernelContext
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
@@ -70,9 +71,6 @@ _INFIX: dict[Callable[..., object], str] = {
     operator.invert: "~{}",
 }
 
-_SILENT = (CONSTANT, PARAMETER, NO_OP)
-"""Ops that leave no line in the source."""
-
 _RESERVED = (
     *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations", "RowBuffer"),
     *("PlaceInLine", "claimed"),
@@ -95,6 +93,7 @@ def generate(
     enqueues: bool = False,
     decide: Callable[[StructuredNode], Callable[..., object]] | None = None,
     swapping: Swapping | None = None,
+    spare_bytes: float = inf,
 ) -> RegionCode:
     """The function of `region`.
 
@@ -109,8 +108,10 @@ def generate(
             branch or loop. The function yields what that returns, and is sent the results.
         swapping: moves saved values. The function yields False before it waits for one, and a `WorkingSet` before an
             iteration for which memory is short.
+        spare_bytes: how many bytes of buffers the function may keep to write to them again.
     """
-    return _Generator(region, bind, track, max_iterations, enqueues, decide, swapping).generate(name)
+    generator = _Generator(region, bind, track, max_iterations, enqueues, decide, swapping, spare_bytes)
+    return generator.generate(name)
 
 
 @dataclass(slots=True)
@@ -146,6 +147,7 @@ class _Generator:
     enqueues: bool
     decide: Callable[[StructuredNode], Callable[..., object]] | None
     swapping: Swapping | None
+    spare_bytes: float
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -154,7 +156,6 @@ class _Generator:
     constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
     slots: dict[str, str] = field(default_factory=dict)
-    buffered: set[Tensor] = field(default_factory=set)
     needs_context: bool = False
     is_generator: bool = False
     launches: int = 0
@@ -268,27 +269,27 @@ class _Generator:
         """
         escaping = tuple(escaping)
         block.nodes, block.escaping = nodes, escaping
-        if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
+        if not self.enqueues:
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
-            block.buffers = Buffers(uses, carried, in_loop=bool(block.loops), appended=rows_appended(nodes))
+            # How much buffers of rows would keep is not known before they are there.
+            keeps_rows = bool(block.loops) and self.spare_bytes == inf
+            block.buffers = Buffers(uses, carried, keeps_rows=keeps_rows, appended=rows_appended(nodes))
         dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
             if end is not None and index == end[0]:
                 left = (x for place, values in dead.items() if place >= index for x in values)
-                end[1]([self.names[x] for x in left if x in self.names and x not in self.buffered])
+                end[1]([self.names[x] for x in left if x in self.names])
             self.put(node, index, block)
             if block.buffers is not None:
                 block.buffers.release(index)
-            # A value in a buffer that is written again need not be let go.
-            names = [self.names[tensor] for tensor in dead.get(index, ()) if tensor not in self.buffered]
-            if names:
-                self.line(block, f"del {', '.join(names)}")
+            if index in dead:
+                self.line(block, f"del {', '.join(self.names[tensor] for tensor in dead[index])}")
 
     def put(self, node: Node, index: int, block: _KnownNames) -> None:
         if self.decide is not None and isinstance(node, StructuredNode):
             self.put_decision(node, self.decide(node), block)
             return
-        if block.depth == 1 and node.op not in _SILENT:
+        if block.depth == 1 and node.op not in SILENT:
             self.note_phase(node, block)
         if isinstance(node, CondNode):
             self.put_cond(node, block)
@@ -296,7 +297,7 @@ class _Generator:
             self.put_while(node, block)
         elif node.op is IDENTITY:
             self.names[node.outputs[0]] = self.value(node.inputs[0])
-        elif node.op not in _SILENT:
+        elif node.op not in SILENT:
             self.put_kernel(node, index, block)
 
     def note_phase(self, node: Node, block: _KnownNames) -> None:
@@ -320,10 +321,10 @@ class _Generator:
 
     def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
         kernel, buffers, slot, out = self.kernel(node), block.buffers, None, None
+        n_slots = len(self.slots)
         if buffers is not None and kernel is not None:
-            slot = buffers.slot_for(node, index, kernel, self.new_slot)
+            slot = buffers.slot_for(node, index, kernel, self.new_buffer)
             out = slot or self.room(node, buffers) or buffers.rows_for(node, index, kernel, self.value, self.new_rows)
-            self.buffered.update(x for x in node.outputs if x in buffers.slots or x in buffers.row_slots)
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("swapping", self.swapping)
@@ -342,7 +343,9 @@ class _Generator:
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
         self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
-        if self.track is not None and node.op is not READ_SAVED:  # which counts since it was saved, or came back
+        # Saved values count since they were saved, or came back, and buffers since they were written first.
+        counts = node.op is READ_SAVED or (slot is not None and len(self.slots) == n_slots)
+        if self.track is not None and not counts:
             self.bound.setdefault("track", self.track)
             for tensor, target in zip(node.outputs, targets, strict=True):
                 if not is_small_spec(tensor.spec):
@@ -382,7 +385,15 @@ class _Generator:
         alike = dict.fromkeys(self.value(x) for x in leading_inputs(node, self.kernel(node), of_row=True))
         return f"{self.names[store]}.room({', '.join(alike)})" if alike else None
 
-    def new_slot(self, initial: str = "None") -> str:
+    def new_buffer(self, spec: Spec) -> str | None:
+        """A variable with a buffer for values of this spec; None if that would be more than may be kept."""
+        nbytes = spec_nbytes(spec)
+        if nbytes > self.spare_bytes:
+            return None
+        self.spare_bytes -= nbytes
+        return self.new_slot("None")
+
+    def new_slot(self, initial: str) -> str:
         slot = self.fresh("buffer", "buffer")
         self.slots[slot] = initial
         return slot
@@ -452,6 +463,7 @@ class _Generator:
         follows_loop, self.is_generator = self.is_generator, True
         condition, body, n_vars = node.predicate, node.body, node.n_vars
         loop = LoopIdentity(node.name, node.location)
+        n_slots, spare_bytes = len(self.slots), self.spare_bytes
         counter = self.fresh(f"{loop.label}_iteration", "iteration")
         variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
         for variable, initial in zip(variables, node.inputs, strict=False):
@@ -473,8 +485,8 @@ class _Generator:
         carried = self.carried(condition, body, n_vars)
         read = {*block.escaping, *(x for each in block.nodes for x in each.inputs)}
         kept = [place for place, output in enumerate(node.outputs) if output in read]
-        nodes, for_next = _needed_to_end(node, kept)
-        only = _only_node(condition)
+        nodes, for_next = needed_to_end(node, kept)
+        only = only_node(condition)
         is_short = not any(may_be_long(each, INLINE_LIMIT_NS) for each in for_next)
         is_plain = is_short or only is None or self.enqueues or self.decide is not None
 
@@ -493,8 +505,7 @@ class _Generator:
         end = None if is_plain else (len(nodes), put_end)
         self.put_line([*nodes, *for_next] if end else body.nodes, body.results, inner, carried, end)
         for variable, result in zip(variables, body.results, strict=True):
-            if result in carried:
-                assert inner.buffers is not None
+            if inner.buffers is not None and result in inner.buffers.slots and result in carried:
                 # What the variable holds is dead; the value it had before the first iteration is not ours.
                 self.line(inner, f"{inner.buffers.slots[result]} = {variable} if {counter} else None")
         self.put_next(variables, [self.value(result) for result in body.results], inner)
@@ -507,6 +518,9 @@ class _Generator:
         self.line(inner, f"{counter} += 1")
         self.checkpoint(inner)
         self.names.update(zip(node.outputs, variables, strict=True))
+        if len(self.slots) > n_slots and not block.loops:
+            self.line(block, f"del {', '.join(list(self.slots)[n_slots:])}")
+            self.spare_bytes = spare_bytes
 
     def put_ask(self, node: WhileNode, block: _KnownNames) -> None:
         """Asks for the memory of an iteration."""
@@ -520,7 +534,7 @@ class _Generator:
 
     def carried(self, condition: Subgraph, body: Subgraph, n_vars: int) -> frozenset[Tensor]:
         """The results of a loop body whose buffers take turns with those of its variables."""
-        if self.track is not None or self.enqueues:
+        if self.enqueues:
             return frozenset()
         members = set(body.nodes)
 
@@ -533,7 +547,7 @@ class _Generator:
         return carried_results(variables, in_cond, in_body, can_write)
 
     def put_predicate(self, condition: Subgraph, block: _KnownNames, inner: _KnownNames) -> None:
-        only = _only_node(condition)
+        only = only_node(condition)
         if only is not None:
             self.line(block, f"while {self.call(only, inner)}:")
             self.places[len(self.lines)] = self.place(only, inner)
@@ -556,32 +570,6 @@ class _Generator:
             rebound.add(variable)
         for variable, value in moves:
             self.line(block, f"{variable} = {value}")
-
-
-def _only_node(condition: Subgraph) -> Node | None:
-    """The one node that computes a predicate; None: there are several, or none."""
-    working = [n for n in condition.nodes if n.op not in (CONSTANT, PARAMETER, NO_OP)]
-    is_only = len(working) == 1 and working[0] is condition.results[0].node
-    return working[0] if is_only and working[0].op.kernel is not None and working[0].op is not IDENTITY else None
-
-
-def _needed_to_end(loop: WhileNode, kept: Iterable[int]) -> tuple[list[Node], list[Node]]:
-    """The nodes of a body that its last iteration is for, and those that only make variables for a further one.
-
-    `kept` are the variables that somebody reads after the loop. Effects, and what users wrote, are not left out.
-    """
-    body, decided = loop.body, {x for node in loop.predicate.nodes for x in node.inputs}
-    places = {*kept, *(place for place, x in enumerate(loop.predicate.inputs[: loop.n_vars]) if x in decided)}
-    wanted = [body.results[place].node for place in places]
-    wanted += [node for node in body.nodes if has_side_effect(node) or node.op.is_user or node.subgraphs]
-    needed: set[Node] = set()
-    while wanted:
-        node = wanted.pop()
-        if node not in needed:
-            needed.add(node)
-            wanted += node.sources
-    for_next = [node for node in body.nodes if node not in needed and node.op not in _SILENT]
-    return [node for node in body.nodes if node in needed or node.op in _SILENT], for_next
 
 
 def _takes_time(nodes: Iterable[Node]) -> bool:
