@@ -23,7 +23,7 @@ from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
 from asyncflow.ops.derivatives import all as _rules
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, shape_of, zeros_of
-from asyncflow.state.queues import PUTS, TAKES
+from asyncflow.state.queue_ops import PUTS, TAKES
 from asyncflow.state.variable import Variable
 from asyncflow.values import Nest
 

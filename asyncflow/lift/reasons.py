@@ -22,7 +22,7 @@ from asyncflow.lift.branches import JOIN_ROWS, SPLIT_ROWS
 from asyncflow.ops.checks import PRINT
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, no_row_rule, row_rule
-from asyncflow.state import mutex, queues, table, variable
+from asyncflow.state import mutex, queue_ops, table, variable
 
 row_rule(CASE_INDEX)(row_by_row)
 
@@ -52,7 +52,7 @@ no_row_rule(
 no_row_rule(table.TABLE_SAMPLE, because="rows would draw from one table; sample before, one for each of them")
 no_row_rule(*mutex.MEETING_OPS, because="it is no row that waits, but a run")
 no_row_rule(
-    *queues.QUEUE_OPS,
+    *queue_ops.QUEUE_OPS,
     because="rows would share one queue, and wait for one another; put the rows in with enqueue_many",
 )
 no_row_rule(PRINT, because="each row prints a line, in their order")

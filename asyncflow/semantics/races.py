@@ -17,7 +17,8 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.semantics.orders import AccessOrder
 from asyncflow.semantics.program import NeededGraph
 from asyncflow.state.mutex import MeetingPlace
-from asyncflow.state.queues import PUTS, TAKES, Queue
+from asyncflow.state.queue_ops import PUTS, TAKES
+from asyncflow.state.queues import Queue
 from asyncflow.values import Nest
 
 _Between: TypeAlias = Literal["nodes", "iterations", "runs"]

@@ -46,7 +46,7 @@ from asyncflow.semantics.program import NeededGraph
 from asyncflow.semantics.state import Firing, ProgramState, Tag, digest
 from asyncflow.state.mutex import WAIT, Barrier, BarrierState, MutexState
 from asyncflow.state.queue import QueueSnapshot, QueueState
-from asyncflow.state.waiting.lines import LinedState, PlaceInLine
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine, worked
 from asyncflow.values import Kernel, Nest, Value
 
 MISSING: Final = object()
@@ -312,7 +312,7 @@ class Rules:
         inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
         if node.op.needs_context:
             inputs.insert(0, KernelContext(self.seed, tag[0], tag[1:], self._ends[tag[0]]))
-        return self._kernels[node](*inputs)
+        return worked(self._kernels[node](*inputs))
 
     def settle(self, state: ProgramState) -> None:
         """All that is the same whenever it happens."""

@@ -9,6 +9,9 @@ import numpy as np
 
 from asyncflow.values import Array, Value
 
+LARGE_BYTES = 1 << 20
+"""An array of more bytes (1 MiB) is not copied on the event loop."""
+
 
 def immutable(value: Any) -> Any:
     """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar.
@@ -25,6 +28,15 @@ def immutable(value: Any) -> Any:
     copied = value.copy()
     copied.flags.writeable = False
     return copied
+
+
+def lock(value: object) -> None:
+    """Makes an array read-only that a graph has made, if its memory is its own: to keep it, no copy is needed then.
+
+    Nobody writes to it any more. One that looks into other memory stays as it is: what is there may go on changing.
+    """
+    if type(value) is np.ndarray and value.base is None and value.flags.owndata:
+        value.flags.writeable = False
 
 
 def is_immutable(array: Array) -> bool:
@@ -48,4 +60,4 @@ def sealed(function: Callable[..., Value]) -> Callable[..., Value]:
     return call
 
 
-__all__ = ["immutable", "is_immutable", "sealed"]
+__all__ = ["LARGE_BYTES", "immutable", "is_immutable", "lock", "sealed"]

@@ -21,15 +21,18 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn, cast
 
 import numpy as np
 
 from asyncflow.errors import CheckpointError, GraphError, QueueClosedError
 from asyncflow.graph.resource import Resource
+from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.state.held import Holder
+from asyncflow.state.immutable import LARGE_BYTES
 from asyncflow.state.queue_arrays import as_arrays, as_elements
+from asyncflow.state.queue_places import CopyingPlace, QueuePlace, Stage
 from asyncflow.state.waiting.element_orders import Element, ElementOrder
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.values import Array, Value
@@ -56,35 +59,6 @@ class QueueSnapshot(NamedTuple):
         if isinstance(self.order, tuple):  # of Python's generator: a version, numbers, and what it has not drawn
             arrays["order"] = np.array(self.order[1], np.int64)
         return arrays
-
-
-class QueuePlace(PlaceInLine):
-    """A place of one who puts in, or takes out.
-
-    Attributes:
-        count: of elements.
-        add: puts them in; None for one who takes.
-        or_fewer: take what is left, if there will never be as many.
-        is_refused: the queue was closed meanwhile, and nothing is waited for any more.
-    """
-
-    __slots__ = ("add", "count", "is_refused", "or_fewer")
-
-    def __init__(
-        self,
-        state: QueueState,
-        what: str,
-        finish: Callable[..., Value],
-        count: int,
-        add: Callable[[], None] | None = None,
-        *,
-        or_fewer: bool = False,
-    ) -> None:
-        super().__init__(state, what, finish)
-        self.count = count
-        self.add = add
-        self.or_fewer = or_fewer
-        self.is_refused = False
 
 
 class QueueState(LinedState):
@@ -123,6 +97,8 @@ class QueueState(LinedState):
         self._putters: deque[QueuePlace] = deque()
         self._takers: deque[QueuePlace] = deque()
         self._coming = 0  # elements of those who wait to put them in
+        self._in_hand: list[Element] = []  # of the first who takes, where it copies them
+        self._element_bytes = _bytes_of(specs)
 
     def __repr__(self) -> str:
         return f"<QueueState {self.name}: {self.describe()}>"
@@ -139,9 +115,8 @@ class QueueState(LinedState):
         add = order.adding(elements)
         with self.lock:
             if self.is_closed or self.ended is not None:
-                self.check()
-                raise self._closed(f"{what}: nothing more can be put in")
-            if self._putters or (len(order) + count > self.capacity and not self._may_put(count)):
+                self._refuse(what)
+            if self._putters or ((self._in_hand or len(order) + count > self.capacity) and not self._may_put(count)):
                 place = QueuePlace(self, what, finish, count, add)
                 self._putters.append(place)
                 self._coming += count
@@ -153,10 +128,36 @@ class QueueState(LinedState):
             self.wake_called()
         return place if place is not None else finish(None)
 
+    def put_copies(
+        self, copy: Callable[[], Sequence[Element]], count: int, what: str, finish: Callable[[None], Value]
+    ) -> PlaceInLine:
+        """As `put` of the elements that ``copy()`` gives, which takes long and is called on a thread.
+
+        Raises:
+            QueueClosedError: it is closed.
+        """
+        order = self.elements
+        place = CopyingPlace(self, what, finish, count, puts=lambda: order.adding(copy()))
+        with self.lock:
+            if self.is_closed or self.ended is not None:
+                self._refuse(what)
+            self._putters.append(place)
+            self._coming += count
+            self._settle()
+        self.wake_called()
+        return place
+
     def take(
-        self, count: int, or_fewer: bool, what: str, finish: Callable[[list[Element]], Value]
+        self, count: int, or_fewer: bool, what: str, finish: Callable[[list[Element]], Value], *, copies: bool = False
     ) -> Value | PlaceInLine:
         """Takes so many elements, all at once: what `finish` makes of them, or a place in line.
+
+        Args:
+            count: how many.
+            or_fewer: take what is left, if there will never be as many.
+            what: it does, for messages.
+            finish: makes the result.
+            copies: it copies the elements; large ones on a thread.
 
         Raises:
             QueueClosedError: it is closed, and there will never be enough.
@@ -167,10 +168,14 @@ class QueueState(LinedState):
             if self.ended is not None:
                 self.check()
             if self._takers or not self._may_take(count, or_fewer):
-                place = QueuePlace(self, what, finish, count, or_fewer=or_fewer)
+                kind = CopyingPlace if copies else QueuePlace
+                place = kind(self, what, finish, count, or_fewer=or_fewer)
                 self._takers.append(place)
             else:
                 taken = self._taken(count, or_fewer, what) if self.is_closed else self.elements.remove(count)
+                if copies and self._are_large(taken):
+                    place = CopyingPlace(self, what, finish, count, or_fewer=or_fewer)
+                    self._copy(place, taken)
             if self._putters:
                 self._settle()
         if self.to_wake:
@@ -181,7 +186,7 @@ class QueueState(LinedState):
         """How many elements are in it."""
         with self.lock:
             self.check()
-            return len(self.elements)
+            return self._held()
 
     def close(self, cancel_pending: bool = False) -> None:
         """Lets nothing more in. Idempotent.
@@ -205,6 +210,8 @@ class QueueState(LinedState):
         """One moment of it, by reference; what waits to be put in is no part of it."""
         with self.lock:
             elements, order = self.elements.capture()
+            if self._in_hand:
+                elements = (*self._in_hand, *elements)
             return QueueSnapshot(elements, order, self.is_closed, self.specs)
 
     def check_arrays(self, arrays: Mapping[str, Array]) -> None:
@@ -233,6 +240,7 @@ class QueueState(LinedState):
     def become(self, snapshot: QueueSnapshot) -> None:
         """Makes it what it was; those who wait go on waiting, for what there is now."""
         with self.lock:
+            self._in_hand = []  # who copies them has taken them before this
             self.elements.restore(snapshot.elements, snapshot.order)
             self.is_closed = snapshot.is_closed
             self._settle()
@@ -240,8 +248,11 @@ class QueueState(LinedState):
 
     # -- who may go on, under the lock ---------------------------------------------------------------------------
 
+    def _held(self) -> int:
+        return len(self.elements) + len(self._in_hand)
+
     def _may_put(self, count: int) -> bool:
-        held = len(self.elements)
+        held = self._held()
         return held + count <= self.capacity or (bool(self._takers) and held < self._first_needs())
 
     def _may_take(self, count: int, or_fewer: bool) -> bool:
@@ -258,7 +269,7 @@ class QueueState(LinedState):
 
     def _first_needs(self) -> int:
         first = self._takers[0]
-        return self._needed(first.count, first.or_fewer)
+        return self._needed(first.count, first.or_fewer) if first.stage is Stage.WAITING else 0
 
     def _needed(self, count: int, or_fewer: bool) -> int:
         """How many elements have to be there, for a take to go on."""
@@ -281,11 +292,14 @@ class QueueState(LinedState):
                 self._takers[0].is_called = False
 
     def _first_may_put(self) -> bool:
-        return self._may_put(self._putters[0].count)
+        first = self._putters[0]
+        return first.stage is Stage.WAITING and self._may_put(first.count)
 
     def _first_may_take(self) -> bool:
         first = self._takers[0]
-        return self._may_take(first.count, first.or_fewer)
+        if first.stage is Stage.WAITING:
+            return self._may_take(first.count, first.or_fewer)
+        return first.stage is Stage.MADE
 
     def _taken(self, count: int, or_fewer: bool, what: str) -> list[Element]:
         if self.is_closed:
@@ -297,6 +311,9 @@ class QueueState(LinedState):
     def claimed(self, place: PlaceInLine) -> object:
         """See `LinedState.claimed`."""
         assert isinstance(place, QueuePlace)
+        if isinstance(place, CopyingPlace) and place.error is not None:
+            error, place.error = place.error, None
+            raise error
         if place.is_refused:
             raise self._closed(f"{place.what}: it was closed with cancel_pending=True while this waited")
         line = self._takers if place.add is None else self._putters
@@ -307,12 +324,21 @@ class QueueState(LinedState):
         line.popleft()
         try:
             if place.add is None:
-                return self._taken(place.count, place.or_fewer, place.what)
+                return self._served(place)
             self._coming -= place.count
             place.add()
             return None
         finally:
             self._settle()
+
+    def _served(self, place: QueuePlace) -> object:
+        if isinstance(place, CopyingPlace):
+            if place.stage is Stage.MADE:
+                self._in_hand = []
+                return place.made
+            taken = self._taken(place.count, place.or_fewer, place.what)
+            return self._copy(place, taken) if self._are_large(taken) else taken
+        return self._taken(place.count, place.or_fewer, place.what)
 
     def left(self, place: PlaceInLine) -> None:
         """See `LinedState.left`."""
@@ -320,8 +346,42 @@ class QueueState(LinedState):
         line = self._takers if place.add is None else self._putters
         if place in line:
             line.remove(place)
-            self._coming -= 0 if place.add is None else place.count
+            if place.add is not None:
+                self._coming -= place.count
+            elif place.stage is not Stage.WAITING:
+                in_hand, self._in_hand = self._in_hand, []
+                self.elements.give_back(in_hand)
             self._settle()
+
+    # -- copies, under the lock ----------------------------------------------------------------------------------
+
+    def _are_large(self, elements: Sequence[Element]) -> bool:
+        """Whether they take too long to copy on an event loop."""
+        size = self._element_bytes
+        if size is not None:
+            return len(elements) * size > LARGE_BYTES
+        return sum(value.nbytes for element in elements for value in element) > LARGE_BYTES
+
+    def _copy(self, place: CopyingPlace, elements: list[Element]) -> object:
+        """Has the first who takes copy what is in its hand; it goes on being the first."""
+        self._takers.appendleft(place)
+        self._in_hand = elements
+        place.copy(elements)
+        return NOT_YET
+
+    def copied(self, place: CopyingPlace, made: object, error: BaseException | None) -> None:
+        """Takes the copies that `place` waits for, or why there are none, from whichever thread."""
+        with self.lock:
+            if error is not None:
+                place.error = error
+                self.left(place)
+                self.call(place)
+            elif place.add is None:
+                place.stage, place.made = Stage.MADE, made
+            else:
+                place.stage, place.add = Stage.WAITING, cast("Callable[[], None]", made)
+            self._settle()
+        self.wake_called()
 
     def places(self) -> list[PlaceInLine]:
         """See `LinedState.places`."""
@@ -335,10 +395,14 @@ class QueueState(LinedState):
         lines = ", ".join(f"{count} wait{'s' * (count == 1)} {verb}" for count, verb in waiting if count)
         reserve = f", {self.reserve} of which a take leaves" if self.reserve else ""
         state = ", closed" if self.is_closed else ""
-        return f"{len(self.elements)} of {self.capacity} elements{reserve}{state}{f'; {lines}' if lines else ''}"
+        return f"{self._held()} of {self.capacity} elements{reserve}{state}{f'; {lines}' if lines else ''}"
+
+    def _refuse(self, what: str) -> NoReturn:
+        self.check()
+        raise self._closed(f"{what}: nothing more can be put in")
 
     def _closed(self, why: str) -> QueueClosedError:
-        left = len(self.elements) + self._coming
+        left = self._held() + self._coming
         some = f"{left} element{'s are' if left != 1 else ' is'} left"
         return QueueClosedError(f"{why}, as queue {self.name!r} is closed; {some}", queue=self.name, left=left)
 
@@ -361,6 +425,17 @@ class QueueState(LinedState):
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Nothing of it is in the memory of a device."""
+
+
+def _bytes_of(specs: Sequence[Spec]) -> int | None:
+    """The bytes of an element; None if that is not the same for all."""
+    total = 0
+    for spec in specs:
+        size = size_of(spec.shape)
+        if size is None:
+            return None
+        total += size * spec.dtype.itemsize
+    return total
 
 
 __all__ = ["QueueSnapshot", "QueueState"]

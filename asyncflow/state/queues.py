@@ -23,15 +23,15 @@ from asyncflow.graph.build import TensorLike, as_array, as_tensor, constant, gra
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Access, Effects, Op, define, not_differentiable
+from asyncflow.graph.op import Op
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import format_shape, is_compatible, is_static, is_subshape
+from asyncflow.graph.shapes import is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.state.containers import HasState, check_resource_name, find_state
-from asyncflow.state.immutable import immutable
 from asyncflow.state.mutex import whole_number
 from asyncflow.state.queue import QueueState
 from asyncflow.state.queue_arrays import Pads, open_axes, stacked
+from asyncflow.state.queue_ops import DEQUEUE, DEQUEUE_MANY, ENQUEUE, ENQUEUE_MANY, QUEUE_CLOSE, QUEUE_SIZE, put
 from asyncflow.state.waiting.awaiting import granted
 from asyncflow.state.waiting.element_orders import (
     ArrivalOrder,
@@ -41,8 +41,7 @@ from asyncflow.state.waiting.element_orders import (
     PriorityOrder,
     RandomOrder,
 )
-from asyncflow.state.waiting.lines import PlaceInLine
-from asyncflow.values import Array, Kernel, Namespace, Nest, Value
+from asyncflow.values import Array, Nest
 
 
 class Queue(Resource):
@@ -158,7 +157,8 @@ class Queue(Resource):
         """Puts an element in, once there is room, from a coroutine of the application's.
 
         Args:
-            element: a nest as the spec is, of arrays and numbers; copied where somebody could write to it.
+            element: a nest as the spec is, of arrays and numbers; copied where somebody could write to it, on a thread
+                if that takes long: leave it as it is until this returns.
             session: whose queue; None for that of the ``async with`` block around. In a container it does not matter.
 
         Raises:
@@ -168,14 +168,13 @@ class Queue(Resource):
 
         Cancellation: nothing was put in.
         """
-        state = self._state(session)
-        await granted(state.put([self._value(element)], f"put of queue {self.name!r}", _nothing))
+        await granted(put(self._state(session), [self._values(element)], f"put of queue {self.name!r}"))
 
     async def put_many(self, elements: Sequence[Nest], *, session: HasState | None = None) -> None:
         """Puts all `elements` in, at once, once there is room for all; see `put`."""
-        state, values = self._state(session), [self._value(each) for each in elements]
-        if values:
-            await granted(state.put(values, f"put_many({len(values)}) of queue {self.name!r}", _nothing))
+        state, rows = self._state(session), [self._values(each) for each in elements]
+        if rows:
+            await granted(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
 
     async def get(self, *, session: HasState | None = None) -> Nest:
         """Takes an element, once there is one: a nest of read-only arrays and NumPy scalars.
@@ -282,13 +281,13 @@ class Queue(Resource):
         assert isinstance(state, QueueState)
         return state
 
-    def _value(self, element: Nest) -> Element:
+    def _values(self, element: Nest) -> Element:
         values: list[Array] = []
         for path, leaf, spec in zip(self._structure.paths(), self._leaves(element, "put"), self._specs, strict=True):
             array = leaf if isinstance(leaf, np.ndarray | np.generic) else as_array(leaf, spec.dtype)
             self._check(Spec(array.dtype, array.shape), spec, f"put {path}".rstrip())
             values.append(np.asarray(array))
-        return _element(values)
+        return tuple(values)
 
     def _first(self, elements: Sequence[Element]) -> Nest:
         return self._structure.unflatten(elements[0])
@@ -296,7 +295,7 @@ class Queue(Resource):
     async def _got(self, n: int, pad: Nest, verb: str, or_fewer: bool, session: HasState | None) -> Nest:
         pads = self._pads(n, pad, verb)
         stack = partial(stacked, self._specs, pads)
-        taken = self._state(session).take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack)
+        taken = self._state(session).take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack, copies=True)
         values: Nest = await granted(taken)
         return self._as_batch(values, pads)
 
@@ -420,10 +419,10 @@ class PaddingQueue(Queue):
     Args:
         capacity: how many elements it holds, at least 1.
         spec: of an element; ranks are known.
-        bucket_by: called with each element that comes in, as NumPy values in the nest of `spec`; gives its bucket, such
-            as ``len(x) // 16``. A batch is of one bucket, the one with the oldest element of those that have enough;
-            only if the queue is full and none has enough, or it is closed, of the oldest elements. None: in the order
-            in which they came in.
+        bucket_by: called with each element that comes in, as NumPy values in the nest of `spec`, on a thread if it is
+            large; gives its bucket, such as ``len(x) // 16``. A batch is of one bucket, the one with the oldest element
+            of those that have enough; only if the queue is full and none has enough, or it is closed, of the oldest
+            elements. None: in the order in which they came in.
         pad: a number, or a nest of them as `spec` is, that fills open extents up.
         name: see `FIFOQueue`.
         container: see `FIFOQueue`.
@@ -467,138 +466,5 @@ def _leaf(kind: str, leaf: Nest) -> Spec:
         raise DTypeError(f"{kind}: a queue cannot hold variants; only the ops that made them read them")
     return leaf
 
-
-# -- ops -------------------------------------------------------------------------------------------------------------
-
-
-def _effects(*touched: tuple[str, Access]) -> Callable[[Node], Effects]:
-    # What puts in and what takes out are two resources, each with an order of its own.
-    return lambda node: tuple(((node.attrs["queue"].effect_key, side), access) for side, access in touched)
-
-
-def _put_specs(*inputs: Spec, queue: Queue) -> tuple[Spec, ...]:
-    return ()
-
-
-def _outputs(specs: Sequence[Spec]) -> Spec | tuple[Spec, ...]:
-    return specs[0] if len(specs) == 1 else tuple(specs)
-
-
-def _dequeue_specs(*, queue: Queue) -> Spec | tuple[Spec, ...]:
-    return _outputs(queue._specs)
-
-
-def _batch_specs(*, queue: Queue, count: int, or_fewer: bool, pads: Pads | None) -> Spec | tuple[Spec, ...]:
-    first = None if or_fewer else count
-    found = [Spec(spec.dtype, (first, *(spec.shape or ()))) for spec in queue._specs]
-    for spec in queue._specs if pads is not None else ():
-        k = len(open_axes(spec))
-        if k:
-            found.append(Spec(int64, (first,) if k == 1 else (first, k)))
-    return _outputs(found)
-
-
-def _nothing(_: object) -> tuple[()]:
-    return ()
-
-
-def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
-    what, specs = f"enqueue of queue {queue.name!r}", queue.specs
-
-    def run(*values: Array) -> Value | PlaceInLine:
-        for value, spec in zip(values, specs, strict=True):
-            if getattr(value, "shape", ()) != spec.shape:  # a string has none
-                _check_shape(np.shape(value), spec, queue)
-        return queue.put((_element(values),), what, _nothing)
-
-    return run
-
-
-def _element(values: Sequence[Nest]) -> Element:
-    if len(values) == 1 and not isinstance(values[0], np.ndarray):
-        return tuple(values)
-    return tuple([immutable(value) if isinstance(value, np.ndarray) else value for value in values])
-
-
-def _enqueue_many_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
-    def run(*values: Array) -> Value | PlaceInLine:
-        count = len(values[0])
-        for value, spec in zip(values, queue.specs, strict=True):
-            _check_shape(value.shape[1:], spec, queue)
-            if len(value) != count:
-                raise ValueError(f"enqueue_many of queue {queue.name!r} is given {count} and {len(value)} rows")
-        if not count:
-            return ()
-        elements = [tuple([_row(value, row) for value in values]) for row in range(count)]
-        return queue.put(elements, f"enqueue_many of {count} elements, queue {queue.name!r}", _nothing)
-
-    return run
-
-
-def _row(values: Array, row: int) -> Array:
-    value: Array = values[row]
-    if isinstance(value, np.ndarray):
-        # A view would keep all rows in memory for as long as any of them is in the queue.
-        value = value.copy()
-        value.flags.writeable = False
-    return value
-
-
-def _check_shape(shape: tuple[int, ...], spec: Spec, queue: QueueState) -> None:
-    if shape != spec.shape and not is_subshape(shape, spec.shape):
-        raise ShapeError(f"queue {queue.name!r} holds {spec}; a value of shape {format_shape(shape)} does not fit")
-
-
-def _dequeue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
-    single = len(queue.specs) == 1
-    return partial(queue.take, 1, False, f"dequeue of queue {queue.name!r}", _only_value if single else _only_element)
-
-
-def _only_value(elements: Sequence[Element]) -> Array:
-    return elements[0][0]
-
-
-def _only_element(elements: Sequence[Element]) -> Element:
-    return elements[0]
-
-
-def _dequeue_many_kernel(xp: Namespace, *, queue: QueueState, count: int, or_fewer: bool, pads: Pads | None) -> Kernel:
-    what = f"dequeue_{'up_to' if or_fewer else 'many'}({count}) of queue {queue.name!r}"
-    specs = queue.specs
-    n_outputs = len(specs) + (0 if pads is None else sum(bool(open_axes(spec)) for spec in specs))
-    stack = partial(stacked, specs, pads)
-    return partial(queue.take, count, or_fewer, what, stack if n_outputs > 1 else lambda found: stack(found)[0])
-
-
-_PUT, _TAKE = ("put", Access.WRITE), ("take", Access.WRITE)
-_LOOK = (("put", Access.READ), ("take", Access.READ))
-
-ENQUEUE = define("enqueue", _put_specs, _enqueue_kernel, effects=_effects(_PUT), is_async=True)
-ENQUEUE_MANY = define("enqueue_many", _put_specs, _enqueue_many_kernel, effects=_effects(_PUT), is_async=True)
-DEQUEUE = define("dequeue", _dequeue_specs, _dequeue_kernel, effects=_effects(_TAKE), is_async=True)
-DEQUEUE_MANY = define("dequeue_many", _batch_specs, _dequeue_many_kernel, effects=_effects(_TAKE), is_async=True)
-QUEUE_SIZE = define(
-    "queue_size",
-    lambda *, queue: Spec(int64, ()),
-    lambda xp, *, queue: lambda: np.int64(queue.size()),
-    effects=_effects(*_LOOK),
-    is_async=True,
-)
-
-
-def _close_kernel(xp: Namespace, *, queue: QueueState, cancel_pending: bool) -> Kernel:
-    def run() -> Value:
-        queue.close(cancel_pending)
-        return ()
-
-    return run
-
-
-QUEUE_CLOSE = define(
-    "queue_close", lambda *, queue, cancel_pending: (), _close_kernel, effects=_effects(_PUT), is_async=True
-)
-PUTS, TAKES = (ENQUEUE, ENQUEUE_MANY), (DEQUEUE, DEQUEUE_MANY)
-QUEUE_OPS = (ENQUEUE, ENQUEUE_MANY, DEQUEUE, DEQUEUE_MANY, QUEUE_SIZE, QUEUE_CLOSE)
-not_differentiable(*QUEUE_OPS, because="what goes through a queue may come from another run, whose values are gone")
 
 __all__ = ["FIFOQueue", "PaddingQueue", "PriorityQueue", "Queue", "ShuffleQueue"]

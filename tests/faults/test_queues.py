@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 import asyncflow as af
+from asyncflow.state import queue as queue_module
+from asyncflow.state import queue_ops
+from asyncflow.state.waiting import awaiting
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, raising, ticks, until
@@ -111,6 +114,15 @@ async def schedules(seeds: range, kind: str, faults: float) -> int:
     return count
 
 
+@pytest.fixture
+def copies_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element is a large one, whose copy takes some virtual time, as if a thread made it."""
+    draw = random.Random(0)
+    monkeypatch.setattr(queue_ops, "LARGE_BYTES", 0)
+    monkeypatch.setattr(queue_module, "LARGE_BYTES", 0)
+    monkeypatch.setattr(awaiting, "_beside", [lambda loop, work: loop.call_later(draw.choice((0, 0.3, 2)), work)])
+
+
 def on_virtual_time(main: Any) -> Any:
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
@@ -131,6 +143,23 @@ def test_each_element_once_in_thousands_of_schedules(part: int) -> None:
         assert (
             on_virtual_time(schedules(range(first, min(first + 334, 1000 * part + 1000)), kind, 0.01 + part / 10)) > 0
         )
+
+
+@pytest.mark.usefixtures("copies_take_time")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_large_element_once_in_any_schedule(kind: str) -> None:
+    """CONFORMANCE 78, FAULTS F18, F50: the same where cancels, timeouts and a close come while elements are copied."""
+    assert on_virtual_time(schedules(range(20), kind, 0.3)) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("copies_take_time")
+@pytest.mark.parametrize("part", range(10))
+def test_each_large_element_once_in_thousands_of_schedules(part: int) -> None:
+    """CONFORMANCE 78, FAULTS F18, F50, F61: 10^4 of them."""
+    for kind in KINDS:
+        first = 20_000 + 334 * part
+        assert on_virtual_time(schedules(range(first, first + 334), kind, 0.01 + part / 10)) > 0
 
 
 async def _runs(seed: int) -> None:
@@ -179,6 +208,12 @@ async def _runs(seed: int) -> None:
 
 def test_runs_in_any_schedule() -> None:
     for seed in range(4):
+        on_virtual_time(_runs(seed))
+
+
+@pytest.mark.usefixtures("copies_take_time")
+def test_runs_of_large_elements_in_any_schedule() -> None:
+    for seed in range(100, 104):
         on_virtual_time(_runs(seed))
 
 

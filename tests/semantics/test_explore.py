@@ -224,6 +224,15 @@ def test_37_enqueues_that_nothing_orders_come_in_any_order() -> None:
         assert all(outcome.variables[queue] == () for outcome in found.outcomes)
 
 
+def test_78_large_elements_are_copied_in_no_time() -> None:
+    """CONFORMANCE 78: that threads copy them elsewhere shows in no outcome."""
+    with af.Graph() as graph:
+        queue = af.FIFOQueue(2, af.spec("float32", (1 << 18,)), name="q")
+        put = queue.enqueue_many(af.ones((2, 1 << 18), dtype="float32"))
+        total = af.sum(queue.dequeue_many(2))
+    assert fetched(explore(graph, [put, total])) == {"524288.0"}
+
+
 def test_78_what_waits_for_a_queue() -> None:
     """CONFORMANCE 78: for ever, until it is closed, or for those who wait for more than there is room for."""
     with af.Graph() as graph:

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 import pytest
 
 import asyncflow as af
-from asyncflow.state.queue import QueuePlace, QueueState
+from asyncflow.state.immutable import LARGE_BYTES
+from asyncflow.state.queue import QueueState
+from asyncflow.state.queue_places import QueuePlace, Stage
 from asyncflow.state.waiting.element_orders import ArrivalOrder, BucketOrder, ElementOrder, PriorityOrder, RandomOrder
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
 
@@ -35,14 +37,28 @@ class World:
     """Actors, each with operations to do one after the other, on one queue; a move is a step of one of them.
 
     Attributes:
+        copies: what each actor has on a thread, that of operations which it has given up among it; not none in a world
+            in which all elements are large.
         put: the elements that went in, in that order.
         got: for each take, in the order in which they ended, what it got.
         errors: what operations ended with, with the operation.
     """
 
-    def __init__(self, actors: Sequence[Sequence[Op]], capacity: int, order: str = "arrival", reserve: int = 0) -> None:
+    def __init__(
+        self,
+        actors: Sequence[Sequence[Op]],
+        capacity: int,
+        order: str = "arrival",
+        reserve: int = 0,
+        *,
+        are_large: bool = False,
+    ) -> None:
         self.actors = actors
         self.state = QueueState("q", ORDERS[order](), capacity, reserve)
+        self.are_large = are_large
+        if are_large:
+            self.state._element_bytes = LARGE_BYTES + 1
+        self.copies: list[list[Callable[[], None]]] = [[] for _ in actors]
         self.order = order
         self.done = [0] * len(actors)
         self.places: list[PlaceInLine | None] = [None] * len(actors)
@@ -55,7 +71,7 @@ class World:
 
     def moves(self) -> list[Move]:
         """What may happen next."""
-        found: list[Move] = []
+        found: list[Move] = [("copied", actor) for actor, copies in enumerate(self.copies) if copies]
         for actor, place in enumerate(self.places):
             if place is not None:
                 found.append(("leave", actor))
@@ -67,6 +83,9 @@ class World:
 
     def move(self, move: Move) -> None:
         kind, actor = move
+        if kind == "copied":
+            self.copies[actor].pop(0)()
+            return
         place = self.places[actor]
         if kind == "leave":
             assert place is not None
@@ -75,7 +94,7 @@ class World:
             self._end(actor)
             return
         try:
-            found = self._ask(actor) if place is None else place.claim()
+            found: Any = self._ask(actor) if place is None else place.claim()
         except af.QueueClosedError as error:
             self.errors.append((self.actors[actor][self.done[actor]], error.left))
             self.left.update(self.offered[actor])
@@ -83,7 +102,11 @@ class World:
             return
         if isinstance(found, PlaceInLine):
             self.places[actor] = found
+            if found.works:
+                found.do_beside(self.copies[actor].append)
         elif found is not NOT_YET:
+            if self.actors[actor][self.done[actor]][0] in TAKES:
+                self.got.append(found)
             self._end(actor)
 
     def _ask(self, actor: int) -> Any:
@@ -93,10 +116,13 @@ class World:
         if kind == "put":
             values = self.offered[actor] = list(range(self.next, self.next + argument))
             self.next += argument
+            if self.are_large:
+                return self.state.put_copies(
+                    lambda: elements_of(values), argument, "put", lambda _: self.put.extend(values)
+                )
             return self.state.put(elements_of(values), "put", lambda _: self.put.extend(values))
-        return self.state.take(
-            argument, kind == "up_to", kind, lambda elements: self.got.append([int(each[0]) for each in elements])
-        )
+        numbers: Any = lambda elements: [int(each[0]) for each in elements]  # noqa: E731
+        return self.state.take(argument, kind == "up_to", kind, numbers, copies=self.are_large)
 
     def _end(self, actor: int) -> None:
         self.done[actor] += 1
@@ -106,11 +132,17 @@ class World:
     def key(self) -> Any:
         """Equal for worlds in which the same may follow, and the same has."""
         state = self.state
-        lines = tuple((self.places.index(place), place.is_called) for place in state.places())
+        lines = tuple(
+            (self.places.index(place), place.is_called, place.stage)
+            for place in state.places()
+            if isinstance(place, QueuePlace)
+        )
         elements, order = state.capture()[:2]
         return (
             tuple(self.done),
+            tuple(map(len, self.copies)),
             lines,
+            len(state.elements),
             elements,
             order,
             state.is_closed,
@@ -135,11 +167,14 @@ class World:
             for place in list(line)[1:]:
                 assert not place.is_called, "nobody overtakes"
             if line:
-                assert line[0].is_called == self._may(line[0])
+                first = line[0]
+                assert first.is_called == (first.stage is not Stage.COPYING and self._may(first))
 
     def _may(self, place: QueuePlace) -> bool:
         state = self.state
-        held, putters, takers = len(state.elements), list(state._putters), list(state._takers)
+        held, putters, takers = len(state.capture().elements), list(state._putters), list(state._takers)
+        if place.stage is Stage.MADE:
+            return True
         final = held + sum(each.count for each in putters)
         count: int = place.count
         if place in putters:
@@ -155,6 +190,8 @@ class World:
 
     def _needs(self, request: QueuePlace, final: int) -> int:
         count: int = request.count
+        if request.stage is not Stage.WAITING:
+            return 0
         if not self.state.is_closed:
             return count + self.state.reserve
         return count if final >= count else final if request.or_fewer else 0
@@ -201,6 +238,21 @@ def test_every_order_of_a_program(name: str, order: str) -> None:
     assert ended
 
 
+LONGEST = "two producers, one consumer"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == LONGEST)) for name in PROGRAMS]
+)
+def test_every_order_of_a_program_that_copies(name: str, order: str) -> None:
+    """FAULTS F18, F50: the same while threads copy, whenever they end, and whatever happens before that."""
+    actors, capacity = PROGRAMS[name]
+    worlds = list(explore(lambda: World(actors, capacity, order, are_large=True)))
+    assert len(worlds) > 20
+    assert any(not world.moves() for world in worlds)
+
+
 @pytest.mark.parametrize("reserve", [1, 2])
 def test_every_order_with_a_reserve(reserve: int) -> None:
     actors = [("put", 2), ("put", 1)], [("take", 1), ("take", 1)], [("close", False)]
@@ -222,6 +274,21 @@ def test_nobody_waits_once_it_is_closed_and_nothing_comes() -> None:
     for world in explore(lambda: World(actors, 1)):
         if world.state.is_closed and world.state.places():
             assert any(place.is_called for place in world.state.places())
+
+
+@pytest.mark.parametrize("broken", ["lost", "overtaking", "torn"])
+def test_a_broken_copy_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself: elements that are not given back, or others that go on while a thread copies."""
+    if broken == "lost":
+        monkeypatch.setattr(ArrivalOrder, "give_back", lambda self, elements: None)
+    elif broken == "overtaking":
+        monkeypatch.setattr(QueueState, "_first_may_put", lambda self: self._may_put(self._putters[0].count))
+    else:
+        monkeypatch.setattr(QueueState, "_held", lambda self: len(self.elements))
+    actors = [("put", 2)], [("put", 1)], [("take", 2), ("take", 1)]
+    with pytest.raises(AssertionError):
+        for _ in explore(lambda: World(actors, 2, are_large=True)):
+            pass
 
 
 def test_a_lost_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

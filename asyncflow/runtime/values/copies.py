@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from asyncflow.runtime.loop import is_virtual
-from asyncflow.runtime.values.feeds import LARGE_BYTES, LargeFeed
+from asyncflow.runtime.values.feeds import LargeFeed
 from asyncflow.runtime.values.fetches import is_fresh
+from asyncflow.state.immutable import LARGE_BYTES
+from asyncflow.state.waiting.awaiting import work_beside
 from asyncflow.streams.beside import drop_one_by_one
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.values import Value
@@ -64,5 +67,14 @@ class CopyThread(ThreadStream):
         self.submit(copy, (), deliver, loop)
         return await made
 
+
+def _on_a_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    if is_virtual(loop):
+        work()
+    else:
+        threading.Thread(target=work, name="asyncflow:copies").start()
+
+
+work_beside(_on_a_thread)  # what waits in lines, in the room `state`
 
 __all__ = ["CopyThread"]

@@ -26,7 +26,7 @@ from asyncflow.runtime.values.foreign_feeds import (
     on_host,
     snapshots,
 )
-from asyncflow.state.immutable import is_immutable
+from asyncflow.state.immutable import LARGE_BYTES, is_immutable
 from asyncflow.streams.beside import call_beside
 from asyncflow.vertex.input_graph import InputGraph
 
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 Feeds: TypeAlias = Mapping[Any, Any]
 """Values by the tensors, or their names, that they stand in for. Any: the keys of a mapping are of one type alone."""
-
-LARGE_BYTES = 1 << 20
-"""An array of more bytes (1 MiB) is not copied on the event loop."""
 
 _SCALAR = ((), None)
 """Shapes that a number fits."""

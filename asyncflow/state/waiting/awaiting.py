@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
+from typing import TypeAlias
 
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
 from asyncflow.values import Value
+
+Beside: TypeAlias = Callable[[asyncio.AbstractEventLoop, Callable[[], None]], None]
+"""``start(loop, work)`` has ``work()`` called on a thread, so that `loop` goes on meanwhile; from any thread."""
+
+_beside: list[Beside] = []
+
+
+def work_beside(start: Beside) -> None:
+    """Has what takes long done by `start`: threads, and what time it is meanwhile, are no concern of this room."""
+    _beside[:] = [start]
 
 
 def wake_on(loop: asyncio.AbstractEventLoop, place: PlaceInLine, wake: Callable[[], None]) -> None:
@@ -25,6 +37,8 @@ def wake_on(loop: asyncio.AbstractEventLoop, place: PlaceInLine, wake: Callable[
             place.leave()
 
     place.when_called(call)
+    if place.works:
+        place.do_beside(partial(_beside[0], loop))
 
 
 async def granted(found: Value | PlaceInLine) -> Value:
@@ -46,4 +60,4 @@ async def granted(found: Value | PlaceInLine) -> Value:
         raise
 
 
-__all__ = ["granted", "wake_on"]
+__all__ = ["Beside", "granted", "wake_on", "work_beside"]

@@ -35,6 +35,10 @@ class ElementOrder(Protocol):
         """Takes out those that are next, which are at least so many."""
         ...
 
+    def give_back(self, elements: Sequence[Element]) -> None:
+        """Makes those next again that `remove` has taken out last."""
+        ...
+
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """Its elements, in an order in which they can be added again, and what else it has to know."""
         ...
@@ -55,6 +59,10 @@ class ArrivalOrder(deque[Element]):
     def remove(self, count: int) -> list[Element]:  # type: ignore[override]
         """From the front."""
         return [self.popleft()] if count == 1 else [self.popleft() for _ in range(count)]
+
+    def give_back(self, elements: Sequence[Element]) -> None:
+        """To the front."""
+        self.extendleft(reversed(elements))
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """First first."""
@@ -96,6 +104,10 @@ class RandomOrder:
             elements.pop()
         return taken
 
+    def give_back(self, elements: Sequence[Element]) -> None:
+        """To the others: any of them is next."""
+        self._elements.extend(elements)
+
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """With what decides the choices to come."""
         return tuple(self._elements), self._random.getstate()
@@ -115,6 +127,7 @@ class PriorityOrder:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Element]] = []
         self._count = 0
+        self._last: list[int] = []  # the numbers of those that were removed last
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -130,7 +143,14 @@ class PriorityOrder:
 
     def remove(self, count: int) -> list[Element]:
         """Smallest first."""
-        return [heapq.heappop(self._heap)[2] for _ in range(count)]
+        entries = [heapq.heappop(self._heap) for _ in range(count)]
+        self._last = [number for _, number, _ in entries]
+        return [element for _, _, element in entries]
+
+    def give_back(self, elements: Sequence[Element]) -> None:
+        """To where they were."""
+        for number, element in zip(self._last, elements, strict=False):
+            heapq.heappush(self._heap, (int(element[0]), number, element))
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """Smallest first."""
@@ -156,6 +176,7 @@ class BucketOrder:
         self._buckets: dict[Hashable, deque[tuple[int, Element]]] = {}
         self._count = 0
         self._len = 0
+        self._last: list[tuple[Hashable, int]] = []  # buckets and numbers of those that were removed last
 
     def __len__(self) -> int:
         return self._len
@@ -179,6 +200,7 @@ class BucketOrder:
 
     def remove(self, count: int) -> list[Element]:
         """Of one bucket if one has so many."""
+        self._last = []
         full = [bucket for bucket, members in self._buckets.items() if len(members) >= count]
         if full:
             bucket = min(full, key=lambda each: self._buckets[each][0][0])
@@ -188,10 +210,17 @@ class BucketOrder:
     def _pop(self, bucket: Hashable) -> Element:
         members = self._buckets[bucket]
         self._len -= 1
-        element = members.popleft()[1]
+        number, element = members.popleft()
+        self._last.append((bucket, number))
         if not members:
             del self._buckets[bucket]
         return element
+
+    def give_back(self, elements: Sequence[Element]) -> None:
+        """To where they were."""
+        for (bucket, number), element in reversed(list(zip(self._last, elements, strict=False))):
+            self._len += 1
+            self._buckets.setdefault(bucket, deque()).appendleft((number, element))
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """Oldest first."""

@@ -29,9 +29,11 @@ class PlaceInLine:
         what: is waited for, for people, such as ``dequeue_many(64) of queue 'q'``.
         finish: makes the result of what the state gives.
         is_called_outside: it is called by what is no firing, so that a firing may go on there and then.
+        works: something may have to be done first that takes too long for an event loop; see `do_beside`.
     """
 
     is_called_outside = False
+    works = False
 
     __slots__ = ("finish", "is_called", "state", "wake", "what")
 
@@ -50,6 +52,10 @@ class PlaceInLine:
             if self.is_called:
                 state.to_wake.append(wake)
         state.wake_called()
+
+    def do_beside(self, start: Callable[[Callable[[], None]], None]) -> None:
+        """Has ``start(work)`` see to it, now or later, that ``work()`` is called on a thread where it may take long."""
+        raise NotImplementedError
 
     def claim(self) -> Value:
         """The result, once called; `NOT_YET` if it has to be waited for after all.
@@ -117,6 +123,14 @@ def claimed(place: PlaceInLine) -> Value | PlaceInLine:
     """The result of a place that was called; itself, if it has to be waited for after all."""
     result = place.claim()
     return place if result is NOT_YET else result
+
+
+def worked(found: Value | PlaceInLine) -> Value | PlaceInLine:
+    """The outcome of a kernel where work takes no time: that of a place in line is done at once."""
+    if not (isinstance(found, PlaceInLine) and found.works):
+        return found
+    found.do_beside(lambda work: work())
+    return claimed(found)
 
 
 class LinedState:
@@ -227,4 +241,4 @@ class TellingState(LinedState):
             self.wake_called()
 
 
-__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "TellingState", "ToldPlace", "claimed", "lined_states"]
+__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "TellingState", "ToldPlace", "claimed", "lined_states", "worked"]

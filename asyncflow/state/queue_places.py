@@ -1,0 +1,140 @@
+"""Places of those who put elements in a queue or take them out, and who copies elements in between, on a thread.
+
+To copy a large element takes tens of milliseconds, for which event loops have better use. So whoever copies stands in
+line meanwhile: who comes later does not overtake, and who gives up has put nothing in and taken nothing. A put copies
+first and then waits; a take waits and then copies, and is served when that is done:
+
+=======  =======================================  =================================================================
+stage    a put                                    a take
+=======  =======================================  =================================================================
+WAITING  for room                                 for elements
+COPYING  what it was given                        the elements in its hand, which for others are in the queue still
+MADE                                              its elements leave the queue
+=======  =======================================  =================================================================
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from asyncflow.state.waiting.lines import PlaceInLine
+from asyncflow.values import Value
+
+if TYPE_CHECKING:
+    from asyncflow.state.queue import QueueState
+    from asyncflow.state.waiting.element_orders import Element
+
+
+class Stage(enum.Enum):
+    """How far one has come who copies."""
+
+    WAITING = "waiting"
+    COPYING = "copying"
+    MADE = "made"
+
+
+class QueuePlace(PlaceInLine):
+    """A place of one who puts in, or takes out.
+
+    Attributes:
+        count: of elements.
+        add: puts them in; None for one who takes.
+        or_fewer: take what is left, if there will never be as many.
+        is_refused: the queue was closed meanwhile, and nothing is waited for any more.
+        stage: see the table.
+    """
+
+    stage = Stage.WAITING
+
+    __slots__ = ("add", "count", "is_refused", "or_fewer")
+
+    def __init__(
+        self,
+        state: QueueState,
+        what: str,
+        finish: Callable[..., Value],
+        count: int,
+        add: Callable[[], None] | None = None,
+        *,
+        or_fewer: bool = False,
+    ) -> None:
+        super().__init__(state, what, finish)
+        self.count = count
+        self.add = add
+        self.or_fewer = or_fewer
+        self.is_refused = False
+
+
+class CopyingPlace(QueuePlace):
+    """A place of one who copies elements, on a thread where they are large.
+
+    Attributes:
+        work: makes the copies, and of a put what puts them in; None where none is to be begun.
+        made: what a take gives, once it is made.
+        error: why there are no copies.
+    """
+
+    works = True
+
+    __slots__ = ("_start", "error", "made", "stage", "work")
+
+    def __init__(
+        self,
+        state: QueueState,
+        what: str,
+        finish: Callable[..., Value],
+        count: int,
+        *,
+        puts: Callable[[], Callable[[], None]] | None = None,
+        or_fewer: bool = False,
+    ) -> None:
+        super().__init__(state, what, finish, count, None if puts is None else _not_made, or_fewer=or_fewer)
+        self.work: Callable[[], object] | None = puts
+        self.stage = Stage.WAITING if puts is None else Stage.COPYING
+        self.made: Value = None
+        self.error: BaseException | None = None
+        self._start: Callable[[Callable[[], None]], None] | None = None
+
+    def copy(self, taken: Sequence[Element]) -> None:
+        """Has the result made of elements, under the lock."""
+        finish, self.finish, self.is_called = self.finish, _as_it_is, False
+        self.stage, self.work = Stage.COPYING, partial(finish, taken)
+
+    def do_beside(self, start: Callable[[Callable[[], None]], None]) -> None:
+        """See `PlaceInLine.do_beside`."""
+        self._start = start
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._start is not None and self.work is not None:
+            work, self.work = self.work, None
+            self._start(partial(self._do, work))
+
+    def _do(self, work: Callable[[], object]) -> None:
+        made: object = None
+        error: BaseException | None = None
+        try:
+            made = work()
+        except BaseException as raised:
+            error = raised.with_traceback(raised.__traceback__ and raised.__traceback__.tb_next)
+        cast("QueueState", self.state).copied(self, made, error)
+
+    def claim(self) -> Value:
+        """See `PlaceInLine.claim`."""
+        result = super().claim()
+        self._begin()
+        return result
+
+
+def _not_made() -> None:
+    raise AssertionError("it has no copies yet")
+
+
+def _as_it_is(found: Value) -> Value:
+    return found
+
+
+__all__ = ["CopyingPlace", "QueuePlace", "Stage"]
