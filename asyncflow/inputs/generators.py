@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
+import numpy as np
+
 from asyncflow.errors import GraphError
 from asyncflow.graph import nest
 from asyncflow.inputs.input import Input, new_input
 from asyncflow.inputs.stages import Element, as_value
-from asyncflow.state.immutable import immutable
+from asyncflow.state.immutable import LARGE_BYTES, immutable
+from asyncflow.streams.beside import call_beside
 from asyncflow.values import Nest
 
 
@@ -42,11 +45,17 @@ def from_async_generator(
                     found = nest.flatten_like(structure, element, nested_leaves=True)
                 except nest.StructureMismatch as error:
                     raise GraphError(f"element of {name!r}: {error}") from None
-                yield tuple(immutable(as_value(*each)) for each in zip(found, leaves, labels, strict=True))
+                values = [as_value(*each) for each in zip(found, leaves, labels, strict=True)]
+                is_large = sum(value.nbytes for value in values if isinstance(value, np.ndarray)) > LARGE_BYTES
+                yield await call_beside(_kept, values) if is_large else _kept(values)
         finally:
             await made.aclose()
 
     return new_input(elements, spec, prefetch=prefetch, name=name)
+
+
+def _kept(values: list[Nest]) -> Element:
+    return tuple(map(immutable, values))
 
 
 __all__ = ["from_async_generator"]

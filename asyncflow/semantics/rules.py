@@ -28,6 +28,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import cached_property
 from math import inf
 from time import monotonic
@@ -102,13 +103,12 @@ class _Elements:
         left_s = self._rules.ends_at - monotonic()
         time = asyncio.timeout(left_s if left_s < inf else None)
         try:
-            async with time:
+            async with aclosing(self._state), time:
                 while len(known) < _MOST_ELEMENTS:
                     known.append(await self._state.next())
             raise OutOfBounds(f"after {_MOST_ELEMENTS} elements of an input")
         except Exception as error:  # such as EndOfInput, for whoever asks for what follows
             known.append(OutOfBounds("") if time.expired() else error)
-        await self._state.aclose()
         return known
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.inputs import generators
+from asyncflow.state.immutable import immutable
 from tests.inputs.test_files import everything
 
 SPEC = {"x": af.spec("float32", (None,)), "n": af.spec("int64", ())}
@@ -24,6 +27,29 @@ async def test_nests_of_what_was_yielded() -> None:
 
     found = await everything(af.from_async_generator(rows, SPEC, prefetch=3))
     assert [(each["n"], each["x"].tolist()) for each in found] == [(0, [0, 0]), (1, [1, 1]), (2, [2, 2])]
+
+
+async def test_f37_large_elements_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS F37: the event loop goes on meanwhile, and the generator has its array back when it goes on."""
+    threads: list[threading.Thread] = []
+
+    def noted(value: Any) -> Any:
+        threads.append(threading.current_thread())
+        return immutable(value)
+
+    async def rows() -> Any:
+        kept = np.zeros(1 << 19, np.float32)
+        for number in range(3):
+            kept[:] = number
+            yield kept
+        yield kept[:2]
+
+    monkeypatch.setattr(generators, "immutable", noted)
+    found = await everything(af.from_async_generator(rows, af.spec("float32", (None,))))
+    assert [(len(each), float(each.min()), float(each.max())) for each in found[:3]] == [
+        (1 << 19, k, k) for k in range(3)
+    ]
+    assert [thread is threading.main_thread() for thread in threads] == [False] * 3 + [True]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow import Exploration, explore
+from asyncflow.inputs.input import InputState
 from asyncflow.semantics.explore import _Exploring
 from tests.semantics.programs import outcome_keys, stateful_program
 
@@ -362,6 +363,25 @@ def test_an_input_that_never_comes_ends_the_search_in_time() -> None:
         element = af.from_async_generator(never, af.Spec(np.dtype(np.int64), ())).next()
     found = explore(graph, element, max_seconds=0.05)
     assert found.stopped == "after max_seconds=0.05 seconds" and not found.outcomes
+
+
+def test_an_input_is_closed_whatever_ends_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is no `Exception`, such as an interrupt, which is none of its elements."""
+    closed = []
+
+    async def interrupted(self: InputState) -> Any:
+        raise KeyboardInterrupt
+
+    async def noted(self: InputState) -> None:
+        closed.append(self.name)
+
+    monkeypatch.setattr(InputState, "next", interrupted)
+    monkeypatch.setattr(InputState, "aclose", noted)
+    with af.Graph() as graph:
+        element = af.read_lines("nowhere", name="lines").next()
+    with pytest.raises(KeyboardInterrupt):
+        explore(graph, element)
+    assert closed == ["lines"]
 
 
 async def test_a_loop_over_an_input_is_explored(tmp_path: Path) -> None:
