@@ -101,6 +101,9 @@ class Span(NamedTuple):
     ended_ns: int
     nbytes: int
     """Of a copy; 0 for a kernel."""
+    memory: tuple[int, ...] = ()
+    """When it was launched, and what the device held then (`asyncflow.devices.swapping.memory_sample`), if it says so:
+    a region launches many kernels."""
 
 
 Deliver: TypeAlias = Callable[[Any, BaseException | None], None]

@@ -254,6 +254,8 @@ class SwapStatistics(NamedTuple):
     moved_in: int = 0
     discarded: int = 0
     """Moved out so far, and not needed any more."""
+    coming: int = 0
+    """Of those on the device, the ones that are on their way back."""
     late: int = 0
     """How many reads so far were of values that were away, and for which nobody had asked ahead."""
 
@@ -290,7 +292,7 @@ class SwapManager:
         self.ns_per_byte = ns_per_byte
         self._copied = [0, 0]
         self._held = {"kept": 0, "host": 0, "disk": 0}
-        self._leaving = self._coming = self._unasked = 0
+        self._leaving = self._coming = self._arriving = self._unasked = 0
         self._moved_out = self._moved_in = self._discarded = self._late = 0
 
     # -- told ----------------------------------------------------------------------------------------------------
@@ -359,11 +361,13 @@ class SwapManager:
         self._free(handle)
         if handle.state is SavedState.COMING:
             handle.state = SavedState.KEPT
+            self._arriving -= handle.nbytes
 
     def refused(self, handle: SavedHandle) -> None:
         """A copy in could not be started: the value is AWAY as before."""
         handle.state, handle.copying = SavedState.AWAY, False
         self._coming -= handle.nbytes
+        self._arriving -= handle.nbytes
         self._moved_in -= handle.nbytes
         self._held["kept"] -= handle.nbytes
         self._hold(handle, handle.nbytes)
@@ -385,6 +389,8 @@ class SwapManager:
             self._held["kept"] -= handle.nbytes
         if state is SavedState.LEAVING:
             self._leaving -= handle.nbytes
+        elif state is SavedState.COMING:
+            self._arriving -= handle.nbytes
         group = handle.group
         if group.newest is handle:
             group.newest = None
@@ -510,6 +516,7 @@ class SwapManager:
             moved_out=self._moved_out,
             moved_in=self._moved_in,
             discarded=self._discarded,
+            coming=self._arriving,
             late=self._late,
         )
 
@@ -582,6 +589,7 @@ class SwapManager:
         self._hold(handle, -handle.nbytes)
         self._held["kept"] += handle.nbytes
         self._coming += handle.nbytes
+        self._arriving += handle.nbytes
         self._moved_in += handle.nbytes
         into.append(handle)
 

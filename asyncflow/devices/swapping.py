@@ -98,7 +98,7 @@ class SwapCopy(NamedTuple):
     is_late: bool
     """Somebody waited for it."""
     memory: tuple[int, ...]
-    """Bytes when it had ended, see `Swapping.sample`."""
+    """Bytes when it had ended, see `memory_sample`."""
 
 
 class _Pause(NamedTuple):
@@ -123,6 +123,11 @@ def _forget(known: dict[int, _Owner], reference: weakref.ref[object]) -> None:
     assert isinstance(reference, _Owner)
     if known.get(reference.key) is reference:
         del known[reference.key]
+
+
+def memory_sample(account: MemoryAccount, swapping: Swapping | None) -> tuple[int, ...]:
+    """What a `MemorySample` says of a device with these now."""
+    return (account.used,) if swapping is None else swapping.sample()
 
 
 class Swapping(ABC):
@@ -322,9 +327,10 @@ class Swapping(ABC):
         return run in self._moves
 
     def sample(self) -> tuple[int, ...]:
-        """Bytes that the device holds, and of saved values those of `SwapStatistics` up to ``moved_in``."""
+        """Bytes that the device holds, and of saved values those of `SwapStatistics` that a `MemorySample` has."""
         with self._lock:
-            return (self.account.used, *self.manager.statistics()[:5])
+            now = self.manager.statistics()
+            return (self.account.used, *now[:5], now.coming)
 
     def lacks(self, run: int, *sets: WorkingSet) -> bool:
         """Whether a run that is to begin an iteration of these loops has to pause first."""

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from asyncflow.profiler.arrows import Arrow, find_arrows
 from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, time_bounds
-from asyncflow.runtime.trace import Firing, Trace
+from asyncflow.runtime.trace import Firing, MemorySample, Trace
 
 Event: TypeAlias = dict[str, object]
 
@@ -55,6 +55,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
             tid = mark_tids[end.device] if end.lane is None else first_tid + end.lane
             yield _flow_event(arrow, phase, flow_id, pids[end.device], tid, end.time_ns - origin)
     yield from _run_events(trace, requests_tid, origin)
+    counters = _counters(trace)
     for sample in sorted(trace.memory, key=lambda sample: sample.time_ns):
         yield {
             "ph": "C",
@@ -63,9 +64,19 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
             "ts": _microseconds(sample.time_ns - origin),
             "args": {
                 "bytes": sample.nbytes,
-                **{name: count for name in sample._fields[3:] if (count := getattr(sample, name))},
+                **{name: getattr(sample, name) for name in counters[sample.device]},
             },
         }
+
+
+def _counters(trace: Trace) -> dict[str, list[str]]:
+    """What was ever counted of each device's saved values; viewers keep the last figure until there is another."""
+    counted: dict[str, list[str]] = {}
+    for device in devices(trace):
+        samples = [sample for sample in trace.memory if sample.device == device]
+        names = MemorySample._fields[3:]
+        counted[device] = [name for name in names if any(getattr(sample, name) for sample in samples)]
+    return counted
 
 
 def render_chrome(trace: Trace) -> Iterator[str]:

@@ -121,13 +121,14 @@ def _run_columns(row: list[RunSpan], index: int, origin: int) -> Json:
 
 
 def _memory_columns(trace: Trace, device: str, origin: int) -> Iterator[Json]:
-    """Bytes that the device held; and of saved values, where any have moved, those away."""
+    """Bytes that the device held; and of saved values, where any have moved, those away and those coming back."""
     samples = sorted((s for s in trace.memory if s.device == device), key=lambda sample: sample.time_ns)
     time = [sample.time_ns - origin for sample in samples]
     yield {"label": "memory", "time": time, "nbytes": [sample.nbytes for sample in samples]}
-    away = [sample.host + sample.disk for sample in samples]
-    if any(away):
-        yield {"label": "saved, away", "time": time, "nbytes": away}
+    away, coming = [s.host + s.disk for s in samples], [s.coming for s in samples]
+    for label, nbytes in (("saved, away", away), ("saved, coming back", coming)):
+        if any(nbytes):
+            yield {"label": label, "time": time, "nbytes": nbytes}
 
 
 def _embed(data: Json) -> str:

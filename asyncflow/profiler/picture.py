@@ -126,7 +126,8 @@ class _Keys:
         if color_by not in ("auto", "op", "node", "iteration"):
             raise ValueError(f"color_by is 'auto', 'op', 'node' or 'iteration'; got {color_by!r}")
         if color_by == "auto":
-            color_by = "iteration" if any(firing.tag for firing in firings) else "op"
+            # Copies of saved values always have one; what a region launches has none.
+            color_by = "iteration" if any(firing.tag for firing in firings if not firing.nbytes) else "op"
         self.by_iteration = color_by == "iteration"
         if self.by_iteration:
             last = max((outermost_iteration(firing.tag) or 0 for firing in firings), default=0)
@@ -206,6 +207,8 @@ def _shared_bar(firings: Sequence[Firing], keys: _Keys, origin: int, column: int
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 _INCHES = 11.0
+_LEFT, _RIGHT = 1.45, 2.15
+"""Inches beside the rows: for their names, and for how busy they are and the legend."""
 _ROW, _GAP, _BAR = 0.28, 0.16, 0.82
 _MAX_INCHES = 60.0
 _INK = "#1a202b"
@@ -236,7 +239,7 @@ def render_picture(trace: Trace, file_format: Literal["png", "svg"], *, color_by
     with mpl.rc_context(style):
         # Not pyplot: it keeps figures alive and wants a display.
         figure = Figure(figsize=(_INCHES, height), dpi=160, facecolor="white")
-        left, right, above, below = 1.45 / _INCHES, 1 - 1.75 / _INCHES, 0.45, 0.5
+        left, right, above, below = _LEFT / _INCHES, 1 - _RIGHT / _INCHES, 0.45, 0.5
         axes = figure.add_axes((left, below / height, right - left, 1 - (above + below) / height))
         scale, unit = next(
             ((scale, unit) for scale, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")) if picture.wall_ns >= 2 * scale),
@@ -265,7 +268,7 @@ def _tops(rows: Sequence[Row]) -> list[float]:
 
 
 def _draw_rows(axes: Any, picture: Picture, tops: Sequence[float], scale: float) -> None:
-    room = picture.wall_ns / (_INCHES - 3.2)  # nanoseconds an inch
+    room = picture.wall_ns / (_INCHES - _LEFT - _RIGHT)  # nanoseconds an inch
     from_side = axes.get_yaxis_transform()
     for number, (row, top) in enumerate(zip(picture.rows, tops, strict=True)):
         middle = top + _ROW / 2

@@ -11,7 +11,7 @@
   };
 
   const GUTTER = 168, AXIS = 26, GROUP = 24, LANE = 23, MEMORY = 44, RIGHT = 12;
-  const STACK = 8 * LANE, THIN = 8, READABLE = 17, MOST_LINES = 300;
+  const STACK = 8 * LANE, THIN = 8, READABLE = 17, MOST_LINES = 300, LEGEND_NAME = 36;
   const INK = "#141922";
   const CONTROL_FLOW = new Set(["Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"].map((op) => op.toLowerCase()));
   const CONTROL_COLOUR = "#9aa5b5";
@@ -448,10 +448,11 @@
     const middle = y + row.height / 2 + 0.5;
     pen.fillStyle = theme.text;
     const thin = row.height < READABLE;
-    pen.fillText(fitLabel(row.caption ?? row.label, 90), 26, thin ? y + 7 : middle);
+    const isMemory = row.kind === "memory";
+    pen.fillText(fitLabel(row.caption ?? row.label, isMemory ? GUTTER - 36 : 90), 26, thin ? y + 7 : isMemory ? middle - 9 : middle);
     pen.textAlign = "right";
     pen.fillStyle = theme.muted;
-    if (row.kind === "memory") pen.fillText(`peak ${bytes(row.peak)}`, GUTTER - 10, middle);
+    if (isMemory) pen.fillText(`peak ${bytes(row.peak)}`, GUTTER - 10, middle + 9);
     else if (row.kind === "lane" && !thin) pen.fillText(percent(row.busy[row.n] / wall), GUTTER - 10, middle);
     pen.textAlign = "left";
     pen.fillStyle = theme.grid;
@@ -875,21 +876,29 @@
 
   function fillLegend() {
     $("legend").replaceChildren();
-    if (colouring === "iteration") fillIterations(); else fillOps();
     const used = new Set(firingLanes.flatMap((lane) => [...new Set(lane.state)]).map((state) => data.statuses[state]));
     for (const [status, look] of [["error", "var(--error)"], ["cancelled", "repeating-linear-gradient(135deg, var(--muted) 0 2px, transparent 2px 4px)"]]) {
       if (used.has(status)) legendKey(look, status);
     }
-    if (!transfers.n) return;
-    const swatch = make("span", "", "swatch line"), entry = button("", toggleTransfers);
-    swatch.style.background = "var(--text)";
-    entry.setAttribute("aria-pressed", String(transfers.shown));
-    entry.title = "Show or hide transfers (t)";
-    entry.append(swatch, `${count(transfers.n)} transfers`);
+    if (transfers.n) fillTransfers();
+    if (colouring === "iteration") fillIterations(); else fillOps();
+  }
+
+  function fillTransfers() {
+    const stalls = transfers.stall.filter(Boolean).length, sent = transfers.n - stalls;
+    for (const [number, colour, text] of [[sent, "var(--text)", "transfers"], [stalls, "var(--error)", "waits for late copies"]]) {
+      if (!number) continue;
+      const swatch = make("span", "", "swatch line"), entry = button("", toggleTransfers);
+      swatch.style.background = colour;
+      entry.setAttribute("aria-pressed", String(transfers.shown));
+      entry.title = "Show or hide transfers (t)";
+      entry.append(swatch, `${count(number)} ${text}`);
+      $("legend").append(entry);
+    }
     const note = make("span", "zoom in to see them, or point at a slice", "key");
     note.id = "crowded";
     note.hidden = !crowded;
-    $("legend").append(entry, note);
+    $("legend").append(note);
   }
 
   function fillIterations() {
@@ -927,7 +936,9 @@
       const ops = [...new Set(members.map(([node, op]) => (WHOLE.has(op) ? node : op)))];
       const pattern = ops.length === 1 ? exactly(ops[0]) : `^(${ops.map((op) => exactly(op).slice(1, -1)).join("|")})$`;
       const entry = button("", () => highlight($("search").value === pattern ? "" : pattern));
-      entry.append(swatch, name);
+      // Of a long name the end says more than the beginning.
+      entry.append(swatch, name.length > LEGEND_NAME ? `…${name.slice(1 - LEGEND_NAME)}` : name);
+      entry.title = name;
       $("legend").append(entry);
     }
   }
@@ -974,7 +985,8 @@
       $("stats").append(item);
     };
     add(duration(data.wall), "wall");
-    add(count(data.runs.reduce((sum, row) => sum + row.run.length, 0)), "runs");
+    const runs = data.runs.reduce((sum, row) => sum + row.run.length, 0);
+    add(count(runs), runs === 1 ? "run" : "runs");
     add(count(firingCount), "firings");
     if (status.get("error")) add(count(status.get("error")), "failed", true);
     if (status.get("cancelled")) add(count(status.get("cancelled")), "cancelled");
@@ -982,7 +994,8 @@
     add(count(firingCount - inline - awaited - copies), "offloaded");
     if (awaited) add(count(awaited), "awaited");
     if (copies) add(count(copies), "copies");
-    if (transfers.n) add(bytes(transfers.nbytes.reduce((sum, each) => sum + each, 0)), "sent");
+    const sent = transfers.nbytes.reduce((sum, each, k) => sum + (transfers.stall[k] ? 0 : each), 0);
+    if (sent) add(bytes(sent), "sent");
   }
 
   // ---- Input --------------------------------------------------------------------------------------------------------

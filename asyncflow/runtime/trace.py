@@ -121,6 +121,7 @@ class MemorySample(NamedTuple):
 
     Attributes:
         saved, host, disk, moved_out, moved_in: see `DeviceMemory`.
+        coming: of those saved, the ones on their way back.
     """
 
     device: str
@@ -131,6 +132,7 @@ class MemorySample(NamedTuple):
     disk: int = 0
     moved_out: int = 0
     moved_in: int = 0
+    coming: int = 0
 
 
 @dataclass(slots=True, kw_only=True, repr=False)

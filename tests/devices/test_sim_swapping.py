@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,18 @@ def test_copies_on_the_timeline_name_the_value_its_iteration_and_its_bytes(build
     assert max(sample.saved for sample in samples) > 0
     assert max(sample.moved_out for sample in samples) == outcome.memory.moved_out
     assert max(sample.moved_in for sample in samples) == outcome.memory.moved_in
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_counters_say_what_was_there_when_it_was_launched(regions: bool) -> None:
+    """One region launches a whole loop; yet its kernels each say what was there at their time."""
+    outcome = train(swap_memory=True, trace=True, regions=regions)
+    assert outcome.trace is not None
+    samples = sorted(outcome.trace.memory, key=lambda sample: sample.time_ns)
+    assert sum(one.host == 0 < following.host for one, following in pairwise(samples)) == 1
+    assert max(sample.host for sample in samples) > 10 * VALUE
+    assert max(sample.coming for sample in samples) >= VALUE
+    assert all(0 <= sample.coming <= sample.saved <= sample.nbytes for sample in samples)
 
 
 def test_a_copy_that_comes_late_is_a_stall_arrow_to_the_kernel_that_waited() -> None:

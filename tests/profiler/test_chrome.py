@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.profiler.chrome import chrome_events, render_chrome
-from asyncflow.runtime.trace import Firing, RunSpan, Trace, Transfer
+from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace, Transfer
 
 Event = dict[str, Any]
 
@@ -118,6 +118,14 @@ def test_runs_are_async_spans_paired_by_id(trace: Trace) -> None:
 def test_two_sessions_may_number_their_runs_alike() -> None:
     trace = Trace(runs=[RunSpan(0, "a", 0, 10, "ok"), RunSpan(0, "b", 5, 15, "ok")])
     assert [e["id"] for e in of_phase(parse(trace)["traceEvents"], "b")] == [1, 2]
+
+
+def test_what_is_counted_once_is_counted_at_all_times() -> None:
+    """Viewers keep the last figure of a counter until there is another."""
+    moved = [MemorySample("sim:0", 1, 9), MemorySample("sim:0", 2, 9, host=4), MemorySample("sim:0", 3, 9)]
+    counters = of_phase(parse(Trace(memory=[*moved, MemorySample("sim:1", 2, 5)]))["traceEvents"], "C")
+    assert [event["args"].get("host") for event in counters if event["args"]["bytes"] == 9] == [0, 4, 0]
+    assert [event["args"] for event in counters if event["args"]["bytes"] == 5] == [{"bytes": 5}]
 
 
 def test_memory_is_a_counter_in_time_order(trace: Trace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncflow.profiler.html import render_html, timeline_data
-from asyncflow.runtime.trace import Firing, Trace, Transfer
+from asyncflow.runtime.trace import Firing, MemorySample, Trace, Transfer
 
 
 class Page(HTMLParser):
@@ -83,6 +83,13 @@ def test_runs_and_memory_reach_the_page(trace: Trace) -> None:
         ("runs 2", ["run 1"], [2_000], [8_000], ["error"]),
     ]
     assert data["groups"][1]["memory"] == [{"label": "memory", "time": [4_000, 9_000], "nbytes": [8_192, 16_384]}]
+
+
+def test_counters_of_saved_values_reach_the_page_where_any_moved() -> None:
+    samples = [MemorySample("sim:0", 1, 9, 5, host=2, disk=1), MemorySample("sim:0", 2, 9, 6, host=1, coming=2)]
+    (group,) = embedded(Trace(memory=samples))["groups"]
+    rows = [(row["label"], row["nbytes"]) for row in group["memory"]]
+    assert rows == [("memory", [9, 9]), ("saved, away", [3, 1]), ("saved, coming back", [0, 2])]
 
 
 def test_transfers_reach_the_page_by_start_with_the_lanes_of_their_ends(trace: Trace) -> None:

@@ -67,6 +67,13 @@ def test_a_row_for_each_lane_with_how_busy_it_was() -> None:
     ]
 
 
+def test_copies_of_saved_values_alone_do_not_colour_by_iteration() -> None:
+    """Regions launch kernels of no iteration, beside copies of which each has one."""
+    copy = firing(0, 10, tag="loop/3", op="copy", stream="d2h")._replace(nbytes=65_536)
+    picture = lay_out(Trace(firings=[firing(0, 30, op="region", node="matmul"), copy]))
+    assert (picture.legend_title, [*picture.legend]) == ("op", ["matmul", "copy"])
+
+
 def test_iterations_have_colours_of_their_own_and_their_number_on_them() -> None:
     trace = loop(3)
     trace.firings.append(firing(30, 40, op="to_host"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncflow.devices.logical import LaunchingDevice, LogicalDevice
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
 from asyncflow.devices.protocol import Capabilities, Span
+from asyncflow.devices.swapping import memory_sample
 from asyncflow.streams.sim.stream import SimEvent, SimStream
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Timeline(LaunchingDevice[SimStream]):
         started_ns = self.dispatched_ns
         ended_ns = self.thread.spend(call)
         if self._spans is not None:
-            self._spans.append(Span(name, "host", started_ns, ended_ns, 0))
+            self._spans.append(Span(name, "host", started_ns, ended_ns, 0, self._moment()))
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
@@ -167,7 +168,12 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def _record(self, event: SimEvent, nbytes: int) -> None:
         if self._spans is not None:
-            self._spans.append(Span(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes))
+            role = self._roles[event.stream]
+            self._spans.append(Span(event.label, role, event.started_ns, event.time_ns, nbytes, self._moment()))
+
+    def _moment(self) -> tuple[int, ...]:
+        """What the device holds as the host launches something, which may run much later."""
+        return (self.machine.now_ns(), *memory_sample(self.memory, self.swapping))
 
 
 def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ...]) -> None:

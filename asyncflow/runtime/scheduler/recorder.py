@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.swapping import memory_sample
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
 from asyncflow.runtime.trace import LATE_COPY, LOOP, Firing, MemorySample, Transfer
@@ -107,7 +108,8 @@ class Recorder:
                     queued_ns=queued_ns if is_first else None,
                     part=part,
                     iterations=firing.iterations.get(phase),
-                )
+                ),
+                None if is_last else (),
             )
         if not spans:
             self._add(whole)
@@ -143,7 +145,8 @@ class Recorder:
         """
         tag = "" if iteration is None else iteration.tag()
         scheduled = None if iteration is None else self.ready.since(node, iteration)
-        self._launched.append(_Launched(spans, device, node, tag, scheduled, _outputs(node, result), self._memory()))
+        held = memory_sample(device.memory, device.swapping)
+        self._launched.append(_Launched(spans, device, node, tag, scheduled, _outputs(node, result), held))
 
     def finish(self) -> None:
         """Writes down what was launched, and what has moved, once all of it has ended."""
@@ -163,7 +166,7 @@ class Recorder:
                 location="",
                 nbytes=move.nbytes,
             )
-            self._add(copied, move.memory)
+            self._add(copied, (move.ended_ns, *move.memory))
         for launched in self._launched:
             device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
             for span in device.settle(launched.spans):
@@ -178,7 +181,7 @@ class Recorder:
                     device=device.name,
                     nbytes=span.nbytes,
                 )
-                self._add(fired, launched.memory)
+                self._add(fired, span.memory or (ended, *launched.memory))
         self._launched.clear()
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
@@ -196,17 +199,20 @@ class Recorder:
             )
         )
 
-    def _add(self, firing: Firing, memory: tuple[int, ...] | None = None) -> None:
+    def _add(self, firing: Firing, sample: tuple[int, ...] | None = None) -> None:
+        """Writes down a firing, and what its device held; the first figure says when.
+
+        What it holds now where nothing is said, and nothing where there are no figures.
+        """
         trace = self._trace
         if len(trace.firings) >= trace.capacity:
             trace.dropped += 1
             return
         trace.firings.append(firing)
-        trace.memory.append(MemorySample(self._device.name, firing.ended_ns, *(memory or self._memory())))
-
-    def _memory(self) -> tuple[int, ...]:
-        swapping = self._device.swapping
-        return (self._device.memory.used,) if swapping is None else swapping.sample()
+        if sample is None:
+            sample = firing.ended_ns, *memory_sample(self._device.memory, self._device.swapping)
+        if sample:
+            trace.memory.append(MemorySample(firing.device, *sample))
 
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
