@@ -83,13 +83,13 @@ class MovingLog(StoreLog["Value"]):
         loop: the loop that saves them, and the iterations of those around it, as tags show them.
     """
 
-    __slots__ = ("_label", "_moves", "_swapping", "source")
+    __slots__ = ("_moves", "_swapping", "label", "source")
 
     def __init__(
         self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: int, moves: Moves, loop: str = ""
     ) -> None:
         super().__init__(entries)
-        self._swapping, self._label, self._moves, self.source = swapping, label, moves, (run, loop)
+        self._swapping, self.label, self._moves, self.source = swapping, label, moves, (run, loop)
         swapping.begin()
 
     def add(self, value: Value) -> None:
@@ -100,7 +100,7 @@ class MovingLog(StoreLog["Value"]):
                 if swapping.rests(self):
                     self.append(value)
                     return
-        self.append(swapping.keep(value, self._label, run, moves=self._moves, tag=self._tag(len(self))))
+        self.append(swapping.keep(value, self.label, run, moves=self._moves, tag=self._tag(len(self))))
 
     def hand_over(self, index: int) -> None:
         """See `asyncflow.devices.swapping.RestingLog`."""
@@ -108,7 +108,7 @@ class MovingLog(StoreLog["Value"]):
         with self.lock:
             value = self[index] if index < len(self) else None  # it was read, or the store has ended
             if value is not None and type(value) is not SavedEntry:
-                self[index] = swapping.entry(value, self._label, run, None, moves=self._moves, tag=self._tag(index))
+                self[index] = swapping.entry(value, self.label, run, None, moves=self._moves, tag=self._tag(index))
 
     def _tag(self, index: int) -> str:
         run, loop = self.source
@@ -131,7 +131,7 @@ class MovingLog(StoreLog["Value"]):
         entries = self[:length]
         self._swapping.share(entries)
         run, loop = self.source
-        return MovingLog(entries, self._swapping, label=self._label, run=run, moves=self._moves, loop=loop)
+        return MovingLog(entries, self._swapping, label=self.label, run=run, moves=self._moves, loop=loop)
 
     def __del__(self) -> None:
         with self.lock:  # somebody may be about to have it hand over

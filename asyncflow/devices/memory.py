@@ -127,7 +127,6 @@ class MemoryAccount:
     """
 
     __slots__ = (
-        "_device",
         "_exact",
         "_freed",
         "_lap",
@@ -139,8 +138,12 @@ class MemoryAccount:
         "_stores",
         "_used",
         "advise",
+        "device",
         "total",
     )
+
+    device: str
+    """The name of the device."""
 
     total: int
     """Bytes counted so far, those that are free again among them."""
@@ -154,7 +157,7 @@ class MemoryAccount:
         Raises:
             ValueError: ``limit`` is no positive number of bytes.
         """
-        self._device = device_name
+        self.device = device_name
         self._limit = None if limit is None else positive_count(limit, f"the memory limit of {device_name} in bytes")
         self._live: dict[int, _Watch] = {}
         self._freed: deque[_Watch] = deque()
@@ -252,7 +255,7 @@ class MemoryAccount:
         with self._lock:
             buffers = len(self._buffers())
             return MemoryStatistics(
-                device=self._device, used=self._used, peak=self.peak, limit=self._limit, buffers=buffers
+                device=self.device, used=self._used, peak=self.peak, limit=self._limit, buffers=buffers
             )
 
     def _buffers(self) -> list[LiveBuffer]:
@@ -272,7 +275,7 @@ class MemoryAccount:
             if used <= limit or (self._exact <= limit and used <= self._exact + slack):
                 return
         raise MemoryLimitExceeded(
-            device=self._device, requested=requested, used=used, limit=limit, top=self.top(), advice=self.advise()
+            device=self.device, requested=requested, used=used, limit=limit, top=self.top(), advice=self.advise()
         )
 
     def _put(self, held: Held, label: str) -> int:
@@ -399,7 +402,7 @@ class ChargedAccount(MemoryAccount):
         buffers = [*self._buffers(), LiveBuffer(nbytes, label)]
         used = sum(buffer.nbytes for buffer in buffers)
         top = tuple(heapq.nlargest(_TOP, buffers))
-        return kind(device=self._device, requested=nbytes, used=used, limit=limit, top=top, advice=self.advise())
+        return kind(device=self.device, requested=nbytes, used=used, limit=limit, top=top, advice=self.advise())
 
     def _buffers(self) -> list[LiveBuffer]:
         with self._lock:

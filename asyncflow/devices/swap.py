@@ -509,6 +509,11 @@ class SwapManager:
         """The most bytes that an iteration of a run in flight has taken."""
         return max((group.largest for group in list(self._groups.values())), default=0)
 
+    def away(self) -> list[SavedHandle]:
+        """All values that are AWAY."""
+        groups = list(self._groups.values())
+        return [handle for group in groups for handle in list(group.out) if handle.state is SavedState.AWAY]
+
     def statistics(self) -> SwapStatistics:
         """A snapshot."""
         return SwapStatistics(

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from math import inf
 from threading import Condition, Lock
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed
@@ -51,9 +51,11 @@ class RestingLog(Protocol):
 
     Attributes:
         source: the run, and the loop in which they are saved.
+        label: the node that saves them.
     """
 
     source: tuple[int, str]
+    label: str
 
     def __len__(self) -> int: ...
 
@@ -70,6 +72,10 @@ class Movable(NamedTuple):
     """The same, or what else the device copies."""
     view: Callable[[Placed], Value] | None
     """Gives the value for a buffer that has come back; None where it is the buffer."""
+
+
+_Values: TypeAlias = defaultdict[int, Counter[str]]
+"""How many values of each label, by run."""
 
 
 class SavedEntry:
@@ -119,6 +125,11 @@ class _Owner(weakref.ref[object]):
     key: int
 
 
+def _names(values: Counter[str]) -> str:
+    """Such as ``12 values (9 of while/body/tanh, 3 of while/body/x)``."""
+    return f"{values.total()} values ({', '.join(f'{count} of {label}' for label, count in sorted(values.items()))})"
+
+
 def _forget(known: dict[int, _Owner], reference: weakref.ref[object]) -> None:
     assert isinstance(reference, _Owner)
     if known.get(reference.key) is reference:
@@ -126,7 +137,7 @@ def _forget(known: dict[int, _Owner], reference: weakref.ref[object]) -> None:
 
 
 def memory_sample(account: MemoryAccount, swapping: Swapping | None) -> tuple[int, ...]:
-    """What a `MemorySample` says of a device with these now."""
+    """The figures that a `MemorySample` has of a device with these now."""
     return (account.used,) if swapping is None else swapping.sample()
 
 
@@ -171,6 +182,8 @@ class Swapping(ABC):
         self._is_closed = False
         self._paused: list[_Pause] = []
         self._moves: dict[int, list[SwapCopy]] = {}
+        # By run, once the device is lost: saved values that are gone with it, and those that were away.
+        self._gone: tuple[_Values, _Values] = (defaultdict(Counter), defaultdict(Counter))
 
     @property
     def ns_per_byte(self) -> float:
@@ -325,6 +338,25 @@ class Swapping(ABC):
     def is_watched(self, run: int) -> bool:
         """Whether somebody does."""
         return run in self._moves
+
+    def device_is_lost(self) -> None:
+        """Note what is gone with it, and what is away; takes no lock, since whoever finds out may have it."""
+        gone, away = self._gone
+        for log in [log for reference in list(self._resting.values()) if (log := reference()) is not None]:
+            gone[log.source[0]][log.label] += len(log)
+        for handle in [owner.handle for owner in list(self._known.values())]:
+            if handle.state not in (SavedState.AWAY, SavedState.GONE):
+                gone[handle.group.key][handle.label] += 1
+        for handle in self.manager.away():
+            away[handle.group.key][handle.label] += 1
+
+    def tell_loss(self, error: BaseException, run: int) -> None:
+        """Have the error of a lost device name the run's saved values that are gone with it, and those that are not."""
+        gone, away = self._gone
+        if run in gone:
+            error.add_note(f"lost with {self.account.device}: {_names(gone[run])}")
+        if run in away:
+            error.add_note(f"away from it, and so not lost: {_names(away[run])}")
 
     def sample(self) -> tuple[int, ...]:
         """Bytes that the device holds, and of saved values those of `SwapStatistics` that a `MemorySample` has."""

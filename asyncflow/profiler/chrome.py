@@ -70,7 +70,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
 
 
 def _counters(trace: Trace) -> dict[str, list[str]]:
-    """What was ever counted of each device's saved values; viewers keep the last figure until there is another."""
+    """The figures ever counted of each device's saved values; viewers keep the last figure until there is another."""
     counted: dict[str, list[str]] = {}
     for device in devices(trace):
         samples = [sample for sample in trace.memory if sample.device == device]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -261,10 +262,31 @@ async def test_f33_a_card_is_lost_while_values_are_away(cupy: FakeCupy, regions:
             task = asyncio.ensure_future(training.step(session))
             await until(lambda: swapping_of(session).statistics().host)
             cupy.engine.lose(0, 700)
-            with pytest.raises(DeviceLostError, match="cuda:0 is lost"):
+            with pytest.raises(DeviceLostError, match="cuda:0 is lost") as caught:
                 await task
-            del task
+            (away,) = [note for note in caught.value.__notes__ if note.startswith("away from it")]
+            assert re.fullmatch(r"away from it, and so not lost: \d+ values \(\d+ of while/body/\w+.*\)", away)
+            assert any(note.startswith("lost with cuda:0: ") for note in caught.value.__notes__)
+            del task, caught
         np.testing.assert_array_equal(await training.step(other), never)
+
+
+@pytest.mark.usefixtures("always")
+async def test_f33_what_is_on_the_host_goes_on_without_the_card(cupy: FakeCupy) -> None:
+    """FAULTS F33: runs that need nothing of a lost card, and variables on the host, in the very session."""
+    training = Training()
+    with training.graph, af.device("cpu:0"):
+        count = af.Variable(0.0, name="count")
+        counted = af.sum(count.assign_add(1.0) * af.while_loop(lambda i: i < 5, lambda i: i + 1, 0))
+    async with training.session(devices=["cuda:0", "cpu:0"], soft_placement=False) as session:
+        assert await session.run(counted) == 5.0
+        task = asyncio.ensure_future(training.step(session))
+        await until(lambda: swapping_of(session).statistics().host)
+        cupy.engine.lose(0, 700)
+        with pytest.raises(DeviceLostError, match="cuda:0 is lost"):
+            await task
+        del task
+        assert await session.run(counted) == 10.0
 
 
 @pytest.mark.parametrize("regions", [True, False])

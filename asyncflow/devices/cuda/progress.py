@@ -158,6 +158,8 @@ class Progress(LaunchingDevice["CudaStream"]):
 
     def _lose(self, error: BaseException) -> None:
         if self._lost is None:
+            if self.swapping is not None:
+                self.swapping.device_is_lost()  # before saved values go that the traceback alone has
             self._lost = error.with_traceback(None)
             self._lost_at = self.pool.label
         self._go_on()

@@ -172,7 +172,7 @@ class Timeline(LaunchingDevice[SimStream]):
             self._spans.append(Span(event.label, role, event.started_ns, event.time_ns, nbytes, self._moment()))
 
     def _moment(self) -> tuple[int, ...]:
-        """What the device holds as the host launches something, which may run much later."""
+        """When, and what the device holds, as the host launches something, which may run much later."""
         return (self.machine.now_ns(), *memory_sample(self.memory, self.swapping))
 
 

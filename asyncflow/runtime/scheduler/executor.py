@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import recording
-from asyncflow.errors import KernelError
+from asyncflow.errors import DeviceLostError, KernelError
 from asyncflow.graph.op import KernelContext
 from asyncflow.runtime.scheduler.coroutines import Coroutines
 from asyncflow.runtime.scheduler.first_guess import first_guess
@@ -523,6 +523,8 @@ class Executor:
 
     def fail(self, error: BaseException, order: int = -1) -> None:
         """Ends the run with `error`: nothing starts any more, what runs is waited for."""
+        if isinstance(error, DeviceLostError) and self._swapping is not None:
+            self._swapping.tell_loss(error, self.run.number)
         self.failures.append((self.run.turn.count(), order, error))
         self.run.on_failed()  # all at once: what one of them gives up must not go to another
         self.stop()
