@@ -159,9 +159,12 @@ class VertexGroup(Generic[R]):
     done: int = 0
     _edges: list[int] = field(init=False)
     """Where the children of each set begin among all."""
+    _counts: Array | None = None
+    """Of each vertex, how many children it has."""
 
     def __post_init__(self) -> None:
         self._edges = [] if self.child_starts is None else self.child_starts[self.set_starts].tolist()
+        self._counts = None if self.child_starts is None else self.child_starts[1:] - self.child_starts[:-1]
 
     @classmethod
     def of(cls, members: Sequence[R], schedule: Sequence[Array], specs: Sequence[Spec]) -> VertexGroup[R]:
@@ -200,10 +203,10 @@ class VertexGroup(Generic[R]):
     def next_children(self) -> tuple[Array, Array | None]:
         """The ranks of the children of the next set, and, where they have no slots, how many each vertex has."""
         rows = self.next_rows
-        if self.child_starts is None:
+        if self._counts is None:
             return self.ranks[rows], None
         first, last = self._edges[self.done : self.done + 2]
-        return self.ranks[first:last], np.diff(self.child_starts[rows.start : rows.stop + 1])
+        return self.ranks[first:last], self._counts[rows]
 
     def ended(self) -> list[RunInGroup[R]]:
         """Those whose sets are all computed leave."""
@@ -220,7 +223,7 @@ class VertexGroup(Generic[R]):
         ranks[kept + 1] = np.arange(1, len(kept) + 1)
         starts, chosen = None, kept
         if self.child_starts is not None:
-            first, counts = self.child_starts[kept], np.diff(self.child_starts)[kept]
+            first, counts = self.child_starts[kept], self.child_starts[kept + 1] - self.child_starts[kept]
             starts = np.concatenate([[0], counts.cumsum()])
             chosen = np.repeat(first - starts[:-1], counts) + np.arange(starts[-1])
         behind = np.concatenate([[0], kept + 1])

@@ -90,7 +90,7 @@ async def test_nobody_waits_for_the_order_of_a_large_graph() -> None:
         large = asyncio.ensure_future(session.run(trees.roots, trees.feeds(30_000), timeout=0.5))
         await asyncio.sleep(0)
         (pool,) = pools_of(session).values()
-        await until(lambda: pool._aside)
+        await until(lambda: pool._joining)
         assert pool.places()
         await trees.check(session, 3)
         with pytest.raises(af.DeadlineExceeded):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Value
 
 _MANY = 4096
-"""Graphs of more vertices are put in order aside, so that nobody waits for that."""
+"""Graphs of more vertices are put in order by themselves, so that nobody waits for that."""
 
 
 class VertexMember(ToldPlace):
@@ -65,8 +65,11 @@ class VertexPool(TellingState):
         """Those whose graphs are being put in order."""
         self._ended: list[tuple[VertexMember, list[Array]]] = []
         """Those who are still to be told, and their results."""
-        self._aside: set[asyncio.Task[None]] = set()
-        """Those tasks that do so for large graphs, which nobody waits for."""
+        self._order: Plan | None = None
+        """By which that is done, while sets are computed."""
+        self._has_joined = asyncio.Event()
+        self._is_awaited = False
+        """Whether arrivals are looked at in the next pass of the event loop."""
 
     def places(self) -> list[PlaceInLine]:
         """Everybody in it."""
@@ -76,72 +79,94 @@ class VertexPool(TellingState):
         """How many there are."""
         return f"sets of {len(self.rows.members)} runs are computed together"
 
+    def join(self, member: VertexMember) -> None:
+        """One joins when its graph is in order, which is made so while others compute."""
+        self.rows.waiting.append(member)
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._batches.turn.loop.call_soon(self._arrived)
+
     async def drive(self) -> None:
         """Computes sets until nobody is there."""
         rows, failure = self.rows, None
         try:
             plan = await self._batches.plan_of(self.shared.program)
-            order = await self._batches.plan_of(self.shared.order)
+            self._order = await self._batches.plan_of(self.shared.order)
             while True:
                 self._count(rows.drop())
-                await self._admit(order)
+                if not rows.groups:
+                    for members in self._taken():
+                        await self._join(members)
                 if rows.groups:
-                    # Who has ended with the step before goes on while a thread computes this one.
+                    # Who has ended with the step before goes on, and others come, while a thread computes this one.
                     self._batches.turn.loop.call_soon(self._deliver)
-                    await self._step(plan, rows.groups)
+                    await self._step(plan, list(rows.groups))
                     self._ended += rows.ended()
                 if not rows.groups:
                     self._deliver()
-                if self._aside and not (rows.groups or rows.waiting):
-                    await asyncio.wait(self._aside, return_when=asyncio.FIRST_COMPLETED)
-                if not (rows.groups or rows.waiting or self._aside):
-                    break
+                    if not (rows.waiting or self._joining):
+                        break
+                    if not rows.waiting:
+                        self._has_joined.clear()
+                        await self._has_joined.wait()
                 await asyncio.sleep(0)  # others may join
         except Exception as error:  # no plan, or the session closes
             failure = error
         finally:
+            self._order = None
             self._pools.forget(self._key)
         self._deliver()
         if failure is not None:
             self._end([*rows.members, *rows.waiting, *self._joining], failure)
             del failure
 
-    async def _admit(self, order: Plan) -> None:
-        """Has those join that wait, but those with large graphs when these are in order."""
+    def _arrived(self) -> None:
+        """Begins to put the graphs in order of those that wait."""
+        self._is_awaited = False
+        if self._order is not None:
+            for members in self._taken():
+                self._batches.beside(self._join(members))
+
+    def _taken(self) -> list[list[VertexMember]]:
+        """Those that wait, as they are put in order together; for large graphs that begins here, and nobody waits."""
         if not self.rows.waiting:
-            return
+            return []
         together, empty = self.rows.take_waiting()
         self._ended += empty
+        found = []
         for members in together:
             self._joining += members
             large = [member for member in members if member.sets.size > _MANY]
             for member in large:
-                task = self._batches.beside(self._join(order, [member]))
-                self._aside.add(task)
-                task.add_done_callback(self._aside.discard)
+                self._batches.beside(self._join([member]))
             if len(large) < len(members):
-                await self._join(order, [member for member in members if member not in large])
+                found.append([member for member in members if member not in large])
+        return found
 
-    async def _join(self, order: Plan, members: list[VertexMember]) -> None:
+    async def _join(self, members: list[VertexMember]) -> None:
         """Puts graphs in order, as one; if that fails, each by itself, and those at fault are told."""
         failure = None
         try:
-            self.rows.groups.append(await self._in_order(order, members))
+            group = await self._in_order(members)
+            self.rows.groups.append(group)  # which may be another list by now
         except Exception as error:
             failure = error
-        if failure is None or len(members) == 1:
-            self._joining = [member for member in self._joining if member not in members]
-        if failure is not None and len(members) == 1:
-            self._end(members, failure)
-        elif failure is not None:
+        if failure is not None and len(members) > 1:
             del failure  # and what its frames hold
             for member in members:
-                await self._join(order, [member])
+                await self._join([member])
+            return
+        self._joining = [member for member in self._joining if member not in members]
+        self._has_joined.set()
+        if failure is not None:
+            self._end(members, failure)
+            del failure
 
-    async def _in_order(self, order: Plan, members: list[VertexMember]) -> VertexGroup[VertexMember]:
-        schedule = await self._batches.compute(order, joined([member.sets for member in members]))
+    async def _in_order(self, members: list[VertexMember]) -> VertexGroup[VertexMember]:
+        assert self._order is not None
+        self._memory = self._batches.memory_of(self._order)
+        schedule = await self._batches.compute(self._order, joined([member.sets for member in members]))
         group = VertexGroup.of(members, schedule, self.shared.specs)
-        self._memory = self._batches.memory_of(order)
         for array in group.arrays():
             self._memory.track(array, self.shared.label)
         return group
@@ -152,9 +177,8 @@ class VertexPool(TellingState):
             for array in group.arrays():
                 self._memory.count(array, self.shared.label)
 
-    async def _step(self, plan: Plan, groups: Sequence[VertexGroup[VertexMember]]) -> None:
+    async def _step(self, plan: Plan, groups: list[VertexGroup[VertexMember]]) -> None:
         """Computes the next set of each; if that fails, of each half, until the one at fault is alone."""
-        groups = list(groups)
         size = sum([len(group.places) for group in groups])
         try:
             own = self.rows.inputs(groups)
@@ -212,7 +236,7 @@ class VertexPools:
             pool = self._pools[key] = VertexPool(self, key, shared, common)
             self.batches.beside(pool.drive())
         member = VertexMember(pool, sets)
-        pool.rows.waiting.append(member)
+        pool.join(member)
         return member
 
     def forget(self, key: Hashable) -> None:
