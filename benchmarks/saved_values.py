@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NAME = "saved_values"
 ITERATION: Final = Figure("time an iteration, virtual time", "ms")
 PREDICTED: Final = Figure("time an iteration, predicted", "ms")
+LONGEST: Final = Figure("longest sequence", "steps", higher_is_better=True)
 
 UNITS, BATCH, ROWS = 512, 512, 100
 LIMIT: Final = 3_450 << 20
@@ -36,6 +37,16 @@ LENGTHS: Final = (100, 200, 300, 400, 500, 600, 700, 800, 900, 1_000)
 LONG: Final = 10_000
 CARDS: Final = ("k40", "v100", "a100", "h100")
 CHOICES: Final = ("keep", "swap", "recompute", "auto")
+LARGE: Final[dict[str, Any]] = {"units": 2_048, "batch": 256}
+"""The model of EuroSys '18 §6.3 of which the longest sequence is asked for: 12 MiB an iteration."""
+
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    "written out": {"is_looped": False, "choice": "keep"},
+    "a loop, kept": {"choice": "keep"},
+    "a loop, planned": {},
+}
+"""How a step over a long sequence is written, and what is done with what it saves."""
+
 Choice = Literal["keep", "swap", "recompute", "auto"]
 
 
@@ -58,8 +69,13 @@ def program(
         h, c = cell(af, model, model.xs[t % rows], h, c)
         return t + 1, h, c, total + af.sum(af.square(h))
 
-    starts = (np.int32(0), model.h, model.c, np.float32(0))
-    total = af.while_loop(lambda t, *_: t < steps, body, starts)[-1]
+    variables: tuple[Any, ...] = (0, model.h, model.c, np.float32(0))
+    if is_looped:
+        variables = af.while_loop(lambda t, *_: t < steps, body, (np.int32(0), *variables[1:]))
+    else:
+        for _ in range(steps):
+            variables = body(*variables)
+    total = variables[-1]
     fed = [model.xs, *model.parameters]
     feeds = {x: np.broadcast_to(np.float32(0), x.shape) for x in fed}
     return [total, *af.gradients(total, model.parameters)], feeds
@@ -111,6 +127,23 @@ def table_1(lengths: Sequence[int] = LENGTHS) -> dict[str, Curve]:
     return found
 
 
+def longest(card: str, most: int, **way: Any) -> tuple[int, float]:
+    """The longest sequence, up to `most`, that the memory of a card has room for, and its ms an iteration.
+
+    The next longer one fails: lengths are doubled while they fit, and then halved in between.
+    """
+    fits, fails, ms = 0, most + 1, 0.0
+    while fails - fits > 1:
+        steps = min(2 * fits or 8, most) if fails > most else (fits + fails) // 2
+        try:
+            ms = train(card, steps, limit=None, **LARGE, **way)[0].seconds / steps * 1e3
+        except af.OutOfMemoryError:
+            fails = steps
+        else:
+            fits = steps
+    return fits, ms
+
+
 def by_card(steps: int = 1_000, cards: Sequence[str] = CARDS) -> dict[str, dict[str, float]]:
     """Milliseconds an iteration on each card without a limit, by each choice with one, and as predicted."""
     found: dict[str, dict[str, float]] = {}
@@ -139,6 +172,7 @@ async def measure(
     lengths: tuple[int, ...] = (*LENGTHS, LONG),
     cards: tuple[str, ...] = CARDS,
     steps: tuple[int, ...] = (1_000,),
+    most: tuple[int, ...] = (LONG,),
 ) -> list[Result]:
     """Milliseconds an iteration by length and by card, and the longest sequences of a larger model."""
     case = f"LSTM of {UNITS} units, batch {BATCH}, limit {LIMIT / 2**30:.2f} GiB"
@@ -149,6 +183,19 @@ async def measure(
                 figure = PREDICTED if way == "predicted" else ITERATION
                 name = with_host(f"{card}, {'auto' if way == 'predicted' else way}", host)
                 results += as_results(NAME, {name: {steps[0]: ms}}, figure, "{curve}, {x:,} steps, " + case)
+    results += await in_thread(_longest_by_way, most[0])
+    return results
+
+
+def _longest_by_way(most: int) -> list[Result]:
+    results = []
+    for way, options in WAYS.items():
+        steps, ms = longest("k40", most, **options)
+        model = f"LSTM of {LARGE['units']:,} units, batch {LARGE['batch']}, all of the card's memory"
+        results += as_results(
+            NAME, {way: {most: float(steps)}}, LONGEST, f"k40, {{curve}}, up to {{x:,}} steps, {model}"
+        )
+        results += as_results(NAME, {way: {steps: ms}}, ITERATION, f"k40, {{curve}}, {{x:,}} steps, {model}")
     return results
 
 

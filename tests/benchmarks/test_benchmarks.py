@@ -101,7 +101,7 @@ TINY = {
     "ragged_training": lambda: ragged_training.measure(repeats=2, shortest=1, longest=3, batch=2, hidden=4),
     "training_memory": lambda: training_memory.measure(repeats=1, steps=3, batch=2, hidden=4),
     "memory_limits": lambda: memory_limits.measure(repeats=1, steps=3, batch=2, hidden=4),
-    "saved_values": lambda: saved_values.measure(lengths=(2,), cards=("k40",), steps=(3,)),
+    "saved_values": lambda: saved_values.measure(lengths=(2,), cards=("k40",), steps=(3,), most=(2,)),
     "dynamic_unrolling": lambda: dynamic_unrolling.measure(
         repeats=2, batches=(2,), steps=3, hidden=4, simulated_batches=(2,), simulated_sizes={"steps": 3, "hidden": 4}
     ),
