@@ -151,19 +151,16 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
         FeedError: dtype or shape do not fit; nothing is cast silently.
     """
     spec = tensor.spec
-    if (
-        type(value) is np.ndarray
-        and value.dtype is spec.dtype
-        and value.nbytes <= LARGE_BYTES
-        and value.ndim
-        and value.flags.writeable
-    ):
+    if type(value) is np.ndarray and value.dtype is spec.dtype and value.ndim:
         # Most feeds end here, with what the rest would give, at a fifth of its cost.
-        if not is_compatible(value.shape, spec.shape):
-            raise _wrong_shape(tensor, value, value.shape)
-        copy = value.copy()
-        copy.setflags(write=False)
-        return copy
+        is_copied = value.flags.writeable and value.nbytes <= LARGE_BYTES
+        if is_copied or _may_be_kept(value):
+            if not is_compatible(value.shape, spec.shape):
+                raise _wrong_shape(tensor, value, value.shape)
+            if is_copied:
+                value = value.copy()
+                value.setflags(write=False)
+            return value
     if spec.shape in _SCALAR:
         if isinstance(value, np.generic) and value.dtype == spec.dtype:
             return value
@@ -301,6 +298,8 @@ def _may_be_kept(array: Array) -> bool:
     flags = array.flags
     if type(array) is not np.ndarray or not (flags.c_contiguous and flags.aligned):
         return False
+    if array.base is None:
+        return not flags.writeable
     # A slice is copied: it would count as all the memory that it looks into.
     return is_immutable(array) and owner_of(array).nbytes == array.nbytes
 
