@@ -270,6 +270,11 @@ class VertexRows(Generic[R]):
         """Who has joined."""
         return list(chain.from_iterable(group.members for group in self.groups))
 
+    @property
+    def is_for_one(self) -> bool:
+        """Whether a single run is there, and nobody waits."""
+        return len(self.groups) == 1 and len(self.groups[0].places) == 1 and not self.waiting
+
     def take_waiting(self) -> tuple[list[list[R]], list[tuple[R, list[Array]]]]:
         """Those that wait: who may be put in order together, and, with their results, who has no vertices."""
         waiting, self.waiting = self.waiting, []

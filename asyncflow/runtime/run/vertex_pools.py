@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from asyncflow.runtime.run.batches import common_values
-from asyncflow.runtime.scheduler.turn import Turn
+from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import current_part
@@ -88,7 +88,8 @@ class VertexPool(TellingState):
 
     async def drive(self) -> None:
         """Computes sets until nobody is there."""
-        rows, failure = self.rows, None
+        rows, turn, failure = self.rows, self._batches.turn, None
+        end = turn.now() + BURST_NS
         try:
             plan = await self._batches.plan_of(self.shared.program)
             self._order = await self._batches.plan_of(self.shared.order)
@@ -99,7 +100,8 @@ class VertexPool(TellingState):
                         await self._join(members)
                 if rows.groups:
                     # Who has ended with the step before goes on, and others come, while a thread computes this one.
-                    self._batches.turn.loop.call_soon(self._deliver)
+                    if self._ended:
+                        turn.loop.call_soon(self._deliver)
                     await self._step(plan, list(rows.groups))
                     self._ended += rows.ended()
                 if not rows.groups:
@@ -109,7 +111,10 @@ class VertexPool(TellingState):
                     if not rows.waiting:
                         self._has_joined.clear()
                         await self._has_joined.wait()
+                elif rows.is_for_one and turn.now() < end:
+                    continue
                 await asyncio.sleep(0)  # others may join
+                end = turn.now() + BURST_NS
         except Exception as error:  # no plan, or the session closes
             failure = error
         finally:
