@@ -89,6 +89,8 @@ class Edges:
         Raises:
             GraphError: there is one.
         """
+        if len(self.samples) == 2 and self.children.min(initial=0) >= 0 and self.children.max(initial=-1) < self.size:
+            return  # most requests are of one sample
         starts = self.offsets[self.samples]  # of each sample's children
         filled = np.flatnonzero(np.diff(starts))
         if not filled.size:
@@ -127,7 +129,7 @@ def read_edges(offsets: Array, children: Array, samples: Array, types: Array | N
         raise ShapeError(f"an input graph has a type for each of its {size} vertices; got {len(types)}")
     _check_ends("samples", samples, size, "vertices")
     _check_ends("offsets", offsets, len(children), "children")
-    lengths, counts = np.diff(samples), np.diff(offsets)
+    lengths, counts = samples[1:] - samples[:-1], offsets[1:] - offsets[:-1]
     if lengths.min(initial=0) < 0:
         sample = lengths.argmin()
         raise GraphError(f"sample {sample} has {lengths[sample]} vertices: samples of an input graph never fall")
