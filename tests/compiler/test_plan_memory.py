@@ -29,10 +29,10 @@ def loop(x: af.Tensor, w: af.Tensor, n: Any = STEPS, **options: Any) -> af.Tenso
     return found
 
 
-def nested(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+def nested(x: af.Tensor, w: af.Tensor, **options: Any) -> af.Tensor:
     """What inner loops save is a value of the outer one."""
     body: Any = lambda i, y: (i + 1, loop(y, w, 4))  # noqa: E731
-    found: af.Tensor = af.while_loop(lambda i, _: i < STEPS // 4, body, (0, x))[1]
+    found: af.Tensor = af.while_loop(lambda i, _: i < STEPS // 4, body, (0, x), **options)[1]
     return found
 
 
@@ -182,6 +182,33 @@ def test_values_move_where_a_link_is_quick() -> None:
     assert "of copies each way" in less.text
     for one, other in zip(less.values, usual.values, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.4])
+def test_values_of_loops_in_one_another_are_chosen_together(share: float) -> None:
+    """Where nothing was planned for them, the gradient did not fit; the same bits."""
+    usual = on_card(nested, memory_limit=1 << 30)
+    less = on_card(nested, memory_limit=int(share * usual.peak))
+    (planned,) = less.planned
+    inner = [value for value in planned.values if value.name.startswith("while/body/while/body/")]
+    assert [value.nbytes for value in inner] == [4 * VALUE, 4 * VALUE]
+    assert less.peak <= share * usual.peak
+    assert planned.held == pytest.approx(less.peak, rel=0.2)
+    assert "its values are chosen with those of the loop around it" in less.text
+    for one, other in zip(less.values, usual.values, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_values_of_an_inner_loop_move_as_those_of_the_outer_one_were_asked_to() -> None:
+    def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+        return nested(x, w, swap_memory=True)
+
+    moved = on_card(build, memory_limit=1 << 30)
+    (planned,) = moved.planned
+    choices = {value.name: value.choice for value in planned.values if value.nbytes >= VALUE}
+    assert choices == {"while/body/while/body/var_1": "swap", "while/body/while/body/matmul": "swap"}
+    assert planned.way.away == 2 * STEPS * VALUE
+    assert moved.moved == (2 * STEPS - 1) * VALUE
 
 
 def test_nothing_moves_where_starting_a_copy_takes_longer_than_computing_again() -> None:

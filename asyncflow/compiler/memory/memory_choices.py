@@ -59,11 +59,13 @@ class Saving:
         sizes: bytes an iteration of the values that may move, the largest first.
         fixed: bytes an iteration of all others that are saved.
         again: what is computed again in an iteration of the gradient.
+        copies: how many copies an iteration each of `sizes` takes, if not one: a loop inside saves a value often.
     """
 
     sizes: tuple[int, ...]
     fixed: int = 0
     again: Work = _NOTHING
+    copies: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -159,8 +161,9 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     backward = figures.backward.plus(chosen.again).times(count).plus(figures.forward, again)
     usual_ns = forward.ns + backward.ns
     if going:
-        copies, link_ns = Work(0.0, kept * moved * figures.start_ns), kept * going * (figures.copy_ns_per_byte or 0.0)
-        saving_ns = figures.forward.plus(Work(0.0, moved * figures.start_ns)).ns * kept
+        starts_ns = figures.start_ns * (sum(chosen.copies[:moved]) or moved)
+        copies, link_ns = Work(0.0, kept * starts_ns), kept * going * (figures.copy_ns_per_byte or 0.0)
+        saving_ns = figures.forward.plus(Work(0.0, starts_ns)).ns * kept
         # What is on its way, and what the link has not taken yet when the last iteration saves.
         held += min(2, kept) * going + (kept * going * max(0.0, 1 - saving_ns / link_ns) if link_ns else 0.0)
         ns = max(forward.plus(copies).ns, link_ns) + max(backward.plus(copies).ns, link_ns)

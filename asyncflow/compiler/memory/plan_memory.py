@@ -10,8 +10,9 @@ Where only a run knows how many iterations there are, as many keep their values 
 in segments that grow; or, where moving takes less time, values move once memory is short. A loop that was asked to move
 all it saves (`while_loop(swap_memory=True)`) does, as long as there is a place for it.
 
-Left alone, and said so, are loops whose saved values' sizes only a run knows, loops on several devices, and loops whose
-values another loop saves in turn.
+What a loop in another saves is chosen with the values of the outer one: all of it stays, or moves, in each iteration of
+that. Left alone, and said so, are loops whose saved values' sizes only a run knows, loops on several devices, and loops
+in a branch of another, or in two of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Device
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.ir import Node, Tensor
 
 _PRICES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """Nanoseconds of computing again that a byte held in all iterations is worth: one cut is tried for each."""
@@ -162,7 +163,7 @@ def plan_memory(graph: Graph, devices: Sequence[Device], measured: Mapping[str, 
         fuses: whether devices that can fuse elementwise nodes do.
     """
     found: dict[str, list[_Candidate]] = defaultdict(list)
-    notes = []
+    notes: dict[WhileNode, str] = {}
     loops = [node for node in graph.walk() if isinstance(node, WhileNode) and stores_of(node)]
     for loop in loops:
         device = _device_of(loop, devices)
@@ -175,10 +176,13 @@ def plan_memory(graph: Graph, devices: Sequence[Device], measured: Mapping[str, 
         if isinstance(candidate, _Candidate):
             found[candidate.device.name].append(candidate)
         elif candidate is not None:
-            notes.append(f"loop {loop.name} ({loop.location}): nothing is predicted, as {candidate}")
+            notes[loop] = f"loop {loop.name} ({loop.location}): nothing is predicted, as {candidate}"
+    for store in [store for candidates in found.values() for each in candidates for store in each.inner]:
+        inner = store.loop
+        notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with those of the loop around it"
     planned = [each for candidates in found.values() for each in _planned(graph, candidates)]
-    notes += [each for each in planned if isinstance(each, str)]
-    return MemoryPlan(tuple(each for each in planned if not isinstance(each, str)), tuple(notes))
+    of_unknown = [each for each in planned if isinstance(each, str)]
+    return MemoryPlan(tuple(each for each in planned if not isinstance(each, str)), (*notes.values(), *of_unknown))
 
 
 def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
@@ -238,7 +242,7 @@ class _Candidate:
         costs: of its nodes there.
         iterations: how many; 0 if only a run knows.
         segmented: what it takes to run it again.
-        inner: bytes an iteration that loops in it save.
+        inner: the stores of loops in it.
         changes: of what it saves; the first is none.
         savings: the figures of each.
         movable: the values of each that may move, the largest first.
@@ -249,7 +253,7 @@ class _Candidate:
     costs: LoopCosts
     iterations: int
     segmented: SegmentedLoop
-    inner: int
+    inner: Sequence[_InnerStore]
     changes: list[SavedChange] = field(default_factory=list)
     savings: list[Saving] = field(default_factory=list)
     movable: list[list[Tensor]] = field(default_factory=list)
@@ -295,15 +299,22 @@ class _Candidate:
 
     def add(self, change: SavedChange) -> None:
         """One more way to choose what is saved."""
-        swapping, sizes = self.device.swapping, change.saved()
+        swapping, saved = self.device.swapping, {**change.saved(), **self.inner_saved()}
         least = swapping.manager.least_bytes if swapping is not None else 0
-        movable = [value for value, size in sizes.items() if swapping is not None and size >= least > 0]
+        times = {store.value: store.times for store in self.inner}
+        sizes = {value: size * times.get(value, 1) for value, size in saved.items()}
+        movable = [value for value, size in saved.items() if swapping is not None and size >= least > 0]
         movable.sort(key=lambda value: -sizes[value])
         large = tuple(sizes[value] for value in movable)
+        copies = tuple(times.get(value, 1) for value in movable)
         self.changes.append(change)
         self.movable.append(movable)
-        fixed = sum(sizes.values()) - sum(large) + self.inner
-        self.savings.append(Saving(large, fixed, self.costs.of_nodes(change.again)))
+        fixed = sum(sizes.values()) - sum(large)
+        self.savings.append(Saving(large, fixed, self.costs.of_nodes(change.again), copies))
+
+    def inner_saved(self) -> dict[Tensor, int]:
+        """The values that loops in it save, and the bytes of each in one of their iterations."""
+        return {store.value: nbytes_of(store.value.spec, 1) for store in self.inner}
 
     def look_for_savings(self, graph: Graph) -> None:
         """Finds the cuts for several prices of memory."""
@@ -340,7 +351,9 @@ class _Candidate:
         """The saved values, and the choice for each."""
         change, swapping = self.changes[way.saving], self.device.swapping
         moved = set(self.movable[way.saving][: way.moved])
-        for value, size in change.saved().items():
+        times = {store.value: store.times for store in self.inner}
+        for value, once in {**change.saved(), **self.inner_saved()}.items():
+            size = once * times.get(value, 1)
             if size and value in moved:
                 assert swapping is not None
                 yield PlannedValue(value.node.name, size, "swap", size * swapping.ns_per_byte)
@@ -357,12 +370,16 @@ class _Candidate:
         buffer = self.changes[way.saving].buffer
         moved = {buffer(value) for value in self.movable[way.saving][: way.moved]}
         stores = {self.loop.inputs[store.output.index].node: store.value for store in stores_of(self.loop)}
-        for store in stores:
+        inner = {store.made: store.value for store in self.inner}
+        for store in (*stores, *inner):
             store.attrs = {**store.attrs, "moves": "late"}
         if way.kept < self.iterations:
             loop_to_segment(self.loop).rewrite(way.length, way.kept)
         for store, value in stores.items():
             if buffer(value) in moved:
+                store.attrs = {**store.attrs, "moves": "always"}
+        for store, value in inner.items():
+            if value in moved:
                 store.attrs = {**store.attrs, "moves": "always"}
 
 
@@ -370,24 +387,35 @@ def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate 
     """The loop, or why too little is known of it; None where nothing is to be decided."""
     count, stores = trip_count(loop), stores_of(loop)
     inner = [_stored_inside(store.value) for store in stores if store.value.dtype == VARIANT]
+    known = [store for store in inner if store is not None]
     if count == 0:
         return None
-    if None in inner or (inner and count is None):
+    if len(known) < len(inner) or (inner and count is None):
         return "only a run knows how much the loops in it save"
     if not all(is_static(store.value.shape) for store in stores):
         return "only a run knows the sizes of what it saves"
-    if inner and device.swapping is not None:
-        return "what loops in it save moves once memory is short"
     segmented = loop_to_segment(loop)
     if not segmented.readers:
         return segmented.why_not
-    found = _Candidate(loop, device, costs, count or 0, segmented, sum(size for size in inner if size is not None))
+    found = _Candidate(loop, device, costs, count or 0, segmented, known)
     found.add(SavedChange(loop, StorePaths(loop.graph.root), lambda _: None))
     return found if found.savings[0].nbytes else None
 
 
-def _stored_inside(store: Tensor) -> int | None:
-    """Bytes of the values in the store of an inner loop; None if only a run knows."""
+class _InnerStore(NamedTuple):
+    """The store of a loop in another, of which each iteration of that saves one."""
+
+    loop: WhileNode
+    made: Node
+    """The node that makes it."""
+    value: Tensor
+    """The value that it holds."""
+    times: int
+    """How many of them."""
+
+
+def _stored_inside(store: Tensor) -> _InnerStore | None:
+    """The facts about the store of an inner loop; None if only a run knows how much it holds."""
     loop = store.node
     count = trip_count(loop) if isinstance(loop, WhileNode) else None
     if not isinstance(loop, WhileNode) or count is None:
@@ -395,4 +423,4 @@ def _stored_inside(store: Tensor) -> int | None:
     saved = next((each.value for each in stores_of(loop) if each.output is store), None)
     if saved is None or saved.dtype == VARIANT or not is_static(saved.shape):
         return None
-    return count * nbytes_of(saved.spec, 1)
+    return _InnerStore(loop, loop.inputs[store.index].node, saved, count)
