@@ -23,8 +23,8 @@ class Batch:
             that is alone never waits, and batches grow as the device falls behind. No more than half of the time that
             it has until its deadline.
         max_bytes: most bytes of inputs that share a call; a firing that has more is alone. None for no limit.
-        cost: "learned": how many share a call is chosen from what calls of each size took; "none": as many as there
-            are.
+        cost: "learned": how many share a call is chosen from what calls of each size took, and those who were just
+            answered are waited for if they ask again so soon that it saves time; "none": as many as there are.
         pad: a number or string. Firings whose arguments differ in extents that the graph leaves open share a call:
             each argument is padded with it, at its end, to the longest. The function takes one more argument,
             ``lengths``: the member's own extents, in the order of arguments and axes; a scalar if there is one.

@@ -15,6 +15,8 @@ event                    state                                        what happe
 `take`                   a call of the lane is under way              nothing
 `take`, not idle         fewer than `max_size` wait, and all have     nothing: others may still come
                          half of their time until they are due
+`take`, idle             it pays to wait for those who were just      nothing, until they are back, or late (`Returns`)
+                         answered
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
 `take`                   else                                         who is past its deadline leaves; a call is made
                                                                       of the others, of the size that is best
@@ -39,24 +41,11 @@ from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import numpy as np
-
 from asyncflow.runtime.shares import PATIENCE_S, PriorityShares
 
 if TYPE_CHECKING:
     from asyncflow.ops.batch import Batch
-
-_MOST_SIZES = 64
-"""Of so many sizes one keeps what calls took; larger ones are told from the largest."""
-
-_FRESH = 0.25
-"""The weight of a new measurement beside those before it."""
-
-_SURE = 3
-"""So many measurements of a size make it known; before, it may be better than it seemed."""
-
-_NEWS = 0.1
-"""A mean that has changed by this part makes other sizes the best ones."""
+    from asyncflow.runtime.call_costs import CallCosts
 
 _EXPLORE = 32
 """One call in so many takes all that wait, whatever is known of that: what was slow once may not be any more."""
@@ -94,85 +83,6 @@ def _halfway_ns(member: Gathered) -> float:
 
 
 M = TypeVar("M", bound=Gathered)
-
-
-@dataclass(slots=True)
-class CallCosts:
-    """How long calls of each size took, as a running mean; one member is a size of its own.
-
-    A product of one row and of two take different kernels, so that two may cost more than twice one.
-
-    Attributes:
-        taken_ns: the means, by size.
-        fits: the most members for which there was memory, once there was none for more.
-    """
-
-    taken_ns: dict[int, float] = field(default_factory=dict)
-    fits: int | None = None
-    _counts: dict[int, int] = field(default_factory=dict)
-    _used: dict[int, float] = field(default_factory=dict)
-    """Times by which the sizes below were chosen."""
-    _in_all: list[float] = field(default_factory=list)
-    """The least time for so many members."""
-    _first: list[int] = field(default_factory=list)
-    """How many of so many go first, then."""
-    _most: int = 0
-    """How many could share a call, then."""
-
-    def observe(self, size: int, taken_ns: float) -> None:
-        """A call of that size took so long."""
-        known = self.taken_ns.get(size)
-        if known is None and size > 1 and len(self.taken_ns) >= _MOST_SIZES:
-            size = min(self.taken_ns, key=lambda other: abs(other - size))
-            known = self.taken_ns[size]
-        count = self._counts[size] = self._counts.get(size, 0) + 1
-        if known is None:
-            mean = taken_ns
-        elif count <= _SURE:  # the first ones were cold
-            mean = min(known, taken_ns)
-        else:
-            mean = known + _FRESH * (taken_ns - known)
-        self.taken_ns[size] = mean
-        used = self._used.get(size)
-        if used is None or count <= _SURE or abs(mean - used) > _NEWS * used:
-            self._used.clear()
-
-    def predict_ns(self, size: int) -> float:
-        """How long a call of that size will take: between measured sizes on a line, beyond them as the nearest."""
-        known = self.taken_ns.get(size)
-        if known is not None and (self._counts[size] >= _SURE or size == 1):
-            return known
-        if size == 1:
-            return 0.0  # so that it is tried
-        smaller = max((n for n in self.taken_ns if 1 < n < size), default=0)
-        larger = min((n for n in self.taken_ns if n > size), default=0)
-        # Hopeful, so that it is tried: as if more cost nothing.
-        hoped = self.taken_ns.get(smaller or larger or 1, 0.0)
-        if smaller and larger:
-            hoped += (size - smaller) / (larger - smaller) * (self.taken_ns[larger] - hoped)
-        return hoped if known is None else min(hoped, known)
-
-    def best(self, waiting: int, most: int) -> int:
-        """Of `waiting` members, how many to take first, so that all of them take the least time in all.
-
-        Args:
-            waiting: how many there are.
-            most: how many may share a call.
-        """
-        if not self.taken_ns:
-            return min(waiting, most)
-        if not self._used or self._most != most:
-            self._used, self._in_all, self._first, self._most = dict(self.taken_ns), [0.0], [0], most
-        waiting = min(waiting, 2 * most)  # more do not change what is best first
-        if waiting >= len(self._first):
-            alone = np.array([self.predict_ns(size) for size in range(1, most + 1)])
-            for count in range(len(self._first), waiting + 1):
-                taken = alone[:count] + self._in_all[: -most - 1 : -1]
-                # Of equals the largest: fewer calls.
-                size = len(taken) - int(taken[::-1].argmin())
-                self._in_all.append(float(taken[size - 1]))
-                self._first.append(size)
-        return self._first[waiting]
 
 
 @dataclass(slots=True, eq=False)
@@ -223,6 +133,11 @@ class Lane(Generic[M]):
         """All who wait or are under way."""
         parts = self.suspects if self.under_way is None else (*self.suspects, self.under_way.members)
         return chain(*self.waiting.values(), *parts)
+
+    @property
+    def most(self) -> int:
+        """How many may share a call."""
+        return self.policy.max_size if self.costs.fits is None else min(self.policy.max_size, self.costs.fits)
 
     def add(self, member: M) -> None:
         """One waits."""
@@ -284,6 +199,11 @@ class Lane(Generic[M]):
         last_ns = min(first.deadline_ns - needed_ns, (first.offered_ns + first.deadline_ns) / 2)
         return min(found + self.policy.max_delay_s * 1e9, last_ns)
 
+    def returns_ns(self, now_ns: int) -> float:
+        """Until when those who wait are to wait for those who are to come back; minus infinity if not."""
+        until_ns = self.costs.returns.waits_until_ns(self.costs, len(self), self.most, now_ns)
+        return min(until_ns, *(_halfway_ns(line[0]) for line in self.waiting.values()))
+
     def _remove(self, line: list[M], place: int) -> M:
         member = line.pop(place)
         if not line:
@@ -318,6 +238,7 @@ class Batcher(Generic[M]):
         if lane is None:
             lane = self.lanes[signature] = Lane(signature, policy, costs)
         lane.add(member)
+        costs.returns.come(member.offered_ns)
 
     def withdraw(self, signature: Hashable, member: M) -> BatchCall[M] | None:
         """Nobody wants the member's result any more; gives the call under way in which that is so for all."""
@@ -352,11 +273,17 @@ class Batcher(Generic[M]):
         """How many wait."""
         return sum(map(len, self.lanes.values()))
 
-    def wake_ns(self) -> float:
+    def wake_ns(self, now_ns: int) -> float:
         """When one has waited as long as it may, or a call is overdue; infinity if there is no such time."""
-        lanes = self.lanes.values()
-        delayed = (x.leaves_ns() for x in lanes if x.under_way is None and x.waiting and self._delays(x))
-        return min(chain(delayed, (x.under_way.overdue_ns() for x in lanes if x.under_way is not None)), default=inf)
+        found = inf
+        for lane in self.lanes.values():
+            if lane.under_way is not None:
+                found = min(found, lane.under_way.overdue_ns())
+            elif lane.waiting and self._delays(lane):
+                found = min(found, lane.leaves_ns())
+            elif lane.waiting and self._awaits_returns(lane, now_ns):
+                found = min(found, lane.returns_ns(now_ns))
+        return found
 
     def overdue(self, now_ns: int) -> list[BatchCall[M]]:
         """Calls under way in which those who stay might wait for one that never ends: `divide` or `set_apart` them."""
@@ -388,9 +315,11 @@ class Batcher(Generic[M]):
             member.signature = apart.signature
         return apart
 
-    def ended(self, call: BatchCall[M], taken_ns: float) -> None:
+    def ended(self, call: BatchCall[M], taken_ns: float, now_ns: int) -> None:
         """The call has given its results."""
-        call.lane.costs.observe(len(call.members), taken_ns)
+        costs = call.lane.costs
+        costs.observe(len(call.members), taken_ns)
+        costs.returns.answer(len(call.members), now_ns)
         self._free(call)
 
     def failed(self, call: BatchCall[M], *, divisible: bool, lacks_memory: bool = False) -> bool:
@@ -438,7 +367,8 @@ class Batcher(Generic[M]):
             is_due = now_ns >= lane.leaves_ns()
         else:
             # Where others always have work, such as a loop that never ends, nothing is ever idle.
-            is_due = is_idle or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
+            is_due = is_idle and not self._awaits_returns(lane, now_ns)
+            is_due = is_due or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
         return is_due or len(lane) >= lane.policy.max_size
 
     def _next(self, lane: Lane[M], now_ns: int) -> Sequence[M]:
@@ -452,13 +382,17 @@ class Batcher(Generic[M]):
     def _delays(self, lane: Lane[M]) -> bool:
         return lane.policy.max_delay_s > 0 and not self.is_ending
 
+    def _awaits_returns(self, lane: Lane[M], now_ns: int) -> bool:
+        if self.is_ending or lane.suspects or lane.policy.cost == "none":
+            return False
+        return now_ns < lane.returns_ns(now_ns)
+
     def _size(self, lane: Lane[M]) -> int:
         costs, policy = lane.costs, lane.policy
         explores = len(lane) > 1 and self._random.randrange(_EXPLORE) == 0
         if explores and costs.fits is not None:
             costs.fits *= 2  # there may be more memory now
-        most = policy.max_size if costs.fits is None else min(policy.max_size, costs.fits)
-        waiting = len(lane)
+        most, waiting = lane.most, len(lane)
         if explores or policy.cost == "none" or waiting == 1:
             return min(waiting, most)
         return costs.best(waiting, most)

@@ -45,42 +45,81 @@ async def run_or_disconnect(client: HasReceive | Receive, run: Awaitable[Result]
         if isinstance(run, Coroutine):
             run.close()
         raise TypeError(f"a client is a request, or the `receive` of an ASGI application; got {brief(client)}")
-    work = asyncio.ensure_future(run)
-    gone = asyncio.ensure_future(_wait_disconnect(receive))
+    watch = _DisconnectWatch(receive)
     try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-    finally:
-        await _stopped(work, gone)
-    gone.result()
-    raise ClientDisconnected("the client has gone; its run was cancelled") from _failure(work)
+        result = await run
+    except BaseException as error:
+        await watch.end()
+        if watch.has_cancelled():
+            raise ClientDisconnected("the client has gone; its run was cancelled") from error
+        raise
+    await watch.end()
+    if watch.has_cancelled():
+        raise ClientDisconnected("the client has gone before its run ended, which could not be cancelled")
+    return result
+
+
+class _DisconnectWatch:
+    """Cancels the task that it is made in once the client goes, until it is ended."""
+
+    __slots__ = ("_before", "_has_cancelled", "_receive", "_starts", "_task", "_watcher")
+
+    def __init__(self, receive: Receive) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._before = task.cancelling()
+        self._has_cancelled = False
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+        # A run that waits for nothing is over by then, and has cost no task.
+        self._starts = asyncio.get_running_loop().call_soon(self._start)
+
+    async def end(self) -> None:
+        """Returns when nobody waits for the server any more, however often this is cancelled meanwhile."""
+        self._starts.cancel()
+        watcher = self._watcher
+        if watcher is None:
+            return
+        watcher.remove_done_callback(self._cancel)
+        watcher.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        while not watcher.done():
+            try:
+                await asyncio.sleep(0)  # which is all that most need
+                if not watcher.done():
+                    await asyncio.wait((watcher,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if not watcher.cancelled():
+            watcher.exception()  # that it was asked for says that nobody else has to be told
+        if cancelled is not None:
+            raise cancelled
+
+    def has_cancelled(self) -> bool:
+        """Whether the task is cancelled as the client has gone, and by nobody else; it no longer counts as cancelled.
+
+        Raises:
+            Exception: what the server raised in place of a message.
+        """
+        if not self._has_cancelled or self._task.uncancel() > self._before:
+            return False
+        if self._watcher is not None:
+            self._watcher.result()
+        return True
+
+    def _start(self) -> None:
+        self._watcher = asyncio.ensure_future(_wait_disconnect(self._receive))
+        self._watcher.add_done_callback(self._cancel)
+
+    def _cancel(self, watcher: asyncio.Task[None]) -> None:
+        self._has_cancelled = True
+        self._task.cancel()
 
 
 async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _stopped(*tasks: asyncio.Future[Result] | asyncio.Future[None]) -> None:
-    """Returns when both have ended, however often this is cancelled meanwhile."""
-    for task in tasks:
-        task.cancel()
-    cancelled: asyncio.CancelledError | None = None
-    while not all(task.done() for task in tasks):
-        try:
-            await asyncio.wait(tasks)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    for task in tasks:
-        _failure(task)
-    if cancelled is not None:
-        raise cancelled
-
-
-def _failure(task: asyncio.Future[Result] | asyncio.Future[None]) -> BaseException | None:
-    """The error of a task that has ended; asking for it says that nobody else has to be told."""
-    return None if task.cancelled() else task.exception()
 
 
 def stream_or_stall(items: AsyncGenerator[Result, None], stall_timeout_s: float = 30.0) -> AsyncGenerator[Result, None]:

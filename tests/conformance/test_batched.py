@@ -29,9 +29,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     found: Counter[int] = Counter()
     ended = Batcher.ended
 
-    def noted(self: Batcher[Any], call: BatchCall[Any], taken_ns: float) -> None:
+    def noted(self: Batcher[Any], call: BatchCall[Any], taken_ns: float, now_ns: int) -> None:
         found[len(call.members)] += 1
-        ended(self, call, taken_ns)
+        ended(self, call, taken_ns, now_ns)
 
     monkeypatch.setattr(Batcher, "ended", noted)
     return found

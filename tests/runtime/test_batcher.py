@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts, Gathered
+from asyncflow.runtime.batcher import BatchCall, Batcher, Gathered
+from asyncflow.runtime.call_costs import CallCosts
 
 COSTS = CallCosts()
 
@@ -88,7 +89,7 @@ class World:
                 for each in call.members:
                     each.failed += not each.is_gone
         else:
-            self.batcher.ended(call, 1.0)
+            self.batcher.ended(call, 1.0, 0)
             for each in call.members:
                 each.computed += not each.is_gone
 
@@ -156,7 +157,7 @@ def drained(batcher: Batcher[Named]) -> list[list[int]]:
     while calls := list(batcher.take(0, is_idle=True)):
         for call in calls:
             found.append([member.name for member in call.members])
-            batcher.ended(call, 1.0)
+            batcher.ended(call, 1.0, 0)
     return found
 
 
@@ -179,11 +180,11 @@ def test_a_delay_is_waited_for_unless_the_call_is_full() -> None:
     for name in range(2):
         batcher.offer("lane", COSTS, policy, Named(name, offered_ns=500 + name))
     assert list(batcher.take(1_000, is_idle=True)) == []
-    assert batcher.wake_ns() == 1_500
+    assert batcher.wake_ns(0) == 1_500
     batcher.offer("lane", COSTS, policy, Named(2, offered_ns=600))
     (call,) = batcher.take(1_000, is_idle=False)
     assert [member.name for member in call.members] == [0, 1, 2]
-    batcher.ended(call, 1.0)
+    batcher.ended(call, 1.0, 0)
     batcher.offer("lane", COSTS, policy, Named(3, offered_ns=2_000))
     assert list(batcher.take(2_999, is_idle=True)) == []
     assert len(list(batcher.take(3_000, is_idle=False))) == 1
@@ -218,7 +219,7 @@ def test_lanes_go_by_number_and_then_by_who_is_due_first() -> None:
         call = next(calls)
         calls.close()  # type: ignore[attr-defined]
         firsts.append(call.lane.signature)
-        batcher.ended(call, 1.0)
+        batcher.ended(call, 1.0, 0)
     assert firsts.count(1) == 2
 
 
@@ -240,7 +241,7 @@ def test_f45_deadlines_are_met_where_a_smaller_call_does() -> None:
     (call,) = batcher.take(100, is_idle=True)
     # 4 is late, 5 will be whatever is done, and 2 is in time if three go with it.
     assert [member.name for member in call.members] == [2, 6, 5, 0]
-    batcher.ended(call, 4.0)
+    batcher.ended(call, 4.0, 0)
     assert sorted(name for members in drained(batcher) for name in members) == [1, 3]
 
 
@@ -248,10 +249,10 @@ def test_a_delay_ends_before_a_deadline() -> None:
     batcher: Batcher[Named] = Batcher()
     batcher.offer("lane", learnt(100.0), af.Batch(8, max_delay_s=1.0), Named(0, deadline_ns=5_000))
     assert list(batcher.take(100, is_idle=True)) == []
-    assert batcher.wake_ns() == 2_500
+    assert batcher.wake_ns(0) == 2_500
     assert [len(call.members) for call in batcher.take(2_500, is_idle=False)] == [1]
     batcher.offer("others", learnt(2_000.0), af.Batch(8, max_delay_s=1.0), Named(1, deadline_ns=5_000))
-    assert batcher.wake_ns() == 1_000
+    assert batcher.wake_ns(0) == 1_000
 
 
 def test_f45_a_delay_leaves_half_of_the_time_where_nothing_is_learnt() -> None:
@@ -262,7 +263,7 @@ def test_f45_a_delay_leaves_half_of_the_time_where_nothing_is_learnt() -> None:
         batcher.offer(
             "lane", CallCosts(), af.Batch(8, max_delay_s=1.0), Named(name, offered_ns=1_000, deadline_ns=deadline_ns)
         )
-    assert batcher.wake_ns() == 5_000
+    assert batcher.wake_ns(0) == 5_000
     assert len(list(batcher.take(4_999, is_idle=True))) == 0
     assert [len(call.members) for call in batcher.take(5_000, is_idle=False)] == [3]
 
@@ -294,10 +295,10 @@ def test_f40_who_stays_is_computed_without_one_who_left(each_ns: float, due_ns: 
     """FAULTS F40: not before the call has taken twice what is learnt, and twice what it had when the first one left."""
     batcher, call, members = endless(learnt(each_ns) if each_ns else CallCosts(), inf, inf, inf, inf)
     assert batcher.overdue(1_000_000) == []
-    assert batcher.wake_ns() == inf
+    assert batcher.wake_ns(0) == inf
     batcher.withdraw("lane", members[1])
     assert batcher.overdue(1_300) == []
-    assert batcher.wake_ns() == due_ns
+    assert batcher.wake_ns(0) == due_ns
     assert batcher.overdue(due_ns - 1) == []
     assert batcher.overdue(due_ns) == [call]
     batcher.divide(call)
@@ -308,23 +309,23 @@ def test_f40_who_stays_is_computed_without_one_who_left(each_ns: float, due_ns: 
     assert batcher.count() == 0
     assert all(part.lane.under_way is part for part in parts)
     for part in parts:
-        batcher.ended(part, 1.0)
+        batcher.ended(part, 1.0, 0)
     assert not batcher.lanes
 
 
 def test_f45_halves_begin_while_the_first_still_has_half_of_its_time() -> None:
     """FAULTS F45: of members that are late at once, those that can end do; the one that cannot is by itself at last."""
     batcher, call, members = endless(CallCosts(), 9_000, 9_000, 9_000)
-    assert batcher.wake_ns() == 5_000
+    assert batcher.wake_ns(0) == 5_000
     assert batcher.overdue(5_000) == [call]
     batcher.divide(call)
     pair, single = sorted(batcher.take(5_000, is_idle=False), key=lambda part: -len(part.members))
-    batcher.ended(single, 1.0)
+    batcher.ended(single, 1.0, 0)
     pair.started_ns = 5_000
     assert batcher.overdue(7_000) == [pair]
     batcher.divide(pair)
     first, second = batcher.take(7_000, is_idle=False)
-    batcher.ended(first, 1.0)
+    batcher.ended(first, 1.0, 0)
     assert second.members == [members[1]]
     assert members[1].signature in batcher.lanes
     assert batcher.withdraw(members[1].signature, members[1]) is second
@@ -340,11 +341,11 @@ def test_a_call_that_may_not_be_done_again_is_set_apart() -> None:
     assert batcher.overdue(1_200) == [call]
     batcher.set_apart(call)
     assert batcher.overdue(10_000) == []
-    assert batcher.wake_ns() == inf
+    assert batcher.wake_ns(0) == inf
     batcher.offer("lane", CallCosts(), af.Batch(8), Named(2))
     assert [[each.name for each in later.members] for later in batcher.take(1_200, is_idle=True)] == [[2]]
     assert batcher.withdraw(members[1].signature, members[1]) is call
-    batcher.ended(call, 1.0)
+    batcher.ended(call, 1.0, 0)
     assert list(batcher.lanes) == ["lane"]
 
 
@@ -358,7 +359,7 @@ def test_who_has_no_deadline_is_not_overtaken_for_ever() -> None:
         batcher.offer("lane", COSTS, policy, Named(k, offered_ns=now_ns, deadline_ns=now_ns + 100_000_000))
         (call,) = batcher.take(now_ns, is_idle=True)
         order.append(call.members[0].name)
-        batcher.ended(call, 1.0)
+        batcher.ended(call, 1.0, 0)
     assert order.index(-1) == 18  # about a second
 
 
@@ -377,7 +378,7 @@ def test_calls_are_as_small_as_memory_needs() -> None:
                 if len(call.members) > room:
                     assert not batcher.failed(call, divisible=True, lacks_memory=True)
                 else:
-                    batcher.ended(call, 1.0)
+                    batcher.ended(call, 1.0, 0)
 
     round_of(32, room=9)
     assert made[:3] == [32, 16, 8]
@@ -398,7 +399,7 @@ def test_others_gather_while_a_call_is_under_way_or_work_is_ready() -> None:
     for name in range(1, 4):
         batcher.offer("lane", COSTS, af.Batch(4, cost="none"), Named(name))
     assert list(batcher.take(0, is_idle=True)) == []
-    batcher.ended(first, 1.0)
+    batcher.ended(first, 1.0, 0)
     assert drained(batcher) == [[1, 2, 3]]
 
 
@@ -413,7 +414,7 @@ def test_the_one_at_fault_is_found_by_halving() -> None:
             calls += 1
             names = [member.name for member in call.members]
             if 13 not in names:
-                batcher.ended(call, 1.0)
+                batcher.ended(call, 1.0, 0)
                 good += names
             elif batcher.failed(call, divisible=True):
                 bad += names
@@ -433,15 +434,20 @@ def test_what_calls_take_is_learnt(seed: int) -> None:
     true_ns = {1: 100.0, **{size: 700.0 + 15 * size + random.random() for size in range(2, 33)}}
     batcher: Batcher[Named] = Batcher(seed)
     sizes: list[int] = []
+    now_ns = 0
 
     def round_of(waiting: int) -> list[int]:
+        nonlocal now_ns
+        now_ns += 1_000_000  # nobody is back soon, which is learnt, too
         for name in range(waiting):
-            batcher.offer("lane", learnt, af.Batch(32), Named(name))
+            batcher.offer("lane", learnt, af.Batch(32), Named(name, offered_ns=now_ns))
         made = []
-        while calls := list(batcher.take(0, is_idle=True)):
-            for call in calls:
+        while batcher.count():
+            for call in batcher.take(now_ns, is_idle=True):
                 made.append(len(call.members))
-                batcher.ended(call, true_ns[len(call.members)])
+                batcher.ended(call, true_ns[len(call.members)], now_ns)
+            if (wake_ns := batcher.wake_ns(now_ns)) < inf:
+                now_ns = int(wake_ns) + 1
         return made
 
     for _ in range(60):

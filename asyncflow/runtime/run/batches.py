@@ -11,7 +11,7 @@ import logging
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import ceil, inf
 from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
@@ -21,7 +21,8 @@ import numpy as np
 
 from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
-from asyncflow.runtime.batcher import BatchCall, Batcher, CallCosts
+from asyncflow.runtime.batcher import BatchCall, Batcher
+from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
@@ -341,9 +342,10 @@ class Batches(TellingState):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake_ns = self._batcher.wake_ns()
+        now_ns = self.turn.clock()
+        wake_ns = self._batcher.wake_ns(now_ns)
         if wake_ns < inf:
-            self._timer = self.turn.loop.call_later((wake_ns - self.turn.clock()) / 1e9, self.turn.wake)
+            self._timer = self.turn.loop.call_later((ceil(wake_ns) - now_ns) / 1e9, self.turn.wake)
 
     def _start(self, call: BatchCall[BatchMember]) -> None:
         """Computes a batch: here and now, if it is short, or else beside."""
@@ -453,7 +455,8 @@ class Batches(TellingState):
         except Exception as error:
             self._failed(call, error)
             return
-        self._batcher.ended(call, self.turn.clock() - started_ns)
+        now_ns = self.turn.clock()
+        self._batcher.ended(call, now_ns - started_ns, now_ns)
         if len(members) > 1:
             self._back_by, self._left = self.turn.number + 2, len(members)
         members[0].known.count(len(members))

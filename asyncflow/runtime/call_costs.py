@@ -1,0 +1,202 @@
+"""What is learnt of calls for several members: how long they take, and how soon those come back whom they answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+_MOST_SIZES = 64
+"""Of so many sizes one keeps what calls took; larger ones are told from the largest."""
+
+_FRESH = 0.25
+"""The weight of a new measurement beside those before it."""
+
+_SURE = 3
+"""So many measurements of a size make it known; before, it may be better than it seemed."""
+
+_NEWS = 0.1
+"""A mean that has changed by this part makes other sizes the best ones."""
+
+_LATE = 2
+"""Late is who comes after so many times the usual difference from when such ones came."""
+
+
+@dataclass(slots=True)
+class SizeTimes:
+    """How long something takes for so many, as a running mean; one is a size of its own.
+
+    Attributes:
+        taken_ns: the means, by size.
+    """
+
+    taken_ns: dict[int, float] = field(default_factory=dict)
+    _counts: dict[int, int] = field(default_factory=dict)
+
+    def observe(self, size: int, taken_ns: float) -> int:
+        """It took so long; gives the size that it counts for."""
+        known = self.taken_ns.get(size)
+        if known is None and size > 1 and len(self.taken_ns) >= _MOST_SIZES:
+            size = min(self.taken_ns, key=lambda other: abs(other - size))
+            known = self.taken_ns[size]
+        count = self._counts[size] = self._counts.get(size, 0) + 1
+        if known is None:
+            mean = taken_ns
+        elif count <= _SURE:  # the first ones were cold
+            mean = min(known, taken_ns)
+        else:
+            mean = known + _FRESH * (taken_ns - known)
+        self.taken_ns[size] = mean
+        return size
+
+    def predict_ns(self, size: int) -> float:
+        """How long it will take: between measured sizes on a line, beyond them as the nearest."""
+        known = self.taken_ns.get(size)
+        if known is not None and (self._counts[size] >= _SURE or size == 1):
+            return known
+        if size == 1:
+            return 0.0  # so that it is tried
+        smaller = max((n for n in self.taken_ns if 1 < n < size), default=0)
+        larger = min((n for n in self.taken_ns if n > size), default=0)
+        # Hopeful, so that it is tried: as if more cost nothing.
+        hoped = self.taken_ns.get(smaller or larger or 1, 0.0)
+        if smaller and larger:
+            hoped += (size - smaller) / (larger - smaller) * (self.taken_ns[larger] - hoped)
+        return hoped if known is None else min(hoped, known)
+
+
+@dataclass(slots=True)
+class _Answered:
+    """Who was answered by one call: how many, since when, and how many of them are not back."""
+
+    size: int
+    since_ns: int
+    missing: int
+
+
+@dataclass(slots=True)
+class Returns:
+    """How soon those are back whom a call has answered.
+
+    Clients that ask again once they have their answer come back together. Whoever waited for the call to end had better
+    wait for them, too, if one call for all takes so much less: or else both halves take turns for ever.
+
+    Attributes:
+        taken: how long it took until as many had come as were answered.
+        apart: how far that was from what was expected.
+    """
+
+    taken: SizeTimes = field(default_factory=SizeTimes)
+    apart: SizeTimes = field(default_factory=SizeTimes)
+    _away: list[_Answered] = field(default_factory=list)
+    """Those who are not back, by when they were answered."""
+
+    def answer(self, size: int, now_ns: int) -> None:
+        """A call for so many has ended."""
+        while self._away and now_ns > self._latest_ns(self._away[0]):
+            self._learn(self._away.pop(0), now_ns)  # they may never come back
+        self._away.append(_Answered(size, now_ns, size))
+
+    def come(self, now_ns: int) -> None:
+        """A member has come."""
+        if self._away:
+            first = self._away[0]
+            first.missing -= 1
+            if not first.missing:
+                self._learn(self._away.pop(0), now_ns)
+
+    def waits_until_ns(self, costs: CallCosts, waiting: int, most: int, now_ns: int) -> float:
+        """Until when it pays for those who wait to wait for those who are to come back; minus infinity if not.
+
+        It does if less time is lost until all are back than a call of their own would take.
+        """
+        if not self._away:
+            return -inf
+        back_ns = max(map(self._latest_ns, self._away))
+        saved_ns = costs.saved_ns(waiting, sum(each.missing for each in self._away), most)
+        return back_ns if now_ns < back_ns < now_ns + saved_ns else -inf
+
+    def _latest_ns(self, away: _Answered) -> float:
+        """When they are back, unless they come much later than usual."""
+        return away.since_ns + self.taken.predict_ns(away.size) + _LATE * self.apart.predict_ns(away.size)
+
+    def _learn(self, away: _Answered, now_ns: int) -> None:
+        expected_ns = self.taken.predict_ns(away.size)
+        taken_ns = now_ns - away.since_ns
+        self.apart.observe(away.size, abs(taken_ns - expected_ns))
+        self.taken.observe(away.size, taken_ns)
+
+
+@dataclass(slots=True)
+class CallCosts(SizeTimes):
+    """How long calls of each size took.
+
+    A product of one row and of two take different kernels, so that two may cost more than twice one.
+
+    Attributes:
+        fits: the most members for which there was memory, once there was none for more.
+        returns: how soon those come back whom such calls have answered.
+    """
+
+    fits: int | None = None
+    returns: Returns = field(default_factory=Returns)
+    _used: dict[int, float] = field(default_factory=dict)
+    """Times by which the sizes below were chosen."""
+    _in_all: list[float] = field(default_factory=list)
+    """The least time for so many members."""
+    _first: list[int] = field(default_factory=list)
+    """How many of so many go first, then."""
+    _most: int = 0
+    """How many could share a call, then."""
+
+    def observe(self, size: int, taken_ns: float) -> int:
+        """A call of that size took so long; gives the size that it counts for."""
+        size = SizeTimes.observe(self, size, taken_ns)
+        used = self._used.get(size)
+        if used is None or self._counts[size] <= _SURE or abs(self.taken_ns[size] - used) > _NEWS * used:
+            self._used.clear()
+        return size
+
+    def best(self, waiting: int, most: int) -> int:
+        """Of `waiting` members, how many to take first, so that all of them take the least time in all.
+
+        Args:
+            waiting: how many there are.
+            most: how many may share a call.
+        """
+        if not self.taken_ns:
+            return min(waiting, most)
+        if not self._used or self._most != most:
+            self._used, self._in_all, self._first, self._most = dict(self.taken_ns), [0.0], [0], most
+        waiting = min(waiting, 2 * most)  # more do not change what is best first
+        if waiting >= len(self._first):
+            alone = np.array([self.predict_ns(size) for size in range(1, most + 1)])
+            for count in range(len(self._first), waiting + 1):
+                taken = alone[:count] + self._in_all[: -most - 1 : -1]
+                # Of equals the largest: fewer calls.
+                size = len(taken) - int(taken[::-1].argmin())
+                self._in_all.append(float(taken[size - 1]))
+                self._first.append(size)
+        return self._first[waiting]
+
+    def saved_ns(self, waiting: int, coming: int, most: int) -> float:
+        """How much less time it takes in all if those who wait go with those who are to come, and not before them."""
+        coming = min(coming, most - waiting)
+        sizes = np.array([size for size in self.taken_ns if size > 1])
+        if coming <= 0 or not waiting or not sizes.size:
+            return 0.0
+        # On a line through all sizes: the difference of single ones would be that of their noise.
+        taken = np.array([self.taken_ns[size] for size in sizes])
+        spread = sizes - sizes.mean()
+        each = max(0.0, float(spread @ taken / max(1.0, spread @ spread)))  # hopeful: nothing, where one size is known
+        fixed = max(0.0, float(taken.mean() - each * sizes.mean()))
+        alone = self.taken_ns.get(1, fixed + each)
+
+        def least_ns(size: int) -> float:
+            return min(fixed + each * size, alone * size)
+
+        return least_ns(waiting) + least_ns(coming) - least_ns(waiting + coming)
+
+
+__all__ = ["CallCosts", "Returns", "SizeTimes"]
