@@ -32,7 +32,7 @@ call is cut so small that the first deadline in it is met, as far as is known an
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,8 +146,11 @@ class Lane(Generic[M]):
     def discard(self, member: M) -> None:
         """One waits no more, if it did."""
         line = self.waiting.get(member.priority, [])
-        if member in line:
-            self._remove(line, line.index(member))
+        place = bisect_left(line, _due_ns(member), key=_due_ns)
+        while place < len(line) and line[place] is not member and _due_ns(line[place]) == _due_ns(member):
+            place += 1
+        if place < len(line) and line[place] is member:
+            self._remove(line, place)
 
     def drop_late(self, now_ns: int) -> None:
         """Who is past its deadline waits no more."""
@@ -363,13 +366,15 @@ class Batcher(Generic[M]):
             return True
         if not lane.waiting:
             return False
+        if len(lane) >= lane.policy.max_size:  # and else there are few to look at
+            return True
         if self._delays(lane):
             is_due = now_ns >= lane.leaves_ns()
         else:
             # Where others always have work, such as a loop that never ends, nothing is ever idle.
             is_due = is_idle and not self._awaits_returns(lane, now_ns)
             is_due = is_due or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
-        return is_due or len(lane) >= lane.policy.max_size
+        return is_due
 
     def _next(self, lane: Lane[M], now_ns: int) -> Sequence[M]:
         while lane.suspects:

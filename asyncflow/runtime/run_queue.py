@@ -97,10 +97,20 @@ R = TypeVar("R", bound=QueuedRun)
 
 @dataclass(slots=True)
 class _PriorityLine(Generic[R]):
-    """Runs of one priority that wait, and what each of them is expected to take; 0 if that is not known."""
+    """Runs of one priority that wait.
+
+    Attributes:
+        runs: those who go first in front.
+        costs_s: what each of them is expected to take; 0 if that is not known.
+        known_s: in all, of those of which it is known.
+        unknown: how many the others are.
+        nbytes: of what is fed to all of them.
+    """
 
     runs: list[R] = field(default_factory=list)
     costs_s: list[float] = field(default_factory=list)
+    known_s: float = 0.0
+    unknown: int = 0
     nbytes: int = 0
 
     def index(self, run: R) -> int:
@@ -110,12 +120,24 @@ class _PriorityLine(Generic[R]):
         index = self.index(run)
         self.runs.insert(index, run)
         self.costs_s.insert(index, run.charge_s)
+        self.known_s += run.charge_s
+        self.unknown += not run.charge_s
         self.nbytes += run.nbytes
 
     def remove(self, run: R) -> None:
         index = self.index(run)
         del self.runs[index], self.costs_s[index]
+        self.known_s -= run.charge_s
+        self.unknown -= not run.charge_s
         self.nbytes -= run.nbytes
+
+    def before(self, run: R) -> tuple[float, int]:
+        """`known_s` and `unknown` of those that go before a run; summed from the end that is nearer."""
+        index = self.index(run)
+        is_in_front = index <= len(self.runs) // 2
+        part = self.costs_s[:index] if is_in_front else self.costs_s[index:]
+        known_s, unknown = sum(part), part.count(0.0)
+        return (known_s, unknown) if is_in_front else (self.known_s - known_s, self.unknown - unknown)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +184,7 @@ class RunQueue(Generic[R]):
         cost, in_flight = run.cost, self.in_flight
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
-        if not self.queued and (not in_flight or self._has_room(run)):
+        if not self.queued and (not in_flight or self._fits(run)):
             if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
@@ -219,7 +241,7 @@ class RunQueue(Generic[R]):
             elif run.may_be_late(now_s):
                 self.withdraw(run)
                 yield run, too_late()
-            elif not self._has_room(run):
+            elif not self._fits(run):
                 return
             else:
                 self._shares.took(run.priority, self._charge_s(run), self._lines)
@@ -238,11 +260,12 @@ class RunQueue(Generic[R]):
         behind = 0
         for priority, line in self._lines.items():
             if priority < run.priority:
-                before_s += self._total_s(line.costs_s)
+                before_s += line.known_s + line.unknown * self._mean_s
             elif priority > run.priority:
                 behind += 1
             else:
-                own_s = self._total_s(line.costs_s[: line.index(run)])
+                known_s, unknown = line.before(run)
+                own_s = known_s + unknown * self._mean_s
         # Each line behind takes its share, and this one gets its own whatever stands before it.
         share = share_of(len({*self._lines, run.priority}))
         before_s = (before_s + own_s) / (1 - behind * share)
@@ -252,10 +275,7 @@ class RunQueue(Generic[R]):
     def _charge_s(self, run: R) -> float:
         return run.charge_s or self._mean_s or _UNKNOWN_S
 
-    def _total_s(self, costs_s: list[float]) -> float:
-        return sum(costs_s) + costs_s.count(0.0) * self._mean_s
-
-    def _has_room(self, run: R) -> bool:
+    def _fits(self, run: R) -> bool:
         if not self.in_flight:
             return True
         if len(self.in_flight) >= self.max_runs:

@@ -108,7 +108,7 @@ class _Elements:
                     known.append(await self._state.next())
             raise OutOfBounds(f"after {_MOST_ELEMENTS} elements of an input")
         except Exception as error:  # such as EndOfInput, for whoever asks for what follows
-            known.append(OutOfBounds("") if time.expired() else error)
+            known.append(OutOfTime() if time.expired() else error)
         return known
 
 
@@ -146,7 +146,11 @@ def _fill(cell: _Cell | _Elements | LinedState, content: Value) -> None:
 
 
 class OutOfBounds(Exception):
-    """A program goes on for longer, or reads further, than whoever asked will follow."""
+    """A program goes on for longer, or reads further, than whoever asked will follow; says how far that was."""
+
+
+class OutOfTime(OutOfBounds):
+    """There is no time to follow it any further."""
 
 
 class Rules:
@@ -320,7 +324,7 @@ class Rules:
         while moved:
             moved = False
             if monotonic() > self.ends_at:
-                raise OutOfBounds("")
+                raise OutOfTime
             for firing in list(state.waiting):
                 node, tag = firing
                 if firing in state.decided:

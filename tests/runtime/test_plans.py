@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +14,7 @@ import asyncflow as af
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.runtime.session import plans
 from asyncflow.runtime.session.plans import PlanCache
+from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:
@@ -125,3 +127,26 @@ def test_what_others_have_frozen_stays_frozen_and_is_counted_once(
         with background:
             pass
     assert (len(asked), len(thawed)) == (n_asked, n_thawed)
+
+
+def test_a_timeout_counts_from_the_first_time_that_a_graph_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flip of variables has it compiled anew."""
+
+    async def compile_beside(*_: object) -> Plan:
+        await asyncio.sleep(2)
+        cache.flip({})
+        return empty()
+
+    async def main() -> None:
+        with af.Graph() as graph:
+            y = af.constant(1.0) + 1
+        with pytest.raises(af.DeadlineExceeded, match="not compiled within timeout=5"):
+            await cache.get(PlanRequest(graph, (y,), ()), lambda _: empty(), 5)
+        assert asyncio.get_running_loop().time() == pytest.approx(5)
+
+    cache = PlanCache(4)
+    monkeypatch.setattr(plans, "_compile_beside", compile_beside)
+    monkeypatch.setattr(plans, "_compiles_soon", lambda _: False)
+    monkeypatch.setattr(plans, "is_virtual", lambda _: False)
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        runner.run(main())

@@ -258,6 +258,28 @@ async def test_others_go_on_while_plans_are_compiled() -> None:
             assert (await session.run(fetch)).tolist() == [k, k]
 
 
+async def test_new_kinds_of_runs_do_not_keep_a_swap_from_happening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes whenever a plan was compiled; the last ones are compiled before anybody else goes on."""
+    program = Gated()
+    with program.graph:
+        many = [program.w.read() * k for k in range(60)]
+    async with af.Session(program.graph) as session:
+        compiled, came = session._plans.compiled, 0
+
+        async def compiled_and_another(request: Any, compile: Any) -> Any:
+            nonlocal came
+            came += 1
+            await session.run(many[came])
+            return await compiled(request, compile)
+
+        await session.run(many[0])
+        monkeypatch.setattr(session._plans, "compiled", compiled_and_another)
+        await session.swap_variables({"w": np.ones(2, np.float32)})
+        assert came < 10
+        for k in range(came + 1):
+            assert (await session.run(many[k])).tolist() == [k, k]
+
+
 async def test_a_writer_that_begins_while_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked for again right before the flip; one that was asked for before, and begins later, is of the new."""
     program = Gated()

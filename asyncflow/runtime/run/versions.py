@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncflow.errors import CheckpointError
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from asyncflow.runtime.values.copies import CopyThread
     from asyncflow.state.containers import StateStore
     from asyncflow.state.variable_state import VariableState
+
+
+_ROUNDS: Final = 4
+"""So often others go on while those plans are compiled that came meanwhile; then the last ones are, before anybody."""
 
 
 class CompileFor(Protocol):
@@ -104,11 +108,17 @@ class Versions:
             return new.get(id(state), state)
 
         renewed: dict[Plan, Plan] = {}
-        # While some are compiled others may come.
+        renew = partial(self._compile, resolve=resolve)
+        rounds = 0
+        # While some are compiled others may come: not for ever.
         while missing := [plan for plan in self._plans.alive(names.keys()) if plan not in renewed]:
+            rounds += 1
             for plan in missing:
-                renewed[plan] = await self._plans.compiled(plan.request, partial(self._compile, resolve=resolve))
-                await asyncio.sleep(0)
+                if rounds > _ROUNDS:
+                    renewed[plan] = renew(plan.request)
+                else:
+                    renewed[plan] = await self._plans.compiled(plan.request, renew)
+                    await asyncio.sleep(0)
         self.check_writers(names)
         self._plans.flip(renewed)
         self._state.replace(new)

@@ -161,30 +161,36 @@ class PlanCache:
         Raises:
             DeadlineExceeded: that took longer than `timeout` seconds.
         """
-        kept = self.of(request.graph)
-        plan = kept.plans.get(request)
+        plan = self.of(request.graph).plans.get(request)
         if plan is not None:
             return plan
         if self._compiles_here(request):
             return self.get_nowait(request, compile)
-        # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
-        key = (self._flips, request.graph.version, request)
-        shared = self._compiling.get(key)
-        if shared is None:
-            shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
-            shared.add_done_callback(partial(self._compiled, kept, key))
-        flips = self._flips
         try:
             async with asyncio.timeout(timeout):
-                plan = await asyncio.shield(shared)
+                return await self._compiled_beside(request, compile)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
             ) from None
-        if flips != self._flips:  # some of the states that it found may be old ones
-            return await self.get(request, compile, timeout)
-        self._alive.add(plan)
-        return plan
+
+    async def _compiled_beside(self, request: PlanRequest, compile: Compile) -> Plan:
+        """The plan, from a thread; compiled anew if states were replaced meanwhile, as it may have found old ones."""
+        while True:
+            kept, flips = self.of(request.graph), self._flips
+            plan = kept.plans.get(request)
+            if plan is not None:
+                return plan
+            # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
+            key = (flips, request.graph.version, request)
+            shared = self._compiling.get(key)
+            if shared is None:
+                shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
+                shared.add_done_callback(partial(self._compiled, kept, key))
+            plan = await asyncio.shield(shared)
+            if flips == self._flips:
+                self._alive.add(plan)
+                return plan
 
     def _compiled(self, kept: GraphPlans, key: tuple[int, int, PlanRequest], compiled: asyncio.Future[Plan]) -> None:
         del self._compiling[key]
