@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncflow.serving import HealthEndpoint
 
 
 class Client:
@@ -45,3 +49,9 @@ async def answer(app: Any, path: str = "/") -> Client:
     client = Client()
     await app({"type": "http", "method": "GET", "path": path, "headers": []}, client.receive, client.send)
     return client
+
+
+async def health(endpoint: HealthEndpoint) -> tuple[int, list[str]]:
+    """What an endpoint answers: the status, and the reasons."""
+    client = await answer(endpoint)
+    return client.status, json.loads(client.body).get("reasons", [])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,10 +20,9 @@ from starlette.routing import Route
 
 import asyncflow as af
 from asyncflow import serving
-from asyncflow.serving.health import HealthEndpoint
 from tests.faults.kernels import CoroutineGate, in_flight, ticks, until
 from tests.patience import PATIENCE_S
-from tests.serving.clients import answer
+from tests.serving.clients import answer, health
 
 ONE = np.int64(1)
 
@@ -53,11 +50,6 @@ class Model:
 async def soon(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         await until(condition)
-
-
-async def health(endpoint: HealthEndpoint) -> tuple[int, list[str]]:
-    client = await answer(endpoint)
-    return client.status, json.loads(client.body).get("reasons", [])
 
 
 class Server:
@@ -177,33 +169,6 @@ async def test_what_stands_beside_sees_the_open_session_until_it_is_drained() ->
     async with life():
         pass
     assert seen == [2, "draining"]
-
-
-async def test_a_full_queue_is_not_ready() -> None:
-    model = Model()
-    model.session = af.Session(model.graph, max_runs=1)
-    life = serving.lifespan(model.session)
-    async with life():
-        await soon(lambda: life.phase == "ready")
-        runs = [asyncio.ensure_future(model.run()) for _ in range(4)]
-        await soon(lambda: model.session.statistics().queued == 3)
-        assert (await health(serving.readyz(life)), await health(serving.readyz(life, max_queued=3))) == (
-            (200, []),
-        ) * 2
-        assert await health(serving.readyz(life, max_queued=2)) == (503, ["3 runs wait for their turn"])
-        model.gate.opened.set()
-        assert await asyncio.gather(*runs) == [2] * 4
-
-
-async def test_an_event_loop_that_lags_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    life = serving.lifespan(model.session)
-    slow = SimpleNamespace(time=iter((0.0, 1.5, 2.0, 2.5)).__next__)
-    async with life():
-        known = SimpleNamespace(get_running_loop=lambda: slow, sleep=asyncio.sleep)
-        monkeypatch.setattr("asyncflow.serving.health.asyncio", known)
-        assert await health(serving.livez(life)) == (503, ["a pass of the event loop took 1.50 s"])
-        assert (await health(serving.livez(life)))[0] == 200
 
 
 def starlette_app(model: Model, **options: Any) -> tuple[Starlette, serving.Lifespan]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 import asyncflow as af
 from asyncflow import serving
 from asyncflow.serving.metrics import Metric
-from asyncflow.streams.beside import call_beside
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.faults.kernels import INT, CoroutineGate, raising, until
 from tests.patience import PATIENCE_S
@@ -135,31 +131,6 @@ async def test_nothing_is_counted_and_no_timer_left_after_it_is_left() -> None:
         await session.run(y)
     assert values(metrics.snapshot_threadsafe(), "requests_total") == [1]
     assert metrics._tick is not None and metrics._tick.cancelled()
-
-
-async def test_a_scrape_of_prometheus_reads_what_the_snapshot_has() -> None:
-    registry = CollectorRegistry()
-    with af.Graph() as graph:
-        x = af.placeholder("int64", ())
-        y = af.batched(lambda row: row * 2, cost="none")(x)
-    async with af.Session(graph) as session, serving.Metrics(session) as metrics:
-        registry.register(serving.prometheus_collector(metrics))
-        await asyncio.gather(*(session.run(y, {x: np.int64(n)}) for n in range(4)))
-        here = generate_latest(registry).decode()
-        there = (await call_beside(generate_latest, registry)).decode()  # as its own server asks, in a thread
-    without_lag = [re.sub(r"(lag_seconds) .*", r"\1", text) for text in (here, there)]
-    assert without_lag[0] == without_lag[1]
-    families = {family.name: family for family in text_string_to_metric_families(here)}
-    assert all(re.fullmatch(r"asyncflow_[a-z_]+", name) for name in families)
-    found = {
-        (sample.name, sample.labels.get("le")): sample.value
-        for name in ("asyncflow_batch_size", "asyncflow_requests")
-        for sample in families[name].samples
-    }
-    assert found["asyncflow_requests_total", None] == 4
-    assert found["asyncflow_batch_size_sum", None] == 4 and found["asyncflow_batch_size_count", None] == 1
-    assert (found["asyncflow_batch_size_bucket", "2.0"], found["asyncflow_batch_size_bucket", "+Inf"]) == (0, 1)
-    assert all(family.documentation.endswith(".") for family in families.values())
 
 
 async def test_f60_a_scrape_while_the_event_loop_is_held_ends_by_itself() -> None:

@@ -1,0 +1,74 @@
+"""Whether a process lives and may be sent requests; with the phases of a server's life, in `test_lifespan`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow import serving
+from tests.faults.kernels import CoroutineGate, until
+from tests.patience import PATIENCE_S
+from tests.serving.clients import answer, health
+
+
+async def ready(life: serving.Lifespan) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        await until(lambda: life.phase == "ready")
+
+
+async def test_an_answer_is_json_that_nobody_keeps() -> None:
+    life = serving.lifespan(af.Session())
+    starting = await answer(serving.readyz(life))
+    assert json.loads(starting.body) == {"status": "unavailable", "reasons": ["the session is starting"]}
+    async with life():
+        await ready(life)
+        here = await answer(serving.readyz(life))
+        assert (here.status, json.loads(here.body)) == (200, {"status": "ok"})
+        for client in (starting, here):
+            assert client.headers["content-type"] == "application/json"
+            assert client.headers["cache-control"] == "no-store"
+            assert client.headers["content-length"] == str(len(client.body))
+
+
+async def test_a_full_queue_is_not_ready_and_alive() -> None:
+    gate = CoroutineGate()
+    with af.Graph() as graph:
+        x = af.placeholder("int64", ())
+        y = gate.op(x) + 1
+    session = af.Session(graph, max_runs=1)
+    life = serving.lifespan(session)
+    async with life():
+        await ready(life)
+        runs = [asyncio.ensure_future(session.run(y, {x: np.int64(1)})) for _ in range(4)]
+        async with asyncio.timeout(PATIENCE_S):
+            await until(lambda: session.statistics().queued == 3)
+        for most in (None, 3):
+            assert await health(serving.readyz(life, max_queued=most)) == (200, [])
+        assert await health(serving.readyz(life, max_queued=2)) == (503, ["3 runs wait for their turn"])
+        assert await health(serving.livez(life)) == (200, [])
+        gate.opened.set()
+        assert await asyncio.gather(*runs) == [2] * 4
+
+
+async def test_an_event_loop_that_lags_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = serving.lifespan(af.Session())
+    slow = SimpleNamespace(time=iter((0.0, 1.5, 2.0, 2.5, 3.0, 3.1)).__next__)
+    async with life():
+        known = SimpleNamespace(get_running_loop=lambda: slow, sleep=asyncio.sleep)
+        monkeypatch.setattr("asyncflow.serving.health.asyncio", known)
+        assert await health(serving.livez(life)) == (503, ["a pass of the event loop took 1.50 s"])
+        assert await health(serving.livez(life)) == (200, [])
+        assert await health(serving.livez(life, max_lag_s=0.05)) == (503, ["a pass of the event loop took 0.10 s"])
+
+
+async def test_a_closed_session_neither_lives_nor_is_ready() -> None:
+    life = serving.lifespan(af.Session())
+    async with life():
+        await ready(life)
+    for endpoint in (serving.livez(life), serving.readyz(life)):
+        assert await health(endpoint) == (503, ["the session is closed"])
