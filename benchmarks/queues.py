@@ -45,11 +45,18 @@ async def peer() -> float:
     return await best(lambda: asyncio.gather(put(), get()))
 
 
-def straight(queue: af.Queue, count: int) -> Any:
-    """So many enqueues and dequeues, each behind the last, and what is there after all of them."""
+def straight(queue: af.Queue, count: int, *, waits: bool) -> Any:
+    """So many enqueues and dequeues, each behind the last, and what is there after all of them.
+
+    Args:
+        queue: to hand over.
+        count: how many.
+        waits: dequeues are ready first, and wait for what is enqueued; else they are served at once.
+    """
     with af.Graph() as graph:
         x = af.placeholder("float32", ())
-        pairs = [(queue.enqueue(x), queue.dequeue()) for _ in range(count)]
+        given = x if waits else af.constant(np.float32(1))
+        pairs = [(queue.enqueue(given), queue.dequeue()) for _ in range(count)]
         with af.control_dependencies([node for put, taken in pairs for node in (put, taken.node)]):
             last = x + 0
     return graph, x, last
@@ -73,12 +80,13 @@ async def main() -> dict[str, float]:
         summed = af.while_loop(lambda i, s: i < COUNT, lambda i, s: (i + 1, s + one), (0, np.float32(0)))[1]
         drained = af.while_loop(lambda i, s: i < COUNT, drain, (0, np.float32(0)))[1]
     pairs = 500
-    unrolled, x, last = straight(queue, pairs)
     found: dict[str, float] = {}
-    async with af.Session(unrolled) as session:
-        feeds = {x: np.float32(1)}
-        each = await best(lambda: session.run(last, feeds))
-        found["within a run, node to node"] = each * COUNT / pairs
+    for name, waits in (("served at once", False), ("the take waits", True)):
+        unrolled, x, last = straight(queue, pairs, waits=waits)
+        async with af.Session(unrolled) as session:
+            feeds = {x: np.float32(1)}
+            each = await best(lambda: session.run(last, feeds))  # noqa: B023 - called here
+            found[f"node to node, {name}"] = each * COUNT / pairs
     async with af.Session(graph) as session:
         found["two loops in one run"] = await best(lambda: session.run((filled, drained)))
         found["two loops in two runs"] = await best(lambda: asyncio.gather(session.run(filled), session.run(drained)))

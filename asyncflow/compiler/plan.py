@@ -135,6 +135,7 @@ class PlanNode:
             to be long.
         is_suspect: it may have been long without anybody having looked whether that was its own doing.
         waits_in_line: the kernel may give a place in line.
+        is_light: it is one of those, needs no context, and gives what is small.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
     """
 
@@ -153,6 +154,7 @@ class PlanNode:
     hold: Any = None
     is_suspect: bool = False
     waits_in_line: bool = False
+    is_light: bool = False
     fetch_index: int = -1
     uses_index: bool = False
     index_values: tuple[np.int32, ...] = ()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -112,16 +113,16 @@ class QueueState(LinedState):
             QueueClosedError: it is closed.
         """
         order, count, place = self.elements, len(elements), None
-        add = order.adding(elements)
+        entries = elements if order.entries is None else order.entries(elements)
         with self.lock:
             if self.is_closed or self.ended is not None:
                 self._refuse(what)
             if self._putters or ((self._in_hand or len(order) + count > self.capacity) and not self._may_put(count)):
-                place = QueuePlace(self, what, finish, count, add)
+                place = QueuePlace(self, what, finish, count, partial(order.add, entries))
                 self._putters.append(place)
                 self._coming += count
             else:
-                add()
+                order.add(entries)
             if self._takers:
                 self._settle()
         if self.to_wake:
@@ -137,7 +138,12 @@ class QueueState(LinedState):
             QueueClosedError: it is closed.
         """
         order = self.elements
-        place = CopyingPlace(self, what, finish, count, puts=lambda: order.adding(copy()))
+
+        def copied() -> Callable[[], object]:
+            elements = copy()
+            return partial(order.add, elements if order.entries is None else order.entries(elements))
+
+        place = CopyingPlace(self, what, finish, count, puts=copied)
         with self.lock:
             if self.is_closed or self.ended is not None:
                 self._refuse(what)
@@ -379,7 +385,7 @@ class QueueState(LinedState):
             elif place.add is None:
                 place.stage, place.made = Stage.MADE, made
             else:
-                place.stage, place.add = Stage.WAITING, cast("Callable[[], None]", made)
+                place.stage, place.add = Stage.WAITING, cast("Callable[[], object]", made)
             self._settle()
         self.wake_called()
 

@@ -57,7 +57,7 @@ class QueuePlace(PlaceInLine):
         what: str,
         finish: Callable[..., Value],
         count: int,
-        add: Callable[[], None] | None = None,
+        add: Callable[[], object] | None = None,
         *,
         or_fewer: bool = False,
     ) -> None:
@@ -78,6 +78,7 @@ class CopyingPlace(QueuePlace):
     """
 
     works = True
+    is_asked_later = False
 
     __slots__ = ("_start", "error", "made", "stage", "work")
 
@@ -88,7 +89,7 @@ class CopyingPlace(QueuePlace):
         finish: Callable[..., Value],
         count: int,
         *,
-        puts: Callable[[], Callable[[], None]] | None = None,
+        puts: Callable[[], Callable[[], object]] | None = None,
         or_fewer: bool = False,
     ) -> None:
         super().__init__(state, what, finish, count, None if puts is None else _not_made, or_fewer=or_fewer)

@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncflow.compiler.plan import Crossing, Dead, Kind, Partition, PlanFrame, PlanNode
 from asyncflow.compiler.program.frames import is_everywhere
+from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import REGION
 from asyncflow.control.primitives.enter import ENTER, require_one_window
@@ -126,6 +127,8 @@ class Layout:
                 planned.is_async, planned.is_small = True, False
             else:
                 planned.waits_in_line = waits_in_line(node)
+                gives_small = all(is_small_spec(x.spec) for x in node.outputs)
+                planned.is_light = planned.waits_in_line and not planned.needs_context and gives_small
 
     def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:
         """A Merge has one slot for its value and one for the index; it waits for one live input, and its controls."""

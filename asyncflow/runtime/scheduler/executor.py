@@ -168,6 +168,8 @@ class Executor:
         ready = scheduler.ready
         next_firing = scheduler.next_firing
         complete = scheduler.complete
+        # That of the run: a pooled loop asks whose activation it is.
+        in_context = self.run.context.run
         quick = self.recorder is None
         # Where nothing is waited for, an iteration has ended when it is launched, and other partitions wait to be told.
         is_eager = self.asynchronous is not None
@@ -193,6 +195,14 @@ class Executor:
                     node, iteration, inputs = firing
                     if node.is_small and quick:
                         complete(node, iteration, node.kernel(*inputs))  # type: ignore[misc]
+                    elif node.is_light and quick:
+                        result = in_context(node.kernel, *inputs)  # type: ignore[arg-type]
+                        if isinstance(result, PlaceInLine):
+                            self._wait(result, node, iteration, inputs)
+                        else:
+                            complete(node, iteration, result)
+                        if self.stopped:  # by somebody who was woken
+                            break
                     else:
                         self._launch(node, iteration, inputs)
                         if self.stopped:
@@ -200,6 +210,11 @@ class Executor:
                         budget -= 7
                 elif ready:  # many primitives were routed
                     budget = 0 if scheduler.asks else budget - 7
+                elif self._waits is not None and self._waits.new:
+                    node = None
+                    self._waits.look()
+                    if self.stopped:
+                        break
                 elif self._regions is not None and self._regions.suspended:
                     if not self.lacks_memory:
                         self._regions.step(deadline_ns)
@@ -216,6 +231,10 @@ class Executor:
                     node = None
                     if scheduler.ended:
                         self._acknowledge_ended()
+                    if self._waits is not None and self._waits.new:
+                        self._waits.look()  # others may always be ready
+                        if self.stopped:
+                            break
                     if self._has_to_pause():
                         self._throttled = True
                         self.in_flight += 1
@@ -374,12 +393,9 @@ class Executor:
             )
         if node.waits_in_line:
             began = 0 if self.recorder is None else self.recorder.now()
-            # In the run's context, as a pooled loop asks whose activation it is.
             result = self.run.context.run(node.kernel, *inputs)  # type: ignore[arg-type]
             if isinstance(result, PlaceInLine):
-                if self._waits is None:
-                    self._waits = Waits(self)
-                self._waits.add(result, node, iteration, inputs)
+                self._wait(result, node, iteration, inputs)
                 return
             if self.recorder is not None:
                 self.recorder.firing(node, iteration, "inline", began, self.recorder.now(), result, "ok")
@@ -432,6 +448,11 @@ class Executor:
         if self.recorder is not None:
             self.recorder.firing(node, iteration, "inline", started, ended, result, "ok")
         self.complete(node, iteration, inputs, result)
+
+    def _wait(self, place: PlaceInLine, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
+        if self._waits is None:
+            self._waits = Waits(self)
+        self._waits.add(place, node, iteration, inputs)
 
     def _launch_later(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> bool:
         """Launches a kernel once a saved value is there, or there is room for one; False where that is so by now."""

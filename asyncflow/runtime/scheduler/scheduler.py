@@ -306,8 +306,14 @@ class Scheduler:
             self._count_down(position, target, iteration)
 
     def _deliver_controls(self, node: PlanNode, iteration: Iteration) -> None:
+        # As `_count_down`, which is not called: a straight line of effects passes here once for each.
+        pending = iteration.pending
         for position, target in node.controls:
-            self._count_down(position, target, iteration)
+            left = pending[position] - 1
+            pending[position] = left
+            if not left:
+                iteration.outstanding += 1
+                self.ready.append((target, iteration))
 
     def _deliver_dead(self, node: PlanNode, port: int, dead: Dead, iteration: Iteration) -> None:
         """A dead token to all targets of an output; Exit and NextIteration stop it (rules 7, 8)."""

@@ -9,8 +9,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from asyncflow.values import Array
 
@@ -27,8 +26,14 @@ class ElementOrder(Protocol):
         """Whether so many belong together, where that is a question. That there are so many is known."""
         ...
 
-    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
-        """A function that adds elements, and never fails; this may."""
+    @property
+    def entries(self) -> Callable[[Sequence[Element]], Sequence[Any]] | None:
+        """Makes what `add` takes of elements, and may fail; None where it takes elements."""
+        ...
+
+    @property
+    def add(self) -> Callable[[Sequence[Any]], object]:
+        """Adds entries, and never fails."""
         ...
 
     def remove(self, count: int) -> list[Element]:
@@ -50,11 +55,8 @@ class ElementOrder(Protocol):
 class ArrivalOrder(deque[Element]):
     """First in, first out."""
 
-    has = None
-
-    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
-        """At the end."""
-        return partial(self.extend, elements)
+    has = entries = None
+    add = deque[Element].extend
 
     def remove(self, count: int) -> list[Element]:  # type: ignore[override]
         """From the front."""
@@ -81,7 +83,7 @@ class RandomOrder:
         seed: of the choices; None draws one.
     """
 
-    has = None
+    has = entries = None
 
     def __init__(self, seed: int | None) -> None:
         self._elements: list[Element] = []
@@ -90,9 +92,9 @@ class RandomOrder:
     def __len__(self) -> int:
         return len(self._elements)
 
-    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
+    def add(self, elements: Sequence[Element]) -> None:
         """At the end, though that says nothing."""
-        return partial(self._elements.extend, elements)
+        self._elements.extend(elements)
 
     def remove(self, count: int) -> list[Element]:
         """Each chosen among those that are left."""
@@ -132,11 +134,12 @@ class PriorityOrder:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
-        """In their places."""
-        return partial(self._add, [(int(element[0]), element) for element in elements])
+    def entries(self, elements: Sequence[Element]) -> list[tuple[int, Element]]:
+        """With their priorities."""
+        return [(int(element[0]), element) for element in elements]
 
-    def _add(self, elements: Iterable[tuple[int, Element]]) -> None:
+    def add(self, elements: Iterable[tuple[int, Element]]) -> None:
+        """In their places."""
         for priority, element in elements:
             self._count += 1
             heapq.heappush(self._heap, (priority, self._count, element))
@@ -159,7 +162,7 @@ class PriorityOrder:
     def restore(self, elements: Sequence[Element], extra: object) -> None:
         """As captured."""
         self._heap.clear()
-        self.adding(elements)()
+        self.add(self.entries(elements))
 
 
 class BucketOrder:
@@ -181,14 +184,15 @@ class BucketOrder:
     def __len__(self) -> int:
         return self._len
 
-    def adding(self, elements: Sequence[Element]) -> Callable[[], None]:
-        """Each in its bucket."""
+    def entries(self, elements: Sequence[Element]) -> list[tuple[Hashable, Element]]:
+        """With their buckets."""
         buckets = [self._bucket_by(element) for element in elements]
         for bucket in buckets:
             hash(bucket)  # raises here what it raises
-        return partial(self._add, zip(buckets, elements, strict=True))
+        return list(zip(buckets, elements, strict=True))
 
-    def _add(self, entries: Iterable[tuple[Hashable, Element]]) -> None:
+    def add(self, entries: Iterable[tuple[Hashable, Element]]) -> None:
+        """Each in its bucket."""
         for bucket, element in entries:
             self._count += 1
             self._len += 1
@@ -229,10 +233,10 @@ class BucketOrder:
 
     def restore(self, elements: Sequence[Element], extra: object) -> None:
         """As captured."""
-        add = self.adding(elements)
+        entries = self.entries(elements)
         self._buckets.clear()
         self._len = 0
-        add()
+        self.add(entries)
 
 
 __all__ = ["ArrivalOrder", "BucketOrder", "Element", "ElementOrder", "PriorityOrder", "RandomOrder"]

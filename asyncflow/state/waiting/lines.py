@@ -30,10 +30,12 @@ class PlaceInLine:
         finish: makes the result of what the state gives.
         is_called_outside: it is called by what is no firing, so that a firing may go on there and then.
         works: something may have to be done first that takes too long for an event loop; see `do_beside`.
+        is_asked_later: whether it may be asked what `is_called` says before it is told whom to wake.
     """
 
     is_called_outside = False
     works = False
+    is_asked_later = True
 
     __slots__ = ("finish", "is_called", "state", "wake", "what")
 
@@ -97,6 +99,8 @@ class ToldPlace(PlaceInLine):
         outcome: its results, or why there are none; None before, and once they have been taken.
         is_gone: nobody wants them any more.
     """
+
+    is_asked_later = False
 
     __slots__ = ("is_gone", "outcome")
 
