@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,10 +27,14 @@ BYTES = Spec(np.dtype("uint8"), (None,))
 
 
 def _files(paths: Paths) -> list[Path]:
-    files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    is_one = isinstance(paths, str | os.PathLike)
+    files: list[object] = [paths] if is_one or not isinstance(paths, Iterable) else list(paths)
     if not files:
         raise GraphError("there is no file to read: paths is empty")
-    return [Path(path) for path in files]
+    found = [Path(each) for each in files if isinstance(each, str | os.PathLike)]
+    if len(found) < len(files):
+        raise GraphError(f"paths is the path of a file, or several; got {paths!r}")
+    return found
 
 
 def read_lines(paths: Paths, *, encoding: str = "utf-8", prefetch: int = 4, name: str = "lines") -> Input:

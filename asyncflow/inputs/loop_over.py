@@ -39,8 +39,16 @@ def loop_over(
         The last `loop_vars`; without them how many elements there were, an int64.
 
     Raises:
-        GraphError: the graph has unordered effects, so that nothing would order the elements.
+        GraphError: the graph has unordered effects, so that nothing would order the elements; `input` is no input, or
+            `body` no function.
     """
+    if not isinstance(input, Input):
+        raise GraphError(
+            f"loop_over takes an input, such as af.read_lines(paths); got {input!r}. Over the rows of an array, write "
+            "af.map_fn or af.while_loop"
+        )
+    if not callable(body):
+        raise GraphError(f"loop_over takes a function of an element second; got {body!r}")
     graph = current_graph()
     if graph is not None and graph.effects != "ordered":
         raise GraphError("loop_over needs a graph with ordered effects: nothing else would order the elements")

@@ -158,12 +158,14 @@ def find_state(resource: Resource, session: HasState | None) -> object:
         session: None takes the one of the ``async with`` block around.
 
     Raises:
-        GraphError: there is no such block.
+        GraphError: there is no such block, or `session` is none.
         SessionClosedError: the session is closed.
     """
     if resource.container is not None:
         return _shared_state(resource, resource.container)
     if session is not None:
+        if not hasattr(session, "state"):
+            raise GraphError(f"session= is an af.Session; got {session!r}")
         store = session.state
     else:
         stores = entered_stores.all()

@@ -26,14 +26,14 @@ from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.values import Kernel, Namespace, Value
 
 
-def whole_number(value: object, what: str) -> int:
-    """A count that a user gives.
+def whole_number(value: object, what: str, least: int = 1) -> int:
+    """A count that a user gives, of at least so many.
 
     Raises:
         GraphError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise GraphError(f"{what} is a whole number of at least 1; got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise GraphError(f"{what} is a whole number of at least {least}; got {value!r}")
     return int(value)
 
 

@@ -11,7 +11,7 @@ that was written behind it; `Queue.size` stands in both orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -64,6 +64,8 @@ class Queue(Resource):
 
     def __init__(self, capacity: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
         kind = type(self).__name__
+        if type(self) is Queue:
+            raise GraphError("Queue is the base of all queues; make an af.FIFOQueue, or another of its kinds")
         check_resource_name(kind, kind, name, container)
         super().__init__(name or "", container)
         self.name = name or f"queue_{self.serial}"
@@ -171,7 +173,15 @@ class Queue(Resource):
         await granted(put(self._state(session), [self._values(element)], f"put of queue {self.name!r}"))
 
     async def put_many(self, elements: Sequence[Nest], *, session: HasState | None = None) -> None:
-        """Puts all `elements` in, at once, once there is room for all; see `put`."""
+        """Puts all `elements` in, at once, once there is room for all; see `put`.
+
+        Raises:
+            GraphError: it is one element.
+        """
+        if not isinstance(elements, Iterable):
+            raise GraphError(
+                f"put_many of queue {self.name!r} takes several elements, such as a list; got {elements!r}"
+            )
         state, rows = self._state(session), [self._values(each) for each in elements]
         if rows:
             await granted(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
@@ -225,7 +235,8 @@ class Queue(Resource):
         try:
             return nest.flatten_like(self._structure, element, nested_leaves=True)
         except nest.StructureMismatch as error:
-            raise GraphError(f"{verb} of queue {self.name!r}, whose elements are {self.element}: {error}") from None
+            shown = str(self._structure.unflatten(list(map(str, self._specs)))).replace("'", "")
+            raise GraphError(f"{verb} of queue {self.name!r}, whose elements are {shown}: {error}") from None
 
     def _tensor(self, graph: Graph, x: TensorLike, spec: Spec) -> Tensor:
         if is_symbolic(x) or isinstance(x, np.ndarray | np.generic):
@@ -284,6 +295,8 @@ class Queue(Resource):
     def _values(self, element: Nest) -> Element:
         values: list[Array] = []
         for path, leaf, spec in zip(self._structure.paths(), self._leaves(element, "put"), self._specs, strict=True):
+            if is_symbolic(leaf):
+                raise GraphError(f"put: {leaf!r} has no value yet; write enqueue in the graph, or put what a run gives")
             array = leaf if isinstance(leaf, np.ndarray | np.generic) else as_array(leaf, spec.dtype)
             self._check(Spec(array.dtype, array.shape), spec, f"put {path}".rstrip())
             values.append(np.asarray(array))
@@ -375,8 +388,7 @@ class ShuffleQueue(Queue):
         container: str | None = None,
     ) -> None:
         super().__init__(capacity, spec, name=name, container=container)
-        if min_after_dequeue != 0:
-            whole_number(min_after_dequeue, "ShuffleQueue: min_after_dequeue")
+        whole_number(min_after_dequeue, "ShuffleQueue: min_after_dequeue", 0)
         if min_after_dequeue >= self.capacity:
             raise GraphError(
                 f"ShuffleQueue: min_after_dequeue={min_after_dequeue} of a capacity of {capacity}: a full queue would "

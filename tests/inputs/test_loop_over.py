@@ -82,3 +82,15 @@ async def test_runs_share_the_elements_of_one_input(graph: af.Graph) -> None:
 def test_needs_an_order() -> None:
     with af.Graph(effects="unordered"), pytest.raises(af.GraphError, match="ordered effects"):
         af.loop_over(numbers(1), lambda x: x)
+
+
+def test_mistakes_are_told() -> None:
+    lines = af.read_lines("lines")
+    with af.Graph():
+        with pytest.raises(af.GraphError, match=r"takes an input, such as af.read_lines\(paths\); got \[1, 2\]"):
+            af.loop_over([1, 2], lambda x: x)  # type: ignore[arg-type]
+        with pytest.raises(af.GraphError, match="takes a function of an element second; got 5"):
+            af.loop_over(lines, 5)  # type: ignore[arg-type]
+    for wrong in (5, [5]):
+        with pytest.raises(af.GraphError, match=r"paths is the path of a file, or several; got"):
+            af.read_lines(wrong)  # type: ignore[arg-type]

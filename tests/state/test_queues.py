@@ -458,6 +458,10 @@ def test_mistakes_in_declaring() -> None:
         af.FIFOQueue(1, INT, container="test")
     with pytest.raises(af.GraphError, match="would never give anything"):
         af.ShuffleQueue(5, INT, min_after_dequeue=5)
+    with pytest.raises(af.GraphError, match="min_after_dequeue is a whole number of at least 0; got -1"):
+        af.ShuffleQueue(5, INT, min_after_dequeue=-1)
+    with pytest.raises(af.GraphError, match=r"make an af\.FIFOQueue"):
+        af.Queue(5, INT)
     with pytest.raises(af.GraphError, match="seed='x'"):
         af.ShuffleQueue(5, INT, seed="x")  # type: ignore[arg-type]
     with pytest.raises(af.GraphError, match="bucket_by=3"):
@@ -477,6 +481,15 @@ async def test_mistakes_outside_a_graph(open_session: OpenSession) -> None:
             await queue.put(np.float32(1))
         with pytest.raises(af.ShapeError, match=r"not int64\[2\]"):
             await queue.put([1, 2])
+        with pytest.raises(af.GraphError, match=r"put_many of queue 'q' takes a list of elements; got 5"):
+            await queue.put_many(5)  # type: ignore[arg-type]
+        with af.Graph(), pytest.raises(af.GraphError, match="has no value yet; write enqueue in the graph"):
+            await queue.put(queue.dequeue())
+        with pytest.raises(af.GraphError, match=r"session= is an af.Session; got 5"):
+            await queue.put(1, session=5)  # type: ignore[arg-type]
+        pairs = af.PriorityQueue(3, {"x": INT})
+        with pytest.raises(af.GraphError, match=r"elements are \(int64\[\], \{x: int64\[\]\}\): expected"):
+            await pairs.put(5)
         assert queue.size_nowait() == 0
 
 
