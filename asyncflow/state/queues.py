@@ -179,9 +179,7 @@ class Queue(Resource):
             GraphError: it is one element.
         """
         if not isinstance(elements, Iterable):
-            raise GraphError(
-                f"put_many of queue {self.name!r} takes several elements, such as a list; got {elements!r}"
-            )
+            raise GraphError(f"put_many of queue {self.name!r} takes a list of elements; got {elements!r}")
         state, rows = self._state(session), [self._values(each) for each in elements]
         if rows:
             await granted(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))

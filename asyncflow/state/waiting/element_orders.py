@@ -9,9 +9,9 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from asyncflow.values import Array
+from asyncflow.values import Array, Nest
 
 Element: TypeAlias = tuple[Array, ...]
 
@@ -27,12 +27,12 @@ class ElementOrder(Protocol):
         ...
 
     @property
-    def entries(self) -> Callable[[Sequence[Element]], Sequence[Any]] | None:
+    def entries(self) -> Callable[[Sequence[Element]], Sequence[Nest]] | None:
         """Makes what `add` takes of elements, and may fail; None where it takes elements."""
         ...
 
     @property
-    def add(self) -> Callable[[Sequence[Any]], object]:
+    def add(self) -> Callable[[Sequence[Nest]], object]:
         """Adds entries, and never fails."""
         ...
 
