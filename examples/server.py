@@ -19,12 +19,13 @@ import argparse
 import ast
 import asyncio
 import math
+import socket
 import sys
 import sysconfig
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import count
 from pathlib import Path
 
@@ -378,10 +379,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--files", type=int, default=80, help="so many files of the standard library are read")
     options = parser.parse_args(arguments)
 
-    print(f"http://{options.host}:{options.port}")
-    uvicorn.run(
-        build(options.files), host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=10
-    )
+    try:
+        listener = socket.create_server((options.host, options.port))
+    except OSError as error:
+        parser.error(f"cannot listen on {options.host}:{options.port} ({error.strerror}); choose another --port")
+    with listener, suppress(KeyboardInterrupt):
+        print("learning from the standard library", flush=True)
+        config = uvicorn.Config(build(options.files), log_level="warning", timeout_graceful_shutdown=10)
+        print("http://{}:{}".format(*listener.getsockname()), flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":

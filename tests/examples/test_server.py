@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -132,3 +133,11 @@ def test_only_numbers_and_signs_are_read() -> None:
         (0, server.KINDS[ast.Constant], 2.0),
         (1, server.KINDS[ast.Constant], 1.0),
     ]
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_learnt(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        server.main(["--port", str(taken.getsockname()[1])])
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "in use" in told.err and "choose another --port" in told.err
