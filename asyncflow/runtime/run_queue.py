@@ -184,7 +184,7 @@ class RunQueue(Generic[R]):
         cost, in_flight = run.cost, self.in_flight
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
-        if not self.queued and (not in_flight or self._fits(run)):
+        if not self.queued and self._fits(run):
             if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)

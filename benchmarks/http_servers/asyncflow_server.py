@@ -1,4 +1,7 @@
-"""A plain ASGI application on uvicorn; ``unbatched`` behind the port has every request computed by itself."""
+"""A plain ASGI application on uvicorn, with httptools and uvloop where they are installed.
+
+``unbatched`` behind the port has every request computed by itself.
+"""
 
 from __future__ import annotations
 

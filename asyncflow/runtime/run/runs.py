@@ -179,7 +179,7 @@ class Runs:
                     return call.result(plan, fetched, allow_dead=allow_dead)
             if is_short and self.admission is not None:
                 ticket = self._ask(plan, timeout, asked_s, priority, values)
-                if ticket is not None:
+                if ticket is not None and ticket.turn is not None:
                     await self.admission.wait(ticket)
             if atomic or self._atomic.claims:
                 checked = as_of_now(checked) if waits else checked
