@@ -200,13 +200,15 @@ class VertexGroup(Generic[R]):
         """The next set, in execution order."""
         return slice(*self.set_starts[self.done : self.done + 2])
 
-    def next_children(self) -> tuple[Array, Array | None]:
-        """The ranks of the children of the next set, and, where they have no slots, how many each vertex has."""
-        rows = self.next_rows
+    def next_inputs(self, n_states: int) -> list[Array]:
+        """What the vertices of the next set have, states of their children, and, without slots, how many each has."""
+        rows, counts = self.next_rows, []
         if self._counts is None:
-            return self.ranks[rows], None
-        first, last = self._edges[self.done : self.done + 2]
-        return self.ranks[first:last], self._counts[rows]
+            ranks = self.ranks[rows]
+        else:
+            ranks = self.ranks[slice(*self._edges[self.done : self.done + 2])]
+            counts = [self._counts[rows]]
+        return [*[x[rows] for x in self.own], *[x.take(ranks, axis=0) for x in self.found[:n_states]], *counts]
 
     def ended(self) -> list[RunInGroup[R]]:
         """Those whose sets are all computed leave."""
@@ -315,23 +317,14 @@ class VertexRows(Generic[R]):
 
     def inputs(self, groups: Sequence[VertexGroup[R]]) -> list[Array]:
         """Values of the vertices of the next set of each, and of their children; see `SharedSets.program`."""
-        own = [
-            _side_by_side([x[group.next_rows] for x, group in zip(parts, groups, strict=True)])
-            for parts in zip(*(group.own for group in groups), strict=True)
-        ]
-        below = [group.next_children() for group in groups]
-        places = [(group, ranks) for group, (ranks, _) in zip(groups, below, strict=True)]
-        children = [
-            _side_by_side([group.found[part].take(ranks, axis=0) for group, ranks in places])
-            for part in range(self.n_states)
-        ]
-        counts = [count for _, count in below if count is not None]
-        if not counts:
-            return [*own, *children]
-        count = _side_by_side(counts)
+        parts = [group.next_inputs(self.n_states) for group in groups]
+        found = parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
+        if groups[0].child_starts is None:
+            return found
+        count = found.pop()
         starts = np.zeros(len(count) + 1, np.int64)
         count.cumsum(out=starts[1:])
-        return [*own, *children, np.repeat(np.arange(len(count)), count), starts]
+        return [*found, np.arange(len(count)).repeat(count), starts]
 
     def advance(self, groups: Iterable[VertexGroup[R]], found: Sequence[Array]) -> None:
         """The next set of each has been computed."""
@@ -350,10 +343,6 @@ class VertexRows(Generic[R]):
             for place in group.ended():
                 yield place.member, group.results(place, self.n_states, of_all=self.gives_rows)
         self.groups = [group for group in self.groups if group.places]
-
-
-def _side_by_side(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 __all__ = ["HasSets", "RunOfSets", "VertexGroup", "VertexRows", "joined"]

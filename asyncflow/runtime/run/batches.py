@@ -282,6 +282,8 @@ class Batches(TellingState):
         self._known.clear()
         if self.pools is not None:
             self.pools.clear()
+        if self.vertex_pools is not None:
+            self.vertex_pools.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

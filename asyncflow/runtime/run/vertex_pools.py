@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from asyncflow.runtime.run.batches import common_values
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
@@ -91,8 +92,7 @@ class VertexPool(TellingState):
         rows, turn, failure = self.rows, self._batches.turn, None
         end = turn.now() + BURST_NS
         try:
-            plan = await self._batches.plan_of(self.shared.program)
-            self._order = await self._batches.plan_of(self.shared.order)
+            plan, self._order = await self._pools.plans_of(self.shared)
             while True:
                 self._count(rows.drop())
                 if not rows.groups:
@@ -229,6 +229,7 @@ class VertexPools:
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
         self._pools: dict[Hashable, VertexPool] = {}
+        self._plans: WeakKeyDictionary[SharedSets, tuple[Plan, Plan]] = WeakKeyDictionary()
 
     def join(self, shared: SharedSets, inputs: tuple[Array, ...]) -> VertexMember:
         """The place in line of one run, whose results are rows of states, and what else is asked for."""
@@ -243,6 +244,18 @@ class VertexPools:
         member = VertexMember(pool, sets)
         pool.join(member)
         return member
+
+    async def plans_of(self, shared: SharedSets) -> tuple[Plan, Plan]:
+        """Of its program, and of what puts graphs in order."""
+        plans = self._plans.get(shared)
+        if plans is None:
+            program = await self.batches.plan_of(shared.program)
+            plans = self._plans[shared] = program, await self.batches.plan_of(shared.order)
+        return plans
+
+    def clear(self) -> None:
+        """Forgets the plans: the session has closed."""
+        self._plans.clear()
 
     def forget(self, key: Hashable) -> None:
         """Nobody is in a pool any more."""
