@@ -54,11 +54,12 @@ class RunOfSets:
         states = counts.graph + counts.states
         graph, own = inputs[: counts.graph], inputs[states : states + counts.own]
         size = max(len(graph[0]) - 1, 0)
-        for x, name in zip(own, pulls, strict=False):
+        for x, name in zip(own, [*pulls, None], strict=False):
             if len(x) != size:
+                what = "what comes before the sets" if name is None else f"pulls[{name!r}]"
                 raise ShapeError(
-                    f"pulls[{name!r}] has a row for each vertex: the graph has {size} vertices, and what is pulled is "
-                    f"of shape {format_shape(x.shape)}"
+                    f"{what} has a row for each vertex: the graph has {size} vertices, and this is of "
+                    f"shape {format_shape(x.shape)}"
                 )
         return cls(graph, inputs[counts.graph : states], own, size)
 

@@ -309,11 +309,13 @@ class _VertexMap:
 
     def _before(self, kind: _VertexKind) -> dict[Tensor, LiftedValue]:
         """Values of the body that no gather reaches, for all vertices: pulls, and what eager nodes make of them."""
-        pulls = {
-            name: self.pulls[name] if self.is_shared else gather(self.pulls[name], kind.vertices)
-            for name in kind.traced.pulls
-        }
-        known = {x: LiftedValue(pulls[name], True) for name, x in kind.traced.pulls.items()}
+        traced, vertices = kind.traced, self.schedule.order if kind.places is None else kind.vertices
+        # What the shared sets read they look at themselves; the schedule looks at what else is pulled.
+        read = {*traced.scattered, *(x for node in kind.parts.core for x in node.inputs)} if self.is_shared else set()
+        known = {}
+        for name, x in traced.pulls.items():
+            pulled = self.pulls[name]
+            known[x] = LiftedValue(pulled if x in read else gather(pulled, vertices), True)
         known.update((x, LiftedValue(self._is_leaf(kind), True)) for x in kind.traced.is_leaf)
         body = kind.traced.body
         known.update((inner, LiftedValue(outer, False)) for outer, inner in body.captures.items())
