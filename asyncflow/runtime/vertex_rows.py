@@ -202,7 +202,7 @@ class VertexGroup(Generic[R]):
         return slice(*self.set_starts[self.done : self.done + 2])
 
     def next_inputs(self, n_states: int) -> list[Array]:
-        """What the vertices of the next set have, states of their children, and, without slots, how many each has."""
+        """Rows of the vertices of the next set, states of children, and, without slots, how many each has."""
         rows, counts = self.next_rows, []
         if self._counts is None:
             ranks = self.ranks[rows]
