@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,14 +40,22 @@ def put(queue: QueueState, elements: Sequence[tuple[Value, ...]], what: str) -> 
     Raises:
         QueueClosedError: the queue is closed.
     """
-    arrays = [value for element in elements for value in element if isinstance(value, np.ndarray)]
-    if sum([x.nbytes for x in arrays]) > LARGE_BYTES and not all(map(is_immutable, arrays)):
+    nbytes = 0
+    for element in elements:
+        for value in element:
+            if isinstance(value, np.ndarray):
+                nbytes += value.nbytes
+    if nbytes > LARGE_BYTES and not all(map(_is_kept, chain.from_iterable(elements))):
         return queue.put_copies(partial(_copies, elements), len(elements), what, _nothing)
     return queue.put(_copies(elements), what, _nothing)
 
 
+def _is_kept(value: Value) -> bool:
+    return not isinstance(value, np.ndarray) or is_immutable(value)
+
+
 def _copies(elements: Sequence[tuple[Value, ...]]) -> list[Element]:
-    return [tuple([immutable(value) for value in element]) for element in elements]
+    return [tuple(map(immutable, element)) for element in elements]
 
 
 def _effects(*touched: tuple[str, Access]) -> Callable[[Node], Effects]:

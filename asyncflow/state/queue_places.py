@@ -78,9 +78,8 @@ class CopyingPlace(QueuePlace):
     """
 
     works = True
-    is_asked_later = False
 
-    __slots__ = ("_start", "error", "made", "stage", "work")
+    __slots__ = ("_start", "error", "is_asked_later", "made", "stage", "work")
 
     def __init__(
         self,
@@ -94,6 +93,7 @@ class CopyingPlace(QueuePlace):
     ) -> None:
         super().__init__(state, what, finish, count, None if puts is None else _not_made, or_fewer=or_fewer)
         self.work: Callable[[], object] | None = puts
+        self.is_asked_later = puts is None  # else there is something to be begun
         self.stage = Stage.WAITING if puts is None else Stage.COPYING
         self.made: Value = None
         self.error: BaseException | None = None
@@ -103,6 +103,7 @@ class CopyingPlace(QueuePlace):
         """Has the result made of elements, under the lock."""
         finish, self.finish, self.is_called = self.finish, _as_it_is, False
         self.stage, self.work = Stage.COPYING, partial(finish, taken)
+        self.is_asked_later = False
 
     def do_beside(self, start: Callable[[Callable[[], None]], None]) -> None:
         """See `PlaceInLine.do_beside`."""

@@ -293,9 +293,12 @@ class Queue(Resource):
     def _values(self, element: Nest) -> Element:
         values: list[Array] = []
         for path, leaf, spec in zip(self._structure.paths(), self._leaves(element, "put"), self._specs, strict=True):
-            if is_symbolic(leaf):
+            if isinstance(leaf, np.ndarray | np.generic):
+                array = leaf
+            elif is_symbolic(leaf):
                 raise GraphError(f"put: {leaf!r} has no value yet; write enqueue in the graph, or put what a run gives")
-            array = leaf if isinstance(leaf, np.ndarray | np.generic) else as_array(leaf, spec.dtype)
+            else:
+                array = as_array(leaf, spec.dtype)
             self._check(Spec(array.dtype, array.shape), spec, f"put {path}".rstrip())
             values.append(np.asarray(array))
         return tuple(values)
