@@ -47,6 +47,11 @@ def moving(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -
     return _MOVE * elements(outputs[0])
 
 
+def moving_in(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
+    """Cost of ops that put the elements of all their inputs somewhere."""
+    return _MOVE * sum(map(elements, inputs))
+
+
 def moving_all(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
     """Cost of ops that put the elements of their first input into their first output by index."""
     return _MOVE * (elements(outputs[0]) + elements(inputs[0]))

@@ -21,7 +21,7 @@ from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
-from asyncflow.ops.cost import moving
+from asyncflow.ops.cost import moving, moving_in
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.random import drawing, seed_of_name
 from asyncflow.state.containers import check_resource_name
@@ -244,9 +244,10 @@ def _sample_kernel(xp: Namespace, *, table: TableState, shape: Shape, seed: int)
 
 
 _table_op = partial(define, runs_on_host=True, flops=moving)
+_write_op = partial(define, runs_on_host=True, flops=moving_in)
 
-TABLE_WRITE = _table_op("table_write", _write_spec, lambda xp, *, table: table.write, effects=_effects(Access.WRITE))
-TABLE_APPEND = _table_op(
+TABLE_WRITE = _write_op("table_write", _write_spec, lambda xp, *, table: table.write, effects=_effects(Access.WRITE))
+TABLE_APPEND = _write_op(
     "table_append", _append_spec, lambda xp, *, table: table.append, effects=_effects(Access.WRITE)
 )
 TABLE_GATHER = _table_op("table_gather", _gather_spec, lambda xp, *, table: table.gather, effects=_effects(Access.READ))

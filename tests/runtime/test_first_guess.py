@@ -52,6 +52,18 @@ async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(
     assert [thread == LOOP_THREAD for thread in threads] == [False, True]
 
 
+def test_a_write_to_a_table_takes_as_long_as_its_rows(graph: af.Graph) -> None:
+    """FAULTS F37: what it gives is but where they are, and the loop does not copy large ones."""
+    table = af.Table(4, af.spec("float32", (1 << 20,)))
+    row, rows = af.placeholder("float32", (1 << 20,)), af.placeholder("float32", (None, 1 << 20))
+    index = af.placeholder("int64", ())
+    assert guessed(table.append(row), np.ones(1 << 20, np.float32)) > INLINE_LIMIT_NS
+    assert guessed(table.append(rows), np.ones((2, 1 << 20), np.float32)) > INLINE_LIMIT_NS
+    assert guessed(table.write(index, row), np.int64(1), np.ones(1 << 20, np.float32)) > INLINE_LIMIT_NS
+    small = af.Table(4, af.spec("float32", (8,)))
+    assert guessed(small.append(af.placeholder("float32", (8,))), np.ones(8, np.float32)) < INLINE_LIMIT_NS
+
+
 async def test_a_function_that_says_that_it_is_short_is_believed(graph: af.Graph) -> None:
     threads: list[str] = []
 
