@@ -1,13 +1,16 @@
 """Saving and restoring a session's variables, beside writing and reading the same bytes by hand.
 
-By hand is one file, written or read in chunks, without a checksum; written bytes are on the disk when it ends, as those
-of a checkpoint are. The disk differs from moment to moment by more than what is compared, so ratios of neighbouring
-trials count. What is read goes into memory that the process has given back before, as in one that starts. The gap is
-what a coroutine sees that always wants its turn, while a checkpoint is saved.
+By hand is one file, written or read in chunks on a thread, without a checksum; written bytes are on the disk when it
+ends, as those of a checkpoint are. The disk differs from moment to moment by more than what is compared, so ratios of
+neighbouring trials count. What is read is the checkpoint's own file on both sides, as two files of the same bytes
+differ by half, depending on where they lie in memory. It goes into memory that the process has given back before, into
+a session that starts: which memory is free would else depend on what the other side has freed. The gap is what a
+coroutine sees that always wants its turn, while a checkpoint is saved or restored, or a thread does it by hand.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import shutil
@@ -18,7 +21,7 @@ from typing import Final
 import numpy as np
 
 import asyncflow as af
-from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare, timed, timed_await
+from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare, timed_await
 from benchmarks.loop_gap import IDLE, idle, watched
 from benchmarks.peers import NO_PEERS, Peers
 
@@ -50,33 +53,40 @@ async def measure(
             async def write() -> Sample:
                 shutil.rmtree(plain.parent)
                 plain.parent.mkdir()
-                return _without_answer(await timed(DURABLE, 1e3, lambda: _written(plain, values))())
+                return _without_answer(
+                    await timed_await(DURABLE, 1e3, lambda: asyncio.to_thread(_written, plain, values))()
+                )
 
             async def gaps_of_saving() -> Sample:
                 shutil.rmtree(root, ignore_errors=True)
                 return _without_answer(await watched(lambda: session.save(root)))
 
+            async def gaps_of_writing() -> Sample:
+                return _without_answer(await watched(lambda: asyncio.to_thread(_written, plain, values)))
+
             async def restore() -> Sample:
-                _give_back()
-                return _without_answer(await timed_await(READ, 1e3, lambda: session.restore(root))())
+                async with af.Session(graph) as starting:
+                    _give_back()
+                    return _without_answer(await timed_await(READ, 1e3, lambda: starting.restore(root))())
+
+            async def read() -> Sample:
+                async with af.Session(graph):
+                    _give_back()
+                    return _without_answer(
+                        await timed_await(READ, 1e3, lambda: asyncio.to_thread(_read, root, values))()
+                    )
 
             async def gaps_of_restoring() -> Sample:
                 return _without_answer(await watched(lambda: session.restore(root)))
 
-            held = _read(_written(plain, values), values)
-
-            def read_anew() -> None:
-                held[:] = _read(plain, values)  # as in a session, the old values are there until all new ones are
-
-            async def read() -> Sample:
-                _give_back()
-                return await timed(READ, 1e3, read_anew)()
+            async def gaps_of_reading() -> Sample:
+                return _without_answer(await watched(lambda: asyncio.to_thread(_read, root, values)))
 
             pairs: list[tuple[str, dict[str, Trial]]] = [
                 ("save", {ASYNCFLOW: save, BY_HAND: write}),
                 ("restore", {ASYNCFLOW: restore, BY_HAND: read}),
-                ("save", {ASYNCFLOW: gaps_of_saving, IDLE: idle}),
-                ("restore", {ASYNCFLOW: gaps_of_restoring, IDLE: idle}),
+                ("save", {ASYNCFLOW: gaps_of_saving, BY_HAND: gaps_of_writing, IDLE: idle}),
+                ("restore", {ASYNCFLOW: gaps_of_restoring, BY_HAND: gaps_of_reading, IDLE: idle}),
             ]
             results: list[Result] = []
             for what, trials in pairs:
@@ -110,9 +120,12 @@ def _written(path: Path, values: list[np.ndarray]) -> Path:
     return path
 
 
-def _read(path: Path, values: list[np.ndarray]) -> list[np.ndarray]:
+def _read(root: Path, values: list[np.ndarray]) -> list[np.ndarray]:
+    """The arrays of the only step under `root`."""
     found = []
+    (path,) = root.glob("step-*/variables.safetensors")
     with open(path, "rb", buffering=0) as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
         for value in values:
             found.append(np.empty_like(value))
             view = found[-1].view(np.uint8).data

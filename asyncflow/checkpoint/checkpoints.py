@@ -11,18 +11,20 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from time import perf_counter
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from asyncflow.checkpoint.directory import find_step
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
-from asyncflow.checkpoint.reader import empty_buffers, read_arrays
+from asyncflow.checkpoint.reader import Buffers, empty_buffers, read_arrays
 from asyncflow.checkpoint.writer import Content, SaveStopped, write_checkpoint
+from asyncflow.devices.heap import process_heap
 from asyncflow.errors import CheckpointError, DeviceLostError, brief, warn_user
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.resource import Resource, resources_of
@@ -30,7 +32,7 @@ from asyncflow.state.capture import Capture, CheckpointedState, check_capture
 from asyncflow.state.containers import StateStore, state_key
 from asyncflow.state.held import HeldValue
 from asyncflow.state.variable_state import VariableState
-from asyncflow.streams.beside import call_beside, drop_one_by_one
+from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Value
 
 T = TypeVar("T")
@@ -41,6 +43,8 @@ States: TypeAlias = "Mapping[str, tuple[Hashable, CheckpointedState]]"
 _UNNAMED = re.compile(r"tensor 'variable_\d+'")
 _SHOWN = 5
 """How many faults an error lists."""
+_TURN_S = 0.5e-3
+"""How long the event loop is taken before others have a turn."""
 
 
 class SessionRuns(Protocol):
@@ -211,7 +215,7 @@ class Checkpoints:
         manifest = await call_beside(read_manifest, step)
         compared = _Comparison(manifest, step, awaits)
         await self._compare(compared, found)
-        buffers = empty_buffers(manifest, compared.known)
+        buffers = await _new_buffers(manifest, compared.known)
         arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
         del buffers
         compared.faults += damaged
@@ -232,7 +236,7 @@ class Checkpoints:
                 self._runs.random = manifest.random
 
         await self._runs.alone(frozenset(key for key, _ in found.values()), put)
-        await call_beside(drop_one_by_one, old)  # to give back so much memory takes a while
+        await call_beside(process_heap.drop, old)
         if compared.faults:
             warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
         return Restored(step, manifest.step, tuple(new), tuple(compared.faults))
@@ -266,7 +270,8 @@ class Checkpoints:
             step = await call_beside(find_step, source)
             manifest = await call_beside(read_manifest, step)
             names = found.keys() & manifest.states.keys()
-            arrays, faults = await call_beside(read_arrays, step, manifest, names, empty_buffers(manifest, names))
+            buffers = await _new_buffers(manifest, names)
+            arrays, faults = await call_beside(read_arrays, step, manifest, names, buffers)
             place = f"{step}: "
         else:
             resources = [key for key in source if isinstance(key, Resource)]
@@ -346,6 +351,17 @@ class Checkpoints:
             digest = hashed.hexdigest()
             self._digest = version, digest
         return digest
+
+
+async def _new_buffers(manifest: Manifest, names: Collection[str]) -> Buffers:
+    """All of `empty_buffers`: each may take a page that has to be cleared, and there may be thousands."""
+    buffers, started = {}, perf_counter()
+    for key, array in empty_buffers(manifest, names):
+        buffers[key] = array
+        if perf_counter() - started > _TURN_S:
+            await asyncio.sleep(0)
+            started = perf_counter()
+    return buffers
 
 
 def _copied(source: Mapping[Resource | str, Value]) -> dict[str, dict[str, Array]]:

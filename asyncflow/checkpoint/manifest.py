@@ -14,16 +14,43 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from asyncflow.checkpoint.checksum import CHECKSUMS, FORMAT
+from asyncflow.checkpoint.checksum import Checksum, column_sums_crc32, row_and_column_sums_crc32
 from asyncflow.checkpoint.tensor_file import TensorRecord
 from asyncflow.errors import CheckpointError, brief
 
 NAME: Final = "manifest.json"
 _KIND = re.compile(r"[a-z]+")
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """How files of one format are written.
+
+    Attributes:
+        checksum: of the bytes of an array.
+        alignment: the first array of a file begins at a multiple of so many bytes. Those that lie there as they do in
+            memory are copied a tenth faster.
+    """
+
+    checksum: Checksum
+    alignment: int
+
+
+FORMAT: Final = "asyncflow checkpoint 3"
+
+FORMATS: Final[Mapping[str, FileFormat]] = MappingProxyType(
+    {
+        FORMAT: FileFormat(column_sums_crc32, 64),
+        "asyncflow checkpoint 2": FileFormat(row_and_column_sums_crc32, 8),
+        "asyncflow checkpoint 1": FileFormat(zlib.crc32, 8),
+    }
+)
+"""All that are read, the one that is written first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +105,7 @@ class Manifest:
         random: None if it was not saved: of some variables alone.
         states: by name.
         versions: of the libraries that wrote it.
-        format: says how its checksums are made.
+        format: says how its files are written.
     """
 
     step: int
@@ -87,6 +114,11 @@ class Manifest:
     states: Mapping[str, StateRecord]
     versions: Mapping[str, str] = field(default_factory=dict)
     format: str = FORMAT
+
+    @property
+    def file_format(self) -> FileFormat:
+        """How its files are written."""
+        return FORMATS[self.format]
 
     def files(self) -> dict[str, list[TensorRecord]]:
         """The arrays in each file."""
@@ -120,8 +152,8 @@ def read_manifest(path: Path) -> Manifest:
             return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # it is no JSON, or not what is written here
-    if written not in tuple(CHECKSUMS):
-        known = " and ".join(map(repr, sorted(CHECKSUMS)))
+    if written not in tuple(FORMATS):
+        known = ", ".join(map(repr, sorted(FORMATS)))
         raise CheckpointError(f"{file}: is of the format {brief(written)}; this version of asyncflow reads {known}")
     raise CheckpointError(f"{file}: is damaged: it is not what was written; take another step, or a copy of this one")
 
@@ -145,7 +177,7 @@ def _parsed(raw: bytes) -> Manifest:
         content["versions"],
         content["format"],
     )
-    if manifest.format not in CHECKSUMS:
+    if manifest.format not in FORMATS:
         raise ValueError
     if not all(_KIND.fullmatch(x.kind) for x in states.values()):
         raise ValueError  # a kind is part of a file's name
@@ -161,4 +193,15 @@ def _parsed(raw: bytes) -> Manifest:
     return manifest
 
 
-__all__ = ["NAME", "Manifest", "RandomState", "StateRecord", "file_of", "library_versions", "read_manifest"]
+__all__ = [
+    "FORMAT",
+    "FORMATS",
+    "NAME",
+    "FileFormat",
+    "Manifest",
+    "RandomState",
+    "StateRecord",
+    "file_of",
+    "library_versions",
+    "read_manifest",
+]

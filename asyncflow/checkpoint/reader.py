@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from asyncflow.checkpoint.checksum import BLOCK, CHECKSUMS, Checksum
-from asyncflow.checkpoint.manifest import Manifest
+from asyncflow.checkpoint.checksum import BLOCK, Checksum
+from asyncflow.checkpoint.manifest import FileFormat, Manifest
 from asyncflow.checkpoint.tensor_file import TensorRecord, from_strings, header, laid_out
 from asyncflow.errors import CheckpointError
 from asyncflow.values import Array
 
 CHUNK: Final = BLOCK
 """Bytes that are read at a time, and checked while the processor has them at hand."""
-
-_READERS: Final = 2
-"""Threads that read arrays; as many as a small machine has cores."""
 
 Arrays: TypeAlias = dict[str, dict[str, Array]]
 """By state and part."""
@@ -29,18 +25,16 @@ Buffers: TypeAlias = Mapping[tuple[str, str], Array]
 """Arrays to fill, of bytes where there are strings, by file and name in it."""
 
 
-def empty_buffers(manifest: Manifest, names: Collection[str]) -> Buffers:
-    """Memory for the arrays of the states `names`, without touching it.
+def empty_buffers(manifest: Manifest, names: Collection[str]) -> Iterator[tuple[tuple[str, str], Array]]:
+    """Memory for the arrays of the states `names`, one after the other: see `Buffers`.
 
-    To be called on the event loop's thread, whose heap has what old values have freed. Each other thread has a heap of
+    To be made on the event loop's thread, whose heap has what old values have freed. Each other thread has a heap of
     its own, to which the kernel gives pages that it has to clear first.
     """
-    return {
-        (state.file, record.name): _empty(record)
-        for name, state in manifest.states.items()
-        if name in names
-        for record in state.tensors.values()
-    }
+    for name, state in manifest.states.items():
+        if name in names:
+            for record in state.tensors.values():
+                yield (state.file, record.name), _empty(record)
 
 
 def _empty(record: TensorRecord) -> Array:
@@ -60,7 +54,7 @@ def read_arrays(
         names: of states.
         buffers: to fill; None for new ones.
     """
-    buffers = empty_buffers(manifest, names) if buffers is None else buffers
+    buffers = dict(empty_buffers(manifest, names)) if buffers is None else buffers
     owners = {
         (state.file, record.name): (name, part)
         for name, state in manifest.states.items()
@@ -71,8 +65,9 @@ def read_arrays(
     faults: list[str] = []
     for file, records in manifest.files().items():
         wanted = {record.name: buffers[file, record.name] for record in records if (file, record.name) in owners}
-        checksum = CHECKSUMS[manifest.format]
-        arrays, wrong = _read_file(path / file, laid_out(records), wanted, checksum) if wanted else ({}, [])
+        if not wanted:
+            continue
+        arrays, wrong = _read_file(path / file, laid_out(records), wanted, manifest.file_format)
         faults += wrong
         for label, array in arrays.items():
             name, part = owners[file, label]
@@ -82,10 +77,10 @@ def read_arrays(
 
 
 def _read_file(
-    path: Path, records: list[TensorRecord], wanted: Mapping[str, Array], checksum: Checksum
+    path: Path, records: list[TensorRecord], wanted: Mapping[str, Array], file_format: FileFormat
 ) -> tuple[dict[str, Array], list[str]]:
     """The arrays of a file, and what is wrong with it."""
-    head = header(records)
+    head = header(records, file_format.alignment)
     expected = len(head) + sum(record.nbytes for record in records)
     try:
         with FileIO(path) as file:
@@ -97,23 +92,18 @@ def _read_file(
                 return {}, [f"{path}: is damaged: its header is not that of the manifest"]
     except OSError as error:
         return {}, [f"{path}: cannot be read: {error.strerror or error}"]
-    reads: dict[str, Future[Array]] = {}
-    # To check a chunk takes as long as to read it, which is all from memory if the disk was asked before.
-    with ThreadPoolExecutor(_READERS, "asyncflow:reader") as readers:
-        begin = len(head)
-        for record in records:
-            if record.name in wanted:
-                reads[record.name] = readers.submit(_read_array, path, begin, record, wanted[record.name], checksum)
-            begin += record.nbytes
     arrays: dict[str, Array] = {}
     faults: list[str] = []
-    for name, read in reads.items():
-        try:
-            arrays[name] = read.result()
-        except CheckpointError as error:
-            faults.append(f"{path}: {error}")
-        except OSError as error:
-            faults.append(f"{path}: tensor {name!r} cannot be read: {error.strerror or error}")
+    begin = len(head)
+    for record in records:
+        if record.name in wanted:
+            try:
+                arrays[record.name] = _read_array(path, begin, record, wanted[record.name], file_format.checksum)
+            except CheckpointError as error:
+                faults.append(f"{path}: {error}")
+            except OSError as error:
+                faults.append(f"{path}: tensor {record.name!r} cannot be read: {error.strerror or error}")
+        begin += record.nbytes
     return arrays, faults
 
 

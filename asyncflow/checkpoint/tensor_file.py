@@ -29,6 +29,7 @@ _CODES = {
     "complex64": "C64",
 }
 """The format's names of dtypes; complex128 and strings have none."""
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +84,16 @@ def _itemsize(record: TensorRecord) -> int:
     return {"string": 1, "bool": 1, "bfloat16": 2}.get(record.dtype) or np.dtype(record.dtype).itemsize
 
 
-def header(records: Iterable[TensorRecord]) -> bytes:
-    """The head of a file, before the arrays, which follow in the order of `records`."""
+def header(records: Iterable[TensorRecord], alignment: int) -> bytes:
+    """The head of a file, before the arrays, which follow in the order of `records`, the first one aligned."""
     entries, begin = {}, 0
     for record in records:
         dtype, shape = record.stored()
         entries[record.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + record.nbytes]}
         begin += record.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def as_bytes(array: Array) -> Array:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from asyncflow.checkpoint.checksum import sums_crc32
+from asyncflow.checkpoint.checksum import BLOCK
 from asyncflow.checkpoint.directory import begin_step, drop, keep_latest, publish, steps, sync_directory
-from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, StateRecord, file_of, library_versions
+from asyncflow.checkpoint.manifest import (
+    NAME,
+    FileFormat,
+    Manifest,
+    RandomState,
+    StateRecord,
+    file_of,
+    library_versions,
+)
 from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, header, laid_out
 from asyncflow.errors import CheckpointError
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.values import Array
 
-CHUNK: Final = 8 << 20
-"""Bytes that are written at a time: the checksum of a chunk is made beside it."""
+CHUNK: Final = BLOCK
+"""Bytes that are written at a time, while the processor has them at hand from making their checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ def _write_files(folder: Path, step: int, content: Content, check: Callable[[], 
     sums: dict[tuple[str, str], int] = {}
     for file, records in manifest.files().items():
         order = laid_out(records)
-        found = _write_arrays(folder / file, order, raw[file], check)
+        found = _write_arrays(folder / file, order, raw[file], manifest.file_format, check)
         sums.update({(file, label): crc32 for label, crc32 in found.items()})
     summed = {
         name: replace(
@@ -109,28 +116,24 @@ def _write_files(folder: Path, step: int, content: Content, check: Callable[[], 
 
 
 def _write_arrays(
-    path: Path, records: list[TensorRecord], raw: Mapping[str, Array], check: Callable[[], None]
+    path: Path,
+    records: list[TensorRecord],
+    raw: Mapping[str, Array],
+    file_format: FileFormat,
+    check: Callable[[], None],
 ) -> dict[str, int]:
     """Writes a file of arrays; their checksums by name."""
     sums: dict[str, int] = {}
-
-    def add(name: str, chunk: memoryview) -> None:
-        sums[name] = sums_crc32(chunk, sums[name])
-
-    # One thread, which has all chunks in their order.
-    with _Durable(path) as file, ThreadPoolExecutor(1, "asyncflow:checksums") as beside:
-        file.write(header(records))
-        pending = []
+    with _Durable(path) as file:
+        file.write(header(records, file_format.alignment))
         for record in records:
-            data = raw[record.name].data
-            sums[record.name] = 0
+            data, crc32 = raw[record.name].data, 0
             for begin in range(0, len(data), CHUNK):
                 check()
                 chunk = data[begin : begin + CHUNK]
-                pending.append(beside.submit(add, record.name, chunk))
+                crc32 = file_format.checksum(chunk, crc32)
                 file.write(chunk)
-        for each in pending:
-            each.result()
+            sums[record.name] = crc32
     return sums
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from functools import cache
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 KEPT: Final = 256 << 20
 """Free bytes that each of glibc's heaps may keep."""
@@ -22,6 +23,8 @@ LARGEST: Final = 32 << 20
 PADDING: Final = 64 << 20
 """Bytes that are asked for at once, not touched and hence not taken. A heap of a thread is made of parts of so many, of
 which glibc gives back any that is free, whatever it may keep, unless padding would ask for it again."""
+PART: Final = 8 << 20
+"""Bytes that are given back at once while old values are dropped: where pages are small, that takes a millisecond."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _TRIMS_AT: Final = 128 << 10
 """Where glibc begins to give back, and how much it asks for at once, unless told otherwise."""
@@ -79,6 +82,24 @@ class Heap:
                 self._allocator.mallopt(_TOP_PAD, _TRIMS_AT)
                 self.trimming = threading.Thread(target=self._allocator.malloc_trim, args=(0,), daemon=True)
                 self.trimming.start()
+
+    def drop(self, values: list[Any]) -> None:
+        """Empties a list of old values, the last one first, on a thread that is not the event loop's.
+
+        Freeing an array keeps the GIL, and may give back all that is free at the end of the heap, which takes 30 ms for
+        `KEPT`. So less is given back at once, and others have the GIL after each item.
+        """
+        self._give_back_beyond(KEPT - PART)
+        while values:
+            del values[-1]
+            time.sleep(0)
+        self._give_back_beyond(PADDING)
+
+    def _give_back_beyond(self, free: int) -> None:
+        """Has the heaps keep so much of what they are about to give back, as long as they keep any."""
+        with self._lock:
+            if self._users and self._allocator is not None:
+                self._allocator.mallopt(_TOP_PAD, free)
 
 
 process_heap = Heap(_glibc())

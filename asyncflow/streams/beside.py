@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -38,13 +37,6 @@ async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -
     with loop.outside_work() if isinstance(loop, VirtualClockLoop) else nullcontext():
         await call.ended.wait()
     return call.outcome()
-
-
-def drop_one_by_one(values: list[_Result]) -> None:
-    """Empties a list on a thread: freeing large arrays takes long, and others have the GIL after each item."""
-    while values:
-        del values[-1]
-        time.sleep(0)
 
 
 class _SideWork(Generic[_Result]):

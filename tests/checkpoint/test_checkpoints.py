@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.checkpoint import checkpoints
 from asyncflow.checkpoint.manifest import read_manifest
+from asyncflow.checkpoint.reader import empty_buffers
 from tests.conftest import small_cards
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 
@@ -406,6 +408,31 @@ async def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
         await run
         assert os.listdir(tmp_path) == []
         await session.save(tmp_path)
+
+
+async def test_others_have_turns_while_memory_for_values_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, seen = 0, []
+
+    def slowly(*args: Any) -> Iterator[Any]:
+        for each in empty_buffers(*args):
+            seen.append(turns)
+            yield each
+
+    async def beat() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with saved(tmp_path) as (_, session):
+        beating = asyncio.create_task(beat())
+        monkeypatch.setattr(checkpoints, "empty_buffers", slowly)
+        monkeypatch.setattr(checkpoints, "_TURN_S", 0.0)
+        await session.restore(tmp_path)
+        beating.cancel()
+    assert len(seen) == 2 and seen[0] < seen[1]
 
 
 async def test_two_saves_at_once_are_two_steps(tmp_path: Path) -> None:

@@ -11,39 +11,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.checkpoint.checksum import BLOCK, sums_crc32
-from asyncflow.checkpoint.manifest import read_manifest
+from asyncflow.checkpoint.checksum import BLOCK, COLUMNS, column_sums_crc32
+from asyncflow.checkpoint.manifest import FileFormat, read_manifest
 from asyncflow.checkpoint.reader import verify
 from tests.checkpoint.steps import read, write
 from tests.checkpoint.test_manifest import sealed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 2 * BLOCK + 3 * 4096 + 5, dtype=np.uint8)
-SUM = sums_crc32(CONTENT.data, 0)
+SUM = column_sums_crc32(CONTENT.data, 0)
 
 
 def test_chunks_make_no_difference() -> None:
-    first = sums_crc32(CONTENT.data[:BLOCK], 0)
-    assert sums_crc32(CONTENT.data[BLOCK:], first) == SUM
-    assert sums_crc32(memoryview(b""), SUM) == SUM
-    assert sums_crc32(memoryview(b"abc"), 0) == zlib.crc32(b"abc")
+    first = column_sums_crc32(CONTENT.data[:BLOCK], 0)
+    assert column_sums_crc32(CONTENT.data[BLOCK:], first) == SUM
+    assert column_sums_crc32(memoryview(b""), SUM) == SUM
+    assert column_sums_crc32(memoryview(b"abc"), 0) == zlib.crc32(b"abc")
 
 
 @given(at=st.integers(0, len(CONTENT) - 1), bit=st.integers(0, 7))
 def test_a_bit_that_changes_is_found(at: int, bit: int) -> None:
     CONTENT[at] ^= 1 << bit
     try:
-        assert sums_crc32(CONTENT.data, 0) != SUM
+        assert column_sums_crc32(CONTENT.data, 0) != SUM
     finally:
         CONTENT[at] ^= 1 << bit
 
 
-@pytest.mark.parametrize("nbytes", [8, 512, 4096, BLOCK])
+@pytest.mark.parametrize("nbytes", [512, 4096, BLOCK])
 @given(data=st.data())
 def test_bytes_that_change_places_are_found(nbytes: int, data: st.DataObject) -> None:
-    """Words, sectors, pages, and whole blocks; and those that were lost, with zeros in their place."""
+    """Sectors, pages, and whole blocks; and those that were lost, with zeros in their place."""
     places = st.integers(0, len(CONTENT) // nbytes - 1)
     one, other = data.draw(places) * nbytes, data.draw(places) * nbytes
     changed = CONTENT.copy()
@@ -52,19 +53,39 @@ def test_bytes_that_change_places_are_found(nbytes: int, data: st.DataObject) ->
     else:
         changed[one : one + nbytes] = CONTENT[other : other + nbytes]
         changed[other : other + nbytes] = CONTENT[one : one + nbytes]
-    assert sums_crc32(changed.data, 0) != SUM
+    assert column_sums_crc32(changed.data, 0) != SUM
 
 
-def test_a_step_of_the_format_before_is_read(tmp_path: Path) -> None:
-    """Its checksums are CRCs of all bytes; a byte that has changed is found there, too."""
+def test_words_that_change_places_are_found_unless_whole_rows_lie_between() -> None:
+    row = 8 * COLUMNS
+    for distance, is_found in ((8, True), (4096, True), (row, False), (row + 8, True), (2 * row, False)):
+        changed = CONTENT.copy()
+        changed[:8], changed[distance : distance + 8] = CONTENT[distance : distance + 8], CONTENT[:8]
+        assert (column_sums_crc32(changed.data, 0) != SUM) == is_found
+
+
+def sums_of_rows_and_columns(value: np.ndarray) -> int:
+    rows = value.view("<u8")[: value.nbytes // 4096 * 512].reshape(-1, 512)
+    sums = rows.sum(1).tobytes() + rows.sum(0).tobytes()
+    return zlib.crc32(sums + value.tobytes()[rows.nbytes :])
+
+
+@pytest.mark.parametrize(("number", "checksum"), [(1, zlib.crc32), (2, sums_of_rows_and_columns)])
+def test_steps_of_formats_before_are_read(
+    tmp_path: Path, number: int, checksum: Callable[[np.ndarray], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With checksums and headers of their own; a byte that has changed is found there, too."""
     value = np.arange(5000.0)
-    path = write(tmp_path, 0, w=value)
+    with monkeypatch.context() as patched:
+        patched.setattr(FileFormat, "alignment", 8)
+        path = write(tmp_path, 0, w=value)
+    file = path / "variables.safetensors"
+    assert (file.stat().st_size - value.nbytes) % 64
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["format"] = "asyncflow checkpoint 1"
-    manifest["states"]["w"]["tensors"][""]["crc32"] = zlib.crc32(value.tobytes())
+    manifest["format"] = f"asyncflow checkpoint {number}"
+    manifest["states"]["w"]["tensors"][""]["crc32"] = checksum(value)
     (path / "manifest.json").write_bytes(sealed(manifest))
     np.testing.assert_array_equal(read(path)["w"], value)
-    file = path / "variables.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)

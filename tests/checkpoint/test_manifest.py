@@ -19,7 +19,7 @@ from tests.checkpoint.steps import write
 def test_what_it_says(tmp_path: Path) -> None:
     path = write(tmp_path, 12, w=np.ones((2, 3), np.float32))
     content = json.loads((path / "manifest.json").read_text())
-    assert content["format"] == "asyncflow checkpoint 2"
+    assert content["format"] == "asyncflow checkpoint 3"
     assert content["step"] == 12
     assert content["random"] == {"seed": 3, "runs": 7}
     tensor = {"name": "w", "dtype": "float32", "shape": [2, 3], "nbytes": 24}
@@ -88,8 +88,11 @@ def test_what_makes_no_sense_is_refused_whatever_its_checksum(
 def test_a_format_to_come_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, 0, w=1.5)
     file = path / "manifest.json"
-    file.write_bytes(sealed({**json.loads(file.read_bytes()), "format": "asyncflow checkpoint 3"}))
-    with pytest.raises(CheckpointError, match=r"is of the format 'asyncflow checkpoint 3'; this version .* '.* 1' and"):
+    file.write_bytes(sealed({**json.loads(file.read_bytes()), "format": "asyncflow checkpoint 4"}))
+    known = "'asyncflow checkpoint 1', 'asyncflow checkpoint 2', 'asyncflow checkpoint 3'"
+    with pytest.raises(
+        CheckpointError, match=f"is of the format 'asyncflow checkpoint 4'; this version .* reads {known}$"
+    ):
         read_manifest(path)
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.heap import KEPT, LARGEST, PADDING, Heap, process_heap
+from asyncflow.devices.heap import KEPT, LARGEST, PADDING, PART, Heap, process_heap
 from tests.patience import PATIENCE_S
 
 
@@ -41,11 +41,38 @@ def test_the_first_user_keeps_and_the_last_gives_back() -> None:
     assert glibc.calls[3:] == [(-1, 128 << 10), (-2, 128 << 10), (0,)]
 
 
+def test_old_values_are_given_back_bit_by_bit_the_last_first() -> None:
+    glibc = Glibc()
+    heap = Heap(glibc)
+    heap.enter()
+    dropped: list[tuple[int, int]] = []
+
+    class Old:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __del__(self) -> None:
+            dropped.append((self.number, glibc.calls[-1][1]))
+
+    heap.drop([Old(number) for number in range(3)])
+    assert dropped == [(number, KEPT - PART) for number in (2, 1, 0)]
+    assert glibc.calls[-1] == (-2, PADDING)
+    told = len(glibc.calls)
+    heap.leave()
+    assert heap.trimming is not None
+    heap.trimming.join(PATIENCE_S)
+    values = [1, 2]
+    heap.drop(values)
+    assert values == [] and len(glibc.calls) == told + 3  # nothing is kept any more
+
+
 def test_another_allocator_is_left_alone() -> None:
     heap = Heap(None)
     heap.enter()
     heap.leave()
-    assert heap.trimming is None
+    values = [1, 2]
+    heap.drop(values)
+    assert heap.trimming is None and values == []
 
 
 PROGRAM = """

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.devices.heap import process_heap
 from asyncflow.runtime.loop import is_virtual
 from asyncflow.runtime.values.feeds import LargeFeed
 from asyncflow.runtime.values.fetches import is_fresh
 from asyncflow.state.immutable import LARGE_BYTES
 from asyncflow.state.waiting.awaiting import work_beside
-from asyncflow.streams.beside import drop_one_by_one
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.values import Value
 
@@ -48,7 +48,7 @@ class CopyThread(ThreadStream):
         if is_virtual(loop):
             values.clear()
         else:
-            self.submit(drop_one_by_one, (values,), lambda *_: None, loop)
+            self.submit(process_heap.drop, (values,), lambda *_: None, loop)
 
     async def _made(self, copy: Callable[[], Value]) -> Value:
         loop = asyncio.get_running_loop()
