@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.autodiff.store_gradients import ADDERS, no_gradient
 from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
 from asyncflow.control.row_block import RowKind, even_rows
-from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, kind_of
+from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, RowStore, kind_of
 from asyncflow.graph.build import apply
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
@@ -34,13 +34,8 @@ from asyncflow.ops.derivatives.scatter import add_at_rows, are_distinct, counted
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.values import Array, Kernel, Namespace
 
-
-class _Added(NamedTuple):
-    """Values added to rows of a store of which `size` are known: rows behind these are not touched."""
-
-    size: int
-    where: slice | Array
-    values: Array
+_Added: TypeAlias = "tuple[int, slice | Array, Array]"
+"""Of how many rows of a store is known; which of them; and what is added to these. Rows behind are not touched."""
 
 
 class _RowSum:
@@ -53,12 +48,13 @@ class _RowSum:
         array: the rows; see `zeroed`.
     """
 
-    __slots__ = ("_kind", "_untouched", "_xp", "array")
+    __slots__ = ("_kind", "_low", "_untouched", "_xp", "array")
 
     def __init__(self, xp: Namespace, kind: RowKind, rows: int) -> None:
         self._xp, self._kind = xp, kind
         self.array: Array = (xp.empty if xp is np else xp.zeros)((rows, *kind.row_shape), kind.dtype)
-        self._untouched = np.ones(rows if xp is np else 0, bool)
+        self._low = rows if xp is np else 0  # nothing has come for rows below
+        self._untouched: Array | None = None  # those above for which nothing has come either, if there are any
 
     def with_room(self, rows: int) -> _RowSum:
         """The same sum, in at least so many rows."""
@@ -67,44 +63,71 @@ class _RowSum:
             return self
         grown = _RowSum(self._xp, self._kind, max(rows, 2 * known))
         grown.array[:known] = self.zeroed(0, known)
-        grown._untouched[:known] = False
+        grown._reach(known)
+        grown._low = 0
         return grown
 
     def zeroed(self, start: int, stop: int) -> Array:
         """The rows of a range, once those for which nothing has come are 0."""
-        found, untouched = self.array[start:stop], self._untouched[start:stop]
-        if np.count_nonzero(untouched):  # a tenth of the time of `any`
-            found[untouched] = 0
-            untouched[:] = False
+        self._reach(start)
+        found = self.array[start:stop]
+        if self._untouched is not None:
+            untouched = self._untouched[start:stop]
+            if np.count_nonzero(untouched):  # a tenth of the time of `any`
+                found[untouched] = 0
+                untouched[:] = False
         return found
 
     def taken(self, size: int, indices: Array) -> Array:
         """A copy of the rows at indices of the first `size`."""
-        if len(self._untouched):
+        self._reach(0)
+        if self._untouched is not None:
             untouched = self._untouched[:size]
             missing = indices[untouched[indices]]
             self.array[:size][missing] = 0
             untouched[missing] = False
         return self._xp.take(self.array[:size], indices, axis=0)
 
-    def add(self, added: _Added) -> None:
-        """Adds in place."""
-        size, where, values = added
-        rows, untouched = self.array[:size], self._untouched[:size]
+    def add(self, size: int, where: slice | Array, values: Array) -> None:
+        """Adds in place to rows of the first `size`."""
         if isinstance(where, slice):
-            own = untouched[where]
-            if len(own) and np.count_nonzero(own) == len(own):
-                rows[where] = values
+            self._add_range(where, values)
+            return
+        self._reach(0)
+        if self._untouched is None:
+            add_at_rows(self._xp, self.array[:size], where, values)
+        else:
+            where = where.reshape(-1)
+            self._add_at(self.array[:size], self._untouched[:size], where, values.reshape(-1, *self._kind.row_shape))
+
+    def _reach(self, row: int) -> None:
+        """Takes account of rows from this one on, one by one."""
+        if row < self._low:
+            if self._untouched is None:
+                self._untouched = np.zeros(len(self.array), bool)
+            self._untouched[row : self._low] = True
+            self._low = row
+
+    def _add_range(self, where: slice, values: Array) -> None:
+        if where.stop <= self._low and where.step in (None, 1):  # as a loop over levels does, from the roots down
+            self._reach(where.stop)
+            self._low = where.start
+            self.array[where] = values
+            return
+        self._reach(where.start)
+        if self._untouched is not None:
+            own = self._untouched[where]
+            if missing := np.count_nonzero(own):
+                if missing < len(own):
+                    self.array[where][own] = 0
                 own[:] = False
-            else:
-                self.zeroed(where.start, where.stop)
-                rows[where] += values
-            return
-        if not len(untouched):
-            add_at_rows(self._xp, rows, where, values)
-            return
-        where = where.reshape(-1)
-        values = values.reshape(len(where), *self._kind.row_shape)
+            if missing == len(own):
+                self.array[where] = values
+                return
+        rows = self.array[where]
+        rows += values
+
+    def _add_at(self, rows: Array, untouched: Array, where: Array, values: Array) -> None:
         first = untouched[where]
         if np.count_nonzero(first) == len(first) and self._touch(untouched, where):
             rows[where] = values
@@ -143,7 +166,7 @@ class _RowLog(StoreLog[_Added]):
 
     def since(self, count: int) -> Sequence[object]:
         """The values behind the first `count`."""
-        return [entry.values for entry in self[count:]]
+        return [values for _, _, values in self[count:]]
 
     def buffers(self) -> Sequence[Array]:
         """The sum."""
@@ -151,8 +174,9 @@ class _RowLog(StoreLog[_Added]):
 
     def extend(self, entries: Iterable[_Added]) -> None:
         for entry in entries:
-            self.added += entry.values.size if self else 0
-            self.longest = max(self.longest, entry.size)
+            size, _, values = entry
+            self.added += values.size if self else 0
+            self.longest = max(self.longest, size)
             self.append(entry)
 
 
@@ -204,23 +228,23 @@ class RowGradient(StoreVersion[_Added]):
         with log.lock:
             total = self._total(rows, 0)
             log.total, log.folded = None, 0
-        return _Added(rows, slice(0, rows), total.zeroed(0, rows))
+        return rows, slice(0, rows), total.zeroed(0, rows)
 
     def _total(self, rows: int, first: int) -> _RowSum:
         """The sum, in at least so many rows, of which those from `first` on are right; under the lock."""
         log, length = self.log, self.length
-        if log.folded > length and any(entry.size > first for entry in log[length : log.folded]):
+        if log.folded > length and any(size > first for size, _, _ in log[length : log.folded]):
             log.total, log.folded = None, 0
         wanted = max(rows, log.longest)
         total = _RowSum(self.xp, self.kind, wanted) if log.total is None else log.total.with_room(wanted)
-        for entry in log[log.folded : length]:
-            total.add(entry)
+        for place in range(log.folded, length):
+            total.add(*log[place])
         log.total, log.folded = total, max(log.folded, length)
         return total
 
 
 def _nbytes(entries: Sequence[_Added]) -> int:
-    return sum(entry.values.nbytes for entry in entries)
+    return sum([values.nbytes for _, _, values in entries])
 
 
 # -- ops -------------------------------------------------------------------------------------------------------------
@@ -238,13 +262,13 @@ def _add_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
                 f"{format_shape((*extents, *kind.row_shape))}; they can only be added up if they are alike"
             )
         if is_range:
-            entry = _Added(stop, slice(int(first), stop), values)
+            entry: _Added = stop, slice(int(first), stop), values
         else:
             size, rows = int(first), even_rows(second) if xp is np else None
             if rows is None or rows.stop > size:
-                entry = _Added(size, second, values)
+                entry = size, second, values
             else:
-                entry = _Added(size, rows, values.reshape(-1, *kind.row_shape))
+                entry = size, rows, values.reshape(-1, *kind.row_shape)
         total: RowGradient = grads.with_entries((entry,)) if grads.length else RowGradient.of(xp, kind, (entry,))
         return total
 
@@ -288,6 +312,14 @@ READ_ROWS = define(
 )
 """The sums for such rows."""
 ADDERS.add(ADD_ROWS)
+
+
+def append_of_known_size(store: RowStore, rows: Tensor, sizes: tuple[Tensor, ...]) -> RowStore:
+    """The store with more rows; gradients need not keep its `sizes` before and after, where these are given."""
+    appended = store.append(rows)
+    node = appended.handle.node
+    node.graph.shapes.update(zip((node.inputs[0], appended.handle), sizes, strict=False))
+    return appended
 
 
 def _size_of(store: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -141,7 +141,8 @@ class RowState:
         """The rows at `indices`, which may be negative as an array's may; a view where they stand at even distances."""
         block = self.block
         if block.xp is np and (rows := even_rows(indices)) is not None and rows.stop <= self.size:
-            return block.readable[rows].reshape(*indices.shape, *block.kind.row_shape)
+            found = block.readable[rows]
+            return found if indices.ndim == 1 else found.reshape(*indices.shape, *block.kind.row_shape)
         return block.xp.take(block.readable[: self.size], indices, axis=0)
 
     def slice(self, start: int, stop: int) -> Array:
@@ -162,10 +163,15 @@ def even_rows(indices: Array) -> slice | None:
     if not count:
         return None
     indices = indices.reshape(-1)
-    first, last = int(indices[0]), int(indices[-1])
-    step = int(indices[1]) - first if count > 1 else 1
+    first, last = indices.item(0), indices.item(-1)
+    step = indices.item(1) - first if count > 1 else 1
     if first < 0 or step < 1 or last != first + step * (count - 1):
         return None
+    rows = slice(first, last + 1, step)
+    even = _NUMBERS[rows] if last < len(_NUMBERS) else np.arange(first, last + 1, step)
     # Their bytes are compared, because that takes less than half the time.
-    is_even = count < 3 or indices.tobytes() == np.arange(first, last + 1, step).tobytes()
-    return slice(first, last + 1, step) if is_even else None
+    return rows if count < 3 or indices.tobytes() == even.tobytes() else None
+
+
+_NUMBERS: Final = np.arange(16384)
+"""A slice of these takes a third of the time of `arange`."""

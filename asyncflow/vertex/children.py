@@ -1,4 +1,4 @@
-"""All children of a vertex together: `Vertex.gather_all`, for many vertices at once."""
+"""The children of a set of vertices: none of them, by slot, or any number reduced to one (`Vertex.gather_all`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from asyncflow.graph.build import apply, constant
-from asyncflow.graph.dtypes import int64
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph import nest
+from asyncflow.graph.build import apply, as_tensor, constant, is_symbolic
+from asyncflow.graph.dtypes import bool_, dtype_name, int64
 from asyncflow.graph.op import NEW, Memory, Traits, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import moving, per_input_element
 from asyncflow.ops.creation import arange, zeros
-from asyncflow.ops.datatypes import astype
+from asyncflow.ops.datatypes import astype, broadcast_to
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.elementwise import divide, maximum, multiply, subtract
 from asyncflow.ops.indexing import gather, take
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     from asyncflow.control.row_store import RowStore
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace
-    from asyncflow.vertex.function import TracedFunction
+    from asyncflow.values import Array, Kernel, Namespace, Nest
+    from asyncflow.vertex.function import TracedFunction, VertexFunction
 
 
 class Children(Protocol):
@@ -41,6 +43,31 @@ class Children(Protocol):
     def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
         """The values of a traced function that are known of them."""
         ...
+
+
+def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
+    """The state of a child that is not there; it is 0 where numbers are given that are."""
+    leaves, structure = nest.flatten(initial)
+    if structure.kind is None and len(function.specs) > 1:
+        leaves = leaves * len(function.specs)
+    elif structure.kind is not None:
+        try:
+            leaves = nest.flatten_like(function.structure, initial)
+        except nest.StructureMismatch as error:
+            raise GraphError(f"vertex_map: initial is no nest like the state of {function}: {error}") from None
+    found = []
+    for path, leaf, spec in zip(function.structure.paths("initial"), leaves, function.specs, strict=True):
+        if spec.dtype == bool_ and type(leaf) is int and leaf == 0:
+            leaf = False  # the number that stands for all parts of a state where nothing is given
+        x = as_tensor(leaf) if is_symbolic(leaf) else as_tensor(leaf, spec.dtype)
+        if x.dtype != spec.dtype:
+            raise DTypeError(f"vertex_map: {path} is {dtype_name(x.dtype)}, and the state of {function} {spec}")
+        try:
+            state = broadcast_to(x, spec.shape)
+        except ShapeError:
+            raise ShapeError(f"vertex_map: {path} is {x.spec}, and the state of {function} {spec}") from None
+        found.append(LiftedValue(state, has_rows=False, is_zero=not is_symbolic(leaf) and not np.any(leaf)))
+    return found
 
 
 class NoChildren:

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
+from asyncflow.autodiff.row_gradients import append_of_known_size
 from asyncflow.control.case import switch_case
 from asyncflow.control.cond import cond
 from asyncflow.control.row_store import RowStore
 from asyncflow.control.while_loop import while_loop
-from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
+from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, identity, is_symbolic
-from asyncflow.graph.dtypes import bool_, dtype_name, int64
+from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, identity
+from asyncflow.graph.dtypes import int64
 from asyncflow.graph.scopes import control_dependencies, name_scope
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
@@ -29,7 +28,7 @@ from asyncflow.lift.batched import why_not_shareable
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.creation import arange, zeros
-from asyncflow.ops.datatypes import astype, broadcast_to
+from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import add, minimum, multiply, subtract
 from asyncflow.ops.indexing import gather, scatter_update
 from asyncflow.ops.logic import equal, less
@@ -39,9 +38,10 @@ from asyncflow.ops.searching import nonzero, searchsorted
 from asyncflow.ops.shape import size
 from asyncflow.ops.statistical import cumulative_sum
 from asyncflow.ops.utility import all as all_of
-from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis
+from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis, initial_state
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.input_graph import InputGraph
+from asyncflow.vertex.permutation import permuted
 from asyncflow.vertex.schedule import BY_NUMBER, VertexSchedule, check_policy, schedules
 from asyncflow.vertex.shared import SharedSets, add_shared_sets
 from asyncflow.vertex.side_by_side import join_products
@@ -129,14 +129,15 @@ def vertex_map(
         tensors = {key: as_tensor(value) for key, value in given.items()}
         label = scope.rstrip("/")
         try:
-            arity, state = _arity(functions), _initial(initial, functions[0])
+            arity, state = _arity(functions), initial_state(initial, functions[0])
             if len(functions) > 1 and graph.types is None:
                 wanted = f"vertex_map of {len(functions)} functions needs a graph with types"
                 raise GraphError(f"{wanted}; this one has none")
             check_policy(policy)
             in_order = BY_NUMBER if share else policy
             plans = schedules(graph, in_order, tensors, arity=arity, n_types=len(functions), parts=streams)
-            maps = [_VertexMap(label, functions[0], graph, tensors, state, plan, is_shared=share) for plan in plans]
+            parts = label, functions[0], graph, tensors, state
+            maps = [_VertexMap(*parts, plan, is_shared=share, is_whole=streams == 1) for plan in plans]
             traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
@@ -179,6 +180,7 @@ class _VertexKind:
         vertices: their numbers.
         places: their positions among all vertices in execution order; None: all of them.
         starts: how many of them stand before each set.
+        ends: how many of them stand before the end of each set.
     """
 
     number: int
@@ -188,6 +190,7 @@ class _VertexKind:
     vertices: Tensor
     places: Tensor | None
     starts: Tensor
+    ends: Tensor
 
     @property
     def kept(self) -> list[Tensor]:
@@ -213,6 +216,7 @@ class _VertexMap:
         plan: VertexSchedule,
         *,
         is_shared: bool,
+        is_whole: bool,
     ) -> None:
         self.label = label
         self.liftings: list[Lifting] = []
@@ -223,8 +227,11 @@ class _VertexMap:
         self.schedule = plan
         self.is_shared = is_shared
         """Sets are put in order elsewhere: here all vertices are one, in the order of their numbers."""
+        self.is_permuted = is_whole and not is_shared
         self.size = subtract(size(as_tensor(graph.offsets)), 1) if is_shared else size(plan.order)
-        self.n_sets = subtract(size(self.schedule.set_starts), 1)
+        self.n_sets = subtract(size(plan.set_starts), 1)
+        self.set_ends, ranks = plan.set_starts[1:], add(plan.set_starts, 1)
+        self.first_ranks, self.next_ranks = ranks, ranks[1:]  # of each set, and of the one behind it
 
     def kinds(
         self, functions: Sequence[VertexFunction], traced: Sequence[tuple[TracedFunction, FunctionParts]]
@@ -233,7 +240,7 @@ class _VertexMap:
         plan = self.schedule
         if len(functions) == 1:
             vertices = arange(self.size, dtype=int64) if self.is_shared else plan.order
-            return [_VertexKind(0, functions[0], *traced[0], vertices, None, plan.set_starts)]
+            return [_VertexKind(0, functions[0], *traced[0], vertices, None, plan.set_starts, self.set_ends)]
         return [self._kind(number, *each) for number, each in enumerate(zip(functions, traced, strict=True))]
 
     def _kind(self, number: int, function: VertexFunction, traced: tuple[TracedFunction, FunctionParts]) -> _VertexKind:
@@ -241,9 +248,9 @@ class _VertexMap:
         assert plan.set_types is not None
         (places,) = nonzero(equal(gather(as_tensor(self.graph.types), plan.order), number))
         own = astype(equal(plan.set_types, number), int64)
-        sizes = subtract(plan.set_starts[1:], plan.set_starts[:-1])
+        sizes = subtract(self.set_ends, plan.set_starts[:-1])
         starts = cumulative_sum(multiply(sizes, own), include_initial=True)
-        return _VertexKind(number, function, *traced, gather(plan.order, places), places, starts)
+        return _VertexKind(number, function, *traced, gather(plan.order, places), places, starts, starts[1:])
 
     def build(self, kinds: Sequence[_VertexKind]) -> VertexResults:
         """Adds the sets and what stands before and after them."""
@@ -309,19 +316,26 @@ class _VertexMap:
 
     def _before(self, kind: _VertexKind) -> dict[Tensor, LiftedValue]:
         """Values of the body that no gather reaches, for all vertices: pulls, and what eager nodes make of them."""
-        traced, vertices = kind.traced, self.schedule.order if kind.places is None else kind.vertices
+        traced = kind.traced
         # What the shared sets read they look at themselves; the schedule looks at what else is pulled.
         read = {*traced.scattered, *(x for node in kind.parts.core for x in node.inputs)} if self.is_shared else set()
-        known = {}
-        for name, x in traced.pulls.items():
-            pulled = self.pulls[name]
-            known[x] = LiftedValue(pulled if x in read else gather(pulled, vertices), True)
+        known = {
+            x: LiftedValue(self.pulls[name] if x in read else self._pulled(kind, name), True)
+            for name, x in traced.pulls.items()
+        }
         known.update((x, LiftedValue(self._is_leaf(kind), True)) for x in kind.traced.is_leaf)
         body = kind.traced.body
         known.update((inner, LiftedValue(outer, False)) for outer, inner in body.captures.items())
         wanted = list(kind.parts.before)
         self._all(kind).values(body, known, wanted, kind.parts.eager)
         return known
+
+    def _pulled(self, kind: _VertexKind, name: str) -> Tensor:
+        """The rows that vertices of a kind pull, in execution order."""
+        x, plan = self.pulls[name], self.schedule
+        if kind.places is not None:
+            return gather(x, kind.vertices)
+        return permuted(x, plan.order, plan.positions) if self.is_permuted else gather(x, plan.order)
 
     def _after(
         self, kind: _VertexKind, known: dict[Tensor, LiftedValue], kept: Sequence[RowStore], states: Sequence[RowStore]
@@ -345,10 +359,12 @@ class _VertexMap:
         """Pushed values in the order of the vertices; zeros for those that push nothing by that name."""
         if kinds[0].places is None:
             assert values[0] is not None
-            return values[0] if self.is_shared else gather(values[0], self.schedule.positions)
+            if self.is_shared:
+                return values[0]
+            places, inverse = self.schedule.positions, self.schedule.order
+            return permuted(values[0], places, inverse) if self.is_permuted else gather(values[0], places)
         given = [(kind, x) for kind, x in zip(kinds, values, strict=True) if x is not None]
-        shape = given[0][1].shape
-        if shape is None or not is_static(shape[1:]):
+        if (shape := given[0][1].shape) is None or not is_static(shape[1:]):
             raise GraphError("vertex_map: what several functions push has rows of a shape that is known in full")
         nothing = zeros((1, *(extent or 0 for extent in shape[1:])), dtype=given[0][1].dtype)
         places, count = zeros((size(self.schedule.order),), dtype=int64), constant(1, int64)
@@ -422,8 +438,8 @@ class _VertexMap:
         self, kind: _VertexKind, before: dict[Tensor, LiftedValue], number: Tensor, stores: _Stores, *, is_first: bool
     ) -> _Stores:
         states, kept = stores
-        after = minimum(add(number, 1), self.n_sets) if is_first else add(number, 1)
-        own = slice(kind.starts[number], kind.starts[after])
+        stop = kind.starts[minimum(add(number, 1), self.n_sets)] if is_first else kind.ends[number]
+        own = slice(kind.starts[number], stop)
         known = {x: LiftedValue(y.tensor[own], True) if y.has_rows else y for x, y in before.items()}
         children = NoChildren(self.initial) if is_first else self._children(number, states)
         known.update(children.known(kind.traced))
@@ -438,8 +454,9 @@ class _VertexMap:
         wanted = [*kind.traced.scattered, *kind.kept]
         found = [rows.spread(x) for x in lifting.values(kind.traced.body, known, wanted, kind.parts.core)]
         given = found[len(states) :]
+        sizes = () if is_first else (self.first_ranks[number], self.next_ranks[number])
         return (
-            [store.append(x) for store, x in zip(states, found, strict=False)],
+            [append_of_known_size(store, x, sizes) for store, x in zip(states, found, strict=False)],
             [
                 [store.append(x) for store, x in zip(each, given, strict=True)] if place == kind.number else each
                 for place, each in enumerate(kept)
@@ -448,7 +465,7 @@ class _VertexMap:
 
     def _children(self, number: Tensor, states: Sequence[RowStore]) -> Children:
         plan = self.schedule
-        first, last = plan.set_starts[number], plan.set_starts[add(number, 1)]
+        first, last = plan.set_starts[number], self.set_ends[number]
         if plan.child_starts is None or plan.child_positions is None:
             return SlottedChildren(states, plan.child_ranks[first:last])
         starts = plan.child_starts[first : add(last, 1)]
@@ -480,28 +497,3 @@ def _arity(functions: Sequence[VertexFunction]) -> int | None:
         if (other.children is None) != (first.children is None):
             raise GraphError(f"{first} and {other}: both have any number of children, or neither")
     return None if first.children is None else max(each.children or 0 for each in functions)
-
-
-def _initial(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
-    """The state of a child that is not there; it is 0 where numbers are given that are."""
-    leaves, structure = nest.flatten(initial)
-    if structure.kind is None and len(function.specs) > 1:
-        leaves = leaves * len(function.specs)
-    elif structure.kind is not None:
-        try:
-            leaves = nest.flatten_like(function.structure, initial)
-        except nest.StructureMismatch as error:
-            raise GraphError(f"vertex_map: initial is no nest like the state of {function}: {error}") from None
-    found = []
-    for path, leaf, spec in zip(function.structure.paths("initial"), leaves, function.specs, strict=True):
-        if spec.dtype == bool_ and type(leaf) is int and leaf == 0:
-            leaf = False  # the number that stands for all parts of a state where nothing is given
-        x = as_tensor(leaf) if is_symbolic(leaf) else as_tensor(leaf, spec.dtype)
-        if x.dtype != spec.dtype:
-            raise DTypeError(f"vertex_map: {path} is {dtype_name(x.dtype)}, and the state of {function} {spec}")
-        try:
-            state = broadcast_to(x, spec.shape)
-        except ShapeError:
-            raise ShapeError(f"vertex_map: {path} is {x.spec}, and the state of {function} {spec}") from None
-        found.append(LiftedValue(state, has_rows=False, is_zero=not is_symbolic(leaf) and not np.any(leaf)))
-    return found

@@ -89,6 +89,35 @@ async def test_parts_add_up(shape: Any, graph: af.Graph) -> None:
     np.testing.assert_allclose(second, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        [(6, 9), (3, 6), (0, 3)],
+        [(1, 2), (7, 8), (3, 5)],
+        [(0, 4), (4, 4), (4, 9)],
+        [(0, 4), (3, 6), (8, 9)],
+        [(2, 5), (2, 5), (0, 9)],
+        [(-3, 9), (-9, -7), (3, 4)],
+        [(5, 20), (4, 2), (0, 1)],
+    ],
+)
+async def test_ranges_of_rows_that_meet_or_do_not(bounds: list[tuple[int, int]], graph: af.Graph) -> None:
+    """Those that do not are written and not added, with zeros between them."""
+    x, starts, stops = af.placeholder("float64", (None, 2)), *(af.constant(each) for each in zip(*bounds, strict=True))
+    _, total = af.while_loop(
+        lambda t, _: t < 3,
+        lambda t, y: (t + 1, y + af.sum(x[starts[t] : stops[t]] ** 2)),
+        (0, np.float64(0)),
+    )
+    values = np.random.default_rng(0).normal(size=(9, 2))
+    async with af.Session(graph) as session:
+        found = await session.run(af.gradients(total, x), {x: values})
+    expected = np.zeros_like(values)
+    for start, stop in bounds:
+        expected[start:stop] += 2 * values[start:stop]
+    np.testing.assert_allclose(found, expected, rtol=1e-15)
+
+
 # -- work ------------------------------------------------------------------------------------------------------------
 
 

@@ -261,7 +261,7 @@ KIND = RowKind(np.dtype("float64"), ())
 
 
 def added(size: int, rows: list[int], *values: float) -> _Added:
-    return _Added(size, np.array(rows), np.array(values))
+    return size, np.array(rows), np.array(values)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
@@ -288,12 +288,12 @@ def test_what_was_read_is_not_changed_by_what_is_added() -> None:
 def test_rows_that_nothing_has_reached_are_zeros_and_the_first_to_reach_one_is_put_there() -> None:
     """Memory of sums is not filled beforehand, so nothing in it may be seen, or added to."""
     kind = RowKind(np.dtype("float64"), (2,))
-    total = RowGradient.of(np, kind, [_Added(6, np.array([[4, -2], [1, 1]]), np.ones((2, 2, 2)))])
+    total = RowGradient.of(np, kind, [(6, np.array([[4, -2], [1, 1]]), np.ones((2, 2, 2)))])
     sums = total._total(6, 0)
     sums.array[[0, 2, 3, 5]] = np.nan
     assert total.rows(6, np.array([3, 4])).tolist() == [[0, 0], [2, 2]]
     assert total.range(0, 2).tolist() == [[0, 0], [2, 2]]
-    again = total.with_entries([_Added(6, slice(1, 4), np.ones((3, 2))), _Added(5, np.array(2), np.ones(2))])
+    again = total.with_entries([(6, slice(1, 4), np.ones((3, 2))), (5, np.array(2), np.ones(2))])
     assert again.range(0, 6)[:, 0].tolist() == [0, 3, 2, 1, 2, 0]
     assert np.isnan(sums.array).sum() == 0
 

@@ -124,7 +124,7 @@ class Buffers:
         keeps_rows: whether buffers of rows are kept for the next iteration.
         appended: from `rows_appended`.
         slots: the variable that holds the buffer of a value.
-        row_slots: the variable that holds the `RowBuffer` of a value.
+        row_slots: the variable that holds rows of the buffer of a value, as many as were asked for last.
         own: values in memory that nobody else knows, of which only a run knows how many rows they have.
     """
 
@@ -164,7 +164,7 @@ class Buffers:
             index: its place in the line.
             kernel: of the node.
             value: gives the expression for a value.
-            new_slot: makes a variable that holds a `RowBuffer`.
+            new_slot: makes a variable that holds rows of a buffer.
         """
         output = node.outputs[0] if node.single else None
         if output is None or not has_open_rows(output):
@@ -176,6 +176,7 @@ class Buffers:
         if not leading:
             return None
         names = list(dict.fromkeys(map(value, leading)))
+        alike = f" if {' == '.join(f'len({name})' for name in names)} else None" if len(names) > 1 else ""
         for x in leading if is_elementwise(node, kernel) else ():
             # What is used later on must not be in a buffer, into which the next iteration writes.
             is_free = x in self.own and self.uses.dies_at(x) == index and (ends is not None or x not in self.row_slots)
@@ -183,13 +184,13 @@ class Buffers:
                 self.own.discard(x)
                 if x in self.row_slots:
                     self.row_slots[output] = self.row_slots.pop(x)
-                alike = " == ".join(f"{name}.shape" for name in names)
-                return value(x) if len(names) == 1 else f"{value(x)} if {alike} else None"
+                return value(x) + alike
         if ends is None or not self.keeps_rows:
             return None
         slot = self._reused(output.spec) or new_slot(output.spec)
         self.row_slots[output] = slot
-        return f"{slot}.rows(len({names[0]}))" if len(names) == 1 else f"{slot}.like({', '.join(names)})"
+        count = f"len({names[0]})"
+        return f"({slot} if len({slot}) == {count} else ({slot} := rows_of({slot}, {count}))){alike}"
 
     def _in_place(self, node: Node, index: int, kernel: Kernel) -> str | None:
         if not isinstance(kernel, np.ufunc) or kernel.signature is not None:

@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from asyncflow.autodiff.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
-from asyncflow.compiler.regions.row_buffers import RowBuffer, leading_inputs, rows_appended
+from asyncflow.compiler.regions.row_buffers import leading_inputs, rows_appended, rows_of
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
@@ -72,7 +74,7 @@ _INFIX: dict[Callable[..., object], str] = {
 }
 
 _RESERVED = (
-    *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations", "RowBuffer"),
+    *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations", "rows_of"),
     *("PlaceInLine", "claimed"),
 )
 """Names of the source's own."""
@@ -400,9 +402,9 @@ class _Generator:
 
     def new_rows(self, spec: Spec) -> str:
         """A variable with a buffer for rows of this spec."""
-        self.bound.setdefault("RowBuffer", RowBuffer)
-        dtype = self.bind_name("dtype", "dtype", spec.dtype)
-        return self.new_slot(f"RowBuffer({dtype}, {spec.shape[1:] if spec.shape else ()})")
+        self.bound["rows_of"] = rows_of
+        row = [extent or 0 for extent in (spec.shape or ())[1:]]
+        return self.new_slot(self.bind_name("no_rows", "rows", np.empty((0, *row), spec.dtype)))
 
     def call(self, node: Node, block: _KnownNames, out: str | None = None) -> str:
         kernel = self.kernel(node)

@@ -21,7 +21,6 @@ from asyncflow.ops.manipulation import CONCAT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Array, Kernel
 
@@ -29,26 +28,12 @@ _LEAST_BYTES: Final = 64
 """Rows that are smaller are hardly worth looking at a shape."""
 
 
-class RowBuffer:
-    """Memory for rows of one kind, now more and now fewer."""
-
-    __slots__ = ("_array", "_dtype", "_row")
-
-    def __init__(self, dtype: DType, row: tuple[int, ...]) -> None:
-        self._dtype = dtype
-        self._row = row
-        self._array: Array = np.empty((0, *row), dtype)
-
-    def rows(self, count: int) -> Array:
-        """So many; what was given before is written over."""
-        known = len(self._array)
-        if known < count:
-            self._array = np.empty((max(count, 2 * known), *self._row), self._dtype)
-        return self._array[:count]
-
-    def like(self, x: Array, other: Array) -> Array | None:
-        """As many as both have, or None if they are of different shapes."""
-        return self.rows(len(x)) if x.shape == other.shape else None
+def rows_of(rows: Array, count: int) -> Array:
+    """So many rows at the front of the memory that has `rows` there, or of a larger one; they are written over."""
+    memory = rows if rows.base is None else rows.base
+    if len(memory) < count:
+        memory = np.empty((max(count, 2 * len(memory)), *memory.shape[1:]), memory.dtype)
+    return memory[:count]
 
 
 def takes_out(kernel: Kernel | None) -> bool:
@@ -101,4 +86,4 @@ def is_elementwise(node: Node, kernel: Kernel | None) -> bool:
     return kernel.signature is None if isinstance(kernel, np.ufunc) else node.op.rows == "elementwise"
 
 
-__all__ = ["RowBuffer", "has_open_rows", "is_elementwise", "is_own", "leading_inputs", "rows_appended", "takes_out"]
+__all__ = ["has_open_rows", "is_elementwise", "is_own", "leading_inputs", "rows_appended", "rows_of", "takes_out"]
