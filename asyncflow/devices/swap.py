@@ -9,8 +9,9 @@ Rules, the paper's:
 2. Of a run, the oldest value goes first, since a gradient loop reads it last; of several runs those of the youngest.
 3. A value that *always* moves goes once a newer one is saved. All else goes once more than 70 % of the limit are held,
    and only as many as it takes; what was planned to stay, above 90 %.
-4. Values come back in the order in which they are read, the newest first: an iteration ahead, and further if by what
-   copies and steps have taken so far they would come late; and only into memory that is free.
+4. Values come back in the order in which they are read, the newest first: an iteration ahead, and further, once it is
+   known what one takes, if by what copies and steps have taken so far they would come late; and only into memory that
+   is free.
 5. A value that is read before it has left stays where it is.
 6. A loop asks before each iteration for what one takes at most, as measured. Where that is not free, more values go,
    and the iteration begins once there is room, or no copy out is in flight that could make some.
@@ -566,25 +567,28 @@ class SwapManager:
     def _fetch_ahead(self, group: SavedGroup, rank: int, into: list[SavedHandle]) -> None:
         """Start what is to be read soon: all down to this rank, an iteration away, and what else would come late."""
         limit, step_ns = self._account.limit, group.reads.step_ns() or group.saves.step_ns()
-        free = None
+        takes, is_measured = group.takes, all(each.is_measured for each in group.sets)
+        free = inf
         if limit is not None:
-            most = min((FULL if group.short > SHORT else _AHEAD_UP_TO) * limit, limit - group.takes)
+            most = min((FULL if group.short > SHORT else _AHEAD_UP_TO) * limit, limit - takes)
             free = most - self._account.used - sum(x.nbytes for x in into)
         while group.out:
             handle = group.out[-1]
             if handle.state in (SavedState.AWAY, SavedState.LEAVING):
+                is_away, is_further = handle.state is SavedState.AWAY, handle.rank < rank
                 needs_ns = (self._coming + _AHEAD * handle.nbytes) * self.ns_per_byte
-                if handle.rank < rank and step_ns is not None and (rank - handle.rank) * step_ns > needs_ns:
+                is_early = step_ns is not None and (rank - handle.rank) * step_ns > needs_ns
+                if is_further and (is_early or not is_measured):
                     return
-                is_away = handle.state is SavedState.AWAY
-                if free is not None and free + (0 if is_away else self._leaving) < handle.nbytes:
+                # This iteration may end with more than it began with, and the next needs its room beside that.
+                room = free - (takes if is_further else 0) + (0 if is_away else self._leaving)
+                if room < handle.nbytes:
                     return
                 if is_away:
                     self._come(handle, into)
-                    if handle.rank < rank:  # further than an iteration: only because there is room
+                    free -= handle.nbytes
+                    if is_further:
                         self._ahead += handle.nbytes
-                    if free is not None:
-                        free -= handle.nbytes
                 else:
                     self._stay(handle)
             group.out.pop()

@@ -19,6 +19,7 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.transfers import slabs, swapping
+from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.errors import DeviceLostError
 from asyncflow.graph.structured import WhileNode
 from tests.fake_cupy import FakeCupy
@@ -145,7 +146,7 @@ async def test_gradients_are_the_same_bits_however_values_move(
     never, kept = await training.once(regions=regions, memory_limit=ROOM // 32)
     cupy.engine.calls.clear()
     limit = kept.peak - 3 * VALUE
-    short, some = await training.once(regions=regions, memory_limit=limit)
+    short, some = await training.once(regions=regions, memory_limit=limit, without=["plan_memory"])
     monkeypatch.setattr(WhileNode, "swap_memory", True)
     always, all_of_it = await training.once(regions=regions, memory_limit=ROOM // 32)
     tiny, _ = await training.once(regions=regions, memory_limit=ROOM // 32, least_bytes=0)
@@ -158,6 +159,12 @@ async def test_gradients_are_the_same_bits_however_values_move(
     for other in (short, always, tiny, spilled):
         np.testing.assert_array_equal(other, never)
     assert [name for name in blocking(cupy) if name != "compile"] == []
+
+
+async def test_plans_know_what_starting_a_copy_takes_the_host(cupy: FakeCupy) -> None:
+    """As on a simulated card behind the same host: small values are not worth it."""
+    async with Training().session() as session:
+        assert swapping_of(session).start_ns == DEFAULT_HOST.swap_s * 1e9 > 0
 
 
 @pytest.mark.parametrize("options", [{"compute_streams": 2}, {"cuda_graphs": True}], ids=["streams", "graphs"])

@@ -209,6 +209,23 @@ def test_nothing_comes_ahead_into_memory_that_others_need() -> None:
     machine.check()
 
 
+@pytest.mark.parametrize(
+    ("is_measured", "takes", "ahead"), [(True, 1, 4), (True, 3, 2), (False, 1, 1)], ids=["plenty", "tight", "unknown"]
+)
+def test_what_comes_further_ahead_leaves_room_for_iterations(is_measured: bool, takes: int, ahead: int) -> None:
+    """For the rest of this one and for the next; nothing comes so far while nobody knows what one takes."""
+    machine = Machine(limit=10 * MIB)
+    values = [machine.save(str(number), always=True) for number in range(8)]
+    while machine.out:
+        machine.end_out(taken_ns=1 << 40)  # so that all would come late
+    loop = machine.working_set(takes * MIB) if is_measured else WorkingSet(machine)
+    machine.others = MIB
+    assert machine.ask(loop)
+    assert machine.read(values[-1])
+    assert machine.orders[7:] == [f"in {number}" for number in range(6, 6 - ahead, -1)]
+    machine.check()
+
+
 def test_a_failed_copy_out_leaves_the_value_where_it_was_and_is_not_tried_again() -> None:
     """FAULTS F31: the device's copy is kept, and nothing is half written."""
     machine = Machine(limit=None)

@@ -26,6 +26,7 @@ from asyncflow.devices.cuda.memory import ALLOCATION_BYTES, Lease
 from asyncflow.devices.cuda.transfers.slabs import PinnedSlabs
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
+from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import recording
 from asyncflow.devices.spill import SpillBlock, SpillFile
 from asyncflow.devices.swap import SavedHandle, SavedState, Space
@@ -74,6 +75,7 @@ class CudaSwapping(Swapping):
         """Args: the device, and where values go: the host's memory, and the spill file's directory if there is one."""
         spaces = [host] if directory is None else [host, Space("disk")]
         super().__init__(device.memory, spaces, ns_per_byte=_NS_PER_BYTE)
+        self.start_ns = DEFAULT_HOST.swap_s * 1e9
         self._device = device
         self._ndarray = device.cupy.ndarray
         self._file = None if directory is None else SpillFile(directory)
