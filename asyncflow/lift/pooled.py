@@ -108,21 +108,6 @@ class SharedLoop(SharedCode):
         return self._stepping(is_one=True)
 
     @cached_property
-    def twice(self) -> BodyProgram:
-        """Two steps: from all inputs to the variables after the first, after the second, and flags after each."""
-        with Graph() as graph:
-            given = self._given()
-            feeds = tuple(value.tensor for value in given.values())
-            count = shape(feeds[0])[0]
-            found, flags = [], []
-            for step in (self.label, f"{self.label}/next"):
-                following = self._values(self._body, given, count, is_one=False, label=step)
-                given.update({k: LiftedValue(x, has_rows=True) for k, x in enumerate(following)})
-                flags += self._values(self._condition, given, count, is_one=False, label=f"{step}/again")
-                found += following
-        return BodyProgram(graph, feeds, (*found, *flags), self.states)
-
-    @cached_property
     def exchange(self) -> BodyProgram:
         """From places, the slabs of all inputs that have rows, and new rows, to slabs of the rows there and the new."""
         with Graph() as graph:

@@ -1,7 +1,8 @@
 """The rows of a pooled loop in the memory of a device: slabs that are there, and who is in which row of them.
 
 As in `asyncflow.runtime.pool`, but a row that comes or goes moves nothing yet: what rows there are to be is written
-down, and one launch makes slabs of them before the next step (`PlacedRows.exchanged`).
+down, and one launch makes slabs of them before the next step (`PlacedRows.exchanged`). Slabs are never written to, so
+those of an earlier step are there for as long as somebody knows them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from asyncflow.runtime.pool import A, RowGroup
 if TYPE_CHECKING:
     from asyncflow.values import Array, Value
 
+_NEW = -1
+"""The place of a row that is in no slab: its values are those that it has joined with."""
+
 
 class PlacedRows(RowGroup[A]):
     """Activations whose values are in the memory of a device.
 
-    Invariant: ``places[k]`` is where the values of ``rows[k]`` stand in every slab, or among the new rows, which are
-    counted from -1 downwards.
+    Invariant: ``places[k]`` is where the values of ``rows[k]`` stand in every slab, unless it is new.
     """
 
     def __init__(self, has_rows: Sequence[bool], n_vars: int, most: int, *, is_watched: bool) -> None:
@@ -30,27 +33,21 @@ class PlacedRows(RowGroup[A]):
         self.slabs: list[Value] = []
         """Of the inputs that have rows."""
         self.places: list[int] = []
-        self._fresh: list[list[Array]] = []
         self._width = 0
         """How many rows the slabs have."""
 
     def inputs(self, first: int, end: int) -> list[Array]:
         """The inputs of a range of rows that are all new."""
         found = list(self.rows[first].inputs)
-        rows = [self._fresh[-1 - place] for place in self.places[first:end]]
-        for index, place in enumerate(self._own):
-            found[place] = np.stack([values[index] for values in rows])
+        for place in self._own:
+            found[place] = np.stack([activation.inputs[place] for activation in self.rows[first:end]])
         return found
 
     def values(self, row: int) -> list[Array]:
         """The inputs of a row that is new."""
-        place = self.places[row]
-        if place >= 0:
+        if self.places[row] != _NEW:
             raise InternalError("the values of a row on a device are asked for on the host")
-        found = list(self.rows[row].inputs)
-        for index, own in enumerate(self._own):
-            found[own] = self._fresh[-1 - place][index]
-        return found
+        return list(self.rows[row].inputs)
 
     def variables(self, row: int) -> list[Array]:
         """The variables of a row that is new."""
@@ -59,8 +56,7 @@ class PlacedRows(RowGroup[A]):
     def add(self, activation: A, values: Sequence[Array]) -> None:
         """A row behind the others."""
         self.rows.append(activation)
-        self.places.append(-1 - len(self._fresh))
-        self._fresh.append([np.asarray(values[place]) for place in self._own])
+        self.places.append(_NEW)
 
     def remove(self, row: int) -> A:
         """A row leaves; the last one takes its place."""
@@ -76,19 +72,19 @@ class PlacedRows(RowGroup[A]):
         """
         if self.places == list(range(self._width)):
             return None
-        order = sorted(range(len(self.rows)), key=lambda row: self.places[row] < 0)
+        order = sorted(range(len(self.rows)), key=lambda row: self.places[row] == _NEW)
         self.rows[:] = [self.rows[row] for row in order]
-        places = [self.places[row] for row in order]
-        keep = np.array([place for place in places if place >= 0], np.int64)
-        fresh = [self._fresh[-1 - place] for place in places if place < 0]
+        self.places[:] = [self.places[row] for row in order]
+        keep = np.array([place for place in self.places if place != _NEW], np.int64)
+        fresh = [activation.inputs for activation in self.rows[len(keep) :]]
         own = [np.asarray(self.rows[0].inputs[place]) for place in self._own]
         empty = [np.empty((0, *value.shape), value.dtype) for value in own]
-        new = [np.stack([values[index] for values in fresh]) for index in range(len(own))] if fresh else empty
+        new = [np.stack([inputs[place] for inputs in fresh]) for place in self._own] if fresh else empty
         return [keep, *(self.slabs or empty), *new]
 
     def settled(self, slabs: Sequence[Value]) -> None:
         """The slabs are those of the rows that there were at the time of `exchanged`, who are still there."""
-        self.slabs, self._fresh = list(slabs), []
+        self.slabs = list(slabs)
         self._width = len(self.rows)
         self.places = list(range(self._width))
 
@@ -104,20 +100,12 @@ class PlacedRows(RowGroup[A]):
         """How many slabs there are."""
         return len(self._own)
 
-    def brought(self, found: Sequence[Array]) -> list[tuple[A, list[Array]]]:
-        """All rows with their inputs, given the rows of the slabs that are among them, in their order."""
-        brought, placed = [], 0
-        for activation, place in zip(self.rows, self.places, strict=True):
-            values = list(activation.inputs)
-            for index, own in enumerate(self._own):
-                values[own] = found[index][placed, ...] if place >= 0 else self._fresh[-1 - place][index]
-            placed += place >= 0
-            brought.append((activation, values))
-        return brought
-
-    def ended(self, goes_on: Array) -> list[int]:
-        """The rows that do not go on, given flags in the order of the slabs."""
-        return [row for row, place in enumerate(self.places) if not goes_on[place]]
+    def with_rows(self, activation: A, values: Sequence[Array]) -> list[Array]:
+        """The inputs of one, of which those that have rows are these."""
+        found = list(activation.inputs)
+        for place, value in zip(self._own, values, strict=True):
+            found[place] = value
+        return found
 
 
 __all__ = ["PlacedRows"]

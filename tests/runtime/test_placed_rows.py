@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -12,8 +12,11 @@ import pytest
 
 import asyncflow as af
 from asyncflow.runtime.placed_rows import PlacedRows
+from asyncflow.runtime.run.placed_pools import _PlacedRun
 from tests.fake_cupy.module import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
+from tests.others import others_end
+from tests.patience import PATIENCE_S
 from tests.runtime.test_pool import HAS_ROWS, Counting
 
 Array = np.ndarray[Any, Any]
@@ -41,9 +44,9 @@ def test_every_row_has_its_owners_values(seed: int) -> None:
         if not group.rows:
             continue
         if random.random() < 0.3:
-            standing = np.array([place for place in group.places if place >= 0], np.int64)
-            slabs = [np.asarray(slab)[standing] for slab in group.slabs]
-            for each, (value, pair, *_) in group.brought(slabs):
+            for each, place in zip(group.rows, group.places, strict=True):
+                given = [np.asarray(slab)[place] for slab in group.slabs] if place >= 0 else each.inputs[:3]
+                value, pair, *_ = group.with_rows(each, given)
                 assert (int(value) // 10, pair.tolist()) == (each.name, [each.name, each.start])
         exchanged = group.exchanged()
         if exchanged is not None:
@@ -56,8 +59,6 @@ def test_every_row_has_its_owners_values(seed: int) -> None:
         names = [each.name for each in group.rows]
         assert [x // 10 for x in value.tolist()] == names
         assert pair[:, 0].tolist() == names
-        flags = np.array([random.random() < 0.8 for _ in names])
-        assert group.ended(flags) == [row for row, goes_on in enumerate(flags) if not goes_on]
 
 
 def counting() -> tuple[af.Graph, af.Tensor, af.Tensor, af.Tensor]:
@@ -80,20 +81,146 @@ async def test_variables_stay_on_a_card_and_nothing_blocks(cupy: FakeCupy) -> No
         assert value.tolist() == [11 + k] * 4
 
 
-async def test_the_next_step_is_launched_before_a_predicate_is_read(cupy: FakeCupy) -> None:
-    """Two steps are launched at a time, and waited for together; who ends with the first has its values."""
+async def test_the_next_step_is_launched_before_a_predicate_is_read(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log has the kernels of a step, one copy of its predicate, and the next step: all of it while no work is done.
+
+    What has ended by then is computed once more, and dropped.
+    """
+    graph, x, n, y = counting()
+    feeds = {x: np.full(4, 10, np.float32), n: 40 + 4 * 2.5}
+    log: list[str] = []
+    are_launched = asyncio.Event()
+    give = cupy.engine.give
+
+    def noted(queue: Any, name: str, *args: Any, **options: Any) -> Any:
+        if name in ("asyncflow_tanh_add", "memcpyAsync"):
+            if log == [] and name != "memcpyAsync":
+                cupy.pause()
+            if log or name != "memcpyAsync":
+                log.append("copy" if name == "memcpyAsync" else "step")
+            if log == ["step", "copy"] * 2:
+                are_launched.set()
+        return give(queue, name, *args, **options)
+
+    async with af.Session(graph, devices=["cuda:0"], memory_limit=8 << 20) as session:
+        await session.run(y, feeds)
+        before = session.statistics()
+        monkeypatch.setattr(cupy.engine, "give", noted)
+        run = asyncio.ensure_future(session.run(y, feeds))
+        async with asyncio.timeout(PATIENCE_S):
+            await are_launched.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert log == ["step", "copy"] * 2
+        cupy.resume()
+        assert (await run).tolist() == [13] * 4
+        assert log[: 2 * 4] == ["step", "copy"] * 4
+        assert log.count("step") == 4
+        after = session.statistics()
+    assert after.batches["steps"].calls == before.batches["steps"].calls + 3
+    # The request, who goes on at all, a row in, a row out, and the steps.
+    assert after.completed == before.completed + 4 + 4
+
+
+async def test_limits_of_steps_that_were_launched_ahead(cupy: FakeCupy) -> None:
+    """One that ends with the last step that it may make has its result, though one more was launched."""
     graph, x, n, y = counting()
     start = np.full(4, 10, np.float32)
-    async with af.Session(graph, devices=["cuda:0"], memory_limit=8 << 20) as session:
-        assert (await session.run(y, {x: start, n: 44})).tolist() == [11] * 4  # one step, though two were made
-        assert session.statistics().batches["steps"].calls == 1
-        assert (await session.run(y, {x: start, n: 45})).tolist() == [12] * 4
-        before = session.statistics()
-        assert (await session.run(y, {x: start, n: 40 + 4 * 19.5})).tolist() == [30] * 4
-        after = session.statistics()
-        assert after.batches["steps"].calls == before.batches["steps"].calls + 20
-        # The request, who goes on at all, a row in, a row out, and the steps.
-        assert after.completed == before.completed + 4 + 10
+    async with af.Session(graph, devices=["cuda:0"], max_iterations=5) as session:
+        asked = ({x: start, n: 40 + 4 * steps - 2} for steps in (5, 6, 2, 5, 9))
+        found = await asyncio.gather(*(session.run(y, feeds) for feeds in asked), return_exceptions=True)
+    ends = [type(each) if isinstance(each, BaseException) else each.tolist() for each in found]
+    assert ends == [[15] * 4, af.KernelError, [12] * 4, [15] * 4, af.KernelError]
+    del found
+
+
+async def test_one_that_joins_behind_a_step_that_fails_has_made_none(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was under way when it came was not its own, and it may make as many as it is allowed."""
+    graph, x, n, y = counting()
+    steps: list[_PlacedRun] = []
+    failed: list[_PlacedRun] = []
+    exchanges = 0
+    has_begun = asyncio.Event()
+    staying, values = _PlacedRun.staying, _PlacedRun.values
+
+    async def noted(run: _PlacedRun) -> Any:
+        nonlocal exchanges
+        if len(run._staying) == 1:  # the variable
+            steps.append(run)
+            has_begun.set()
+        else:
+            exchanges += 1
+            failed.extend(steps[-1:])
+        return await staying(run)
+
+    async def failing(run: _PlacedRun) -> Any:
+        found = await values(run)
+        if run in failed:
+            raise RuntimeError("the device had no room")
+        return found
+
+    start = np.full(4, 10, np.float32)
+    async with af.Session(graph, devices=["cuda:0"], max_iterations=5) as session:
+        await session.run(y, {x: start, n: 44})
+        monkeypatch.setattr(_PlacedRun, "staying", noted)
+        monkeypatch.setattr(_PlacedRun, "values", failing)
+        first, *later = (session.run(y, {x: start, n: 40 + 4 * count - 2}) for count in (5, 5, 6))
+        run = asyncio.ensure_future(first)
+        await has_begun.wait()
+        found = await asyncio.gather(run, *later, return_exceptions=True)
+    assert len(failed) == 1
+    assert exchanges == 2
+    ends = [type(each) if isinstance(each, BaseException) else each.tolist() for each in found]
+    assert ends == [[15] * 4, [15] * 4, af.KernelError]
+    del found
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whoever_comes_and_goes_between_steps(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Arrivals and cancels at any pass; launches that fail, then or later: each gets its own result."""
+    random = Random(seed)
+
+    def failing(method: Callable[[_PlacedRun], Awaitable[Any]]) -> Callable[[_PlacedRun], Awaitable[Any]]:
+        async def fails(run: _PlacedRun) -> Any:
+            found = await method(run)
+            if run._staying and random.random() < 0.05 * (seed % 3):
+                raise RuntimeError("the device had no room")
+            return found
+
+        return fails
+
+    for name in ("staying", "values"):
+        monkeypatch.setattr(_PlacedRun, name, failing(getattr(_PlacedRun, name)))
+    graph, x, n, y = counting()
+    async with af.Session(graph, devices=["cuda:0"], max_iterations=6) as session:
+        await session.run(y, {x: np.full(4, 10, np.float32), n: 44})
+
+        async def request(name: int) -> None:
+            for _ in range(random.randrange(12)):
+                await asyncio.sleep(0)
+            start, steps = random.randint(10, 40), random.randint(0, 8)
+            feeds = {x: np.full(4, start, np.float32), n: 4 * (start + steps) - 1}
+            run = asyncio.ensure_future(session.run(y, feeds))
+            if name % 4 == 3:
+                for _ in range(random.randrange(20)):
+                    await asyncio.sleep(0)
+                run.cancel()
+            found = (await asyncio.gather(run, return_exceptions=True))[0]
+            if isinstance(found, asyncio.CancelledError):
+                return
+            if steps > 6:
+                assert isinstance(found, af.KernelError)
+            else:
+                assert not isinstance(found, BaseException)
+                assert found.tolist() == [start + steps] * 4
+
+        await asyncio.gather(*(request(name) for name in range(16)))
+        await others_end()
+        assert session.statistics().runs == 0
 
 
 async def test_rows_of_a_card_that_fails_are_stepped_one_by_one(cupy: FakeCupy) -> None:

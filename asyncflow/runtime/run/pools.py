@@ -21,6 +21,7 @@ from asyncflow.lift.pooled import STEPS, SharedLoop, install_pool_gatherer
 from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import common_values
+from asyncflow.runtime.run.placed_pools import PlacedSteps
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.shares import PATIENCE_S
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.graph.ir import Tensor
+    from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.run.batches import Batches
+    from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.single_call import CountedCall
     from asyncflow.streams.holding import RunPart
     from asyncflow.values import Array, Value
@@ -64,8 +67,8 @@ class RunsSteps(Protocol):
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values."""
 
-    async def run_placed(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> list[Array]:
-        """The fetched values, of which the first so many stay on their device."""
+    def start_placed(self, plan: Plan, values: Sequence[Value], staying: int) -> Run:
+        """A run, of whose fetched values the first so many stay on their device."""
 
 
 class _Steps:
@@ -170,10 +173,12 @@ class LoopPool(TellingState):
     def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop) -> None:
         super().__init__()
         self.shared = shared
+        self.runs = pools.runs
         self._pools, self._batches, self._key = pools, pools.batches, key
-        self._rows: PoolRows[PooledActivation] = PoolRows(
+        self.rows: PoolRows[PooledActivation] = PoolRows(
             shared.pool.capacity, shared.n_vars, shared.has_rows, is_watched=pools.is_watched
         )
+        self._placed = PlacedSteps(self)
         self._has_streams = False
         # For so many passes of the event loop nobody has come or gone.
         self._calm = 0
@@ -187,7 +192,7 @@ class LoopPool(TellingState):
         if activation.is_checked and self._next_limit < inf:
             self._next_limit = 0
         self._has_streams = self._has_streams or activation.streamed != ()
-        self._rows.join(activation)
+        self.rows.join(activation)
 
     def now_s(self) -> float:
         """The time, as deadlines have it."""
@@ -195,22 +200,30 @@ class LoopPool(TellingState):
 
     def places(self) -> list[PlaceInLine]:
         """Everybody in it."""
-        return list(self._rows.everybody())
+        return list(self.rows.everybody())
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants an activation any more."""
         assert isinstance(place, PooledActivation)
-        self._rows.give_up(place)
+        self.rows.give_up(place)
 
     def describe(self) -> str:
         """How many there are."""
-        return f"{self._rows.live} of at most {self.shared.pool.capacity} are stepped together"
+        return f"{self.rows.live} of at most {self.shared.pool.capacity} are stepped together"
+
+    async def plan_of(self, program: BodyProgram) -> Plan:
+        """The plan of one of its programs."""
+        return await self._batches.plan_of(program)
+
+    def count(self, size: int, steps: int = 1) -> None:
+        """Counts steps of so many."""
+        self._batches.count_call(self.shared, size, calls=steps)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     async def drive(self) -> None:
         """Steps until nobody is there."""
-        rows = self._rows
+        rows = self.rows
         failure = None
         try:
             code = await self._pools.code_of(self.shared)
@@ -222,19 +235,21 @@ class LoopPool(TellingState):
                 for group, first in rows.admit():
                     await self._check(code.check, group, first)
                 if rows.steps >= self._next_limit:
-                    self._end_endless()
+                    await self._end_endless()
                 for group in list(rows.groups.values()):
                     steps = code.one if rows.live == 1 else code.many
                     if not group.rows:
                         continue
                     if isinstance(group, PlacedRows):
-                        await self._step_placed(group)
+                        await self._placed.step(group)
                     elif self._has_streams and any(activation.streamed for activation in group.rows):
                         await self._step_emitting(group)
                     elif not self._step_now(steps, group):
                         await self._step(steps, group)
                 # Who has left may be about to join again.
                 self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
+                if rows.is_empty:
+                    await self._placed.forget()
                 if rows.is_empty:
                     break
                 await asyncio.sleep(0)  # others may join
@@ -251,11 +266,11 @@ class LoopPool(TellingState):
         end = len(group.rows)
         found = await self._halved(group, first, end, lambda values: self._batches.compute(check, values))
         goes_on = np.zeros(end - first, bool) if found is None else found[0]
-        self._deliver(self._rows.settle(group, first, goes_on))
+        self.deliver(self.rows.settle(group, first, goes_on))
 
     def _step_now(self, steps: _Steps, group: RowGroup[PooledActivation]) -> bool:
         """Steps a group, once or, while all is calm, often; not if that takes too long for the event loop, or fails."""
-        rows, size = self._rows, group.size()
+        rows, size = self.rows, group.size()
         most = steps.most(size, _TURN_NS / self._pools.count)
         if not most:
             return False
@@ -268,7 +283,7 @@ class LoopPool(TellingState):
         except Exception as error:
             if self.shared.is_repeatable:
                 return False  # whose fault it was is found step by step
-            self._end_group(group, error)
+            self.end_group(group, error)
             return True
         self._advance(group, found)
         return True
@@ -278,63 +293,18 @@ class LoopPool(TellingState):
         count = len(group.rows)
         found = await self._halved(group, 0, count, steps.run)
         if found is None:
-            self._rows.settle(group, 0, np.zeros(count, bool))
+            self.rows.settle(group, 0, np.zeros(count, bool))
         else:
             self._advance(group, found)
-
-    async def _step_placed(self, group: PlacedRows[PooledActivation]) -> None:
-        """Two steps of rows on a device, where the second is launched before it is known who goes on after the first.
-
-        What has ended with that is computed once more, and dropped. Where something fails, the rows come to the host,
-        and are stepped one step at a time.
-        """
-        shared, rows, runs = self.shared, self._rows, self._pools.runs
-        n_vars, plan_of = shared.n_vars, self._batches.plan_of
-        try:
-            if (exchanged := group.exchanged()) is not None:
-                group.settled(await runs.run_placed(await plan_of(shared.exchange), exchanged, group.width))
-            found = await runs.run_placed(await plan_of(shared.twice), group.all_inputs(), 2 * n_vars)
-        except Exception as error:
-            if shared.is_repeatable:
-                await self._retreat(group)
-            else:
-                self._end_group(group, error)
-            return
-        for following, goes_on in ((found[:n_vars], found[-2]), (found[n_vars : 2 * n_vars], found[-1])):
-            if not group.rows or rows.steps >= self._next_limit:
-                break
-            self._batches.count_call(shared, len(group.rows))
-            rows.steps += 1
-            group.slabs[:n_vars] = following
-            if ended := group.ended(goes_on):
-                places = np.array([group.places[row] for row in ended])
-                activations = [rows.remove(group, row) for row in reversed(ended)][::-1]
-                results = await runs.run_placed(await plan_of(shared.taking(n_vars)), [places, *following])
-                self._deliver([(each, [x[k, ...] for x in results]) for k, each in enumerate(activations)])
-
-    async def _retreat(self, group: PlacedRows[PooledActivation]) -> None:
-        """Brings the rows of a device to the host, after it has failed to step them."""
-        rows, shared = self._rows, self.shared
-        rows.group_type = RowGroup
-        placed = [place for place in group.places if place >= 0]
-        found: list[Array] = []
-        if placed:
-            plan = await self._batches.plan_of(shared.taking(len(shared.has_rows)))
-            found = await self._pools.runs.run_placed(plan, [np.array(placed), *group.slabs])
-        for activation, values in group.brought(found):
-            activation.inputs, activation.is_checked = values, True
-            activation.since -= rows.steps
-            self.join(activation)
-        rows.remove_where(lambda _: True)
 
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
-        plan = await self._batches.plan_of(self.shared.emitting(streamed))
+        plan = await self.plan_of(self.shared.emitting(streamed))
         count, n_vars = len(group.rows), self.shared.n_vars
         found = await self._halved(group, 0, count, lambda values: self._batches.compute(plan, values))
         if found is None:
-            self._rows.settle(group, 0, np.zeros(count, bool))
+            self.rows.settle(group, 0, np.zeros(count, bool))
             return
         emitted = dict(zip(streamed, found[n_vars + 1 :], strict=True))
         for row, activation in enumerate(group.rows):
@@ -344,10 +314,10 @@ class LoopPool(TellingState):
                 values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
                 activation.emitter.offer(values, partial(self._taken, activation))
         self._advance(group, [*found[: n_vars + 1], np.array(1)])
-        for each in list(self._rows.groups.values()):
+        for each in list(self.rows.groups.values()):
             for row in reversed(range(len(each.rows))):
                 if each.rows[row].untaken >= self.shared.ahead:
-                    self._rows.park(each, row).is_parked = True
+                    self.rows.park(each, row).is_parked = True
 
     def _taken(self, activation: PooledActivation) -> None:
         """A consumer has taken what a step has handed out."""
@@ -358,8 +328,8 @@ class LoopPool(TellingState):
 
     def _advance(self, group: RowGroup[PooledActivation], found: list[Array]) -> None:
         *following, goes_on, made = found
-        self._batches.count_call(self.shared, len(group.rows), calls=int(made))
-        self._deliver(self._rows.advance(group, following, goes_on, int(made)))
+        self.count(len(group.rows), int(made))
+        self.deliver(self.rows.advance(group, following, goes_on, int(made)))
 
     async def _halved(
         self,
@@ -391,16 +361,20 @@ class LoopPool(TellingState):
                     rows[at - first : at - first + len(value)] = value
         return whole
 
-    def _end_endless(self) -> None:
+    async def _end_endless(self) -> None:
         """Ends those that have made too many steps."""
-        limit, rows = self._pools.max_iterations, self._rows
+        for group in list(self.rows.groups.values()):
+            if isinstance(group, PlacedRows):
+                await self._placed.catch_up(group)
+        limit, rows = self._pools.max_iterations, self.rows
         assert limit is not None
         endless = rows.remove_where(lambda activation: rows.steps - activation.since >= limit)
         for activation in endless:
             self._end([activation], TooManyIterations(self.shared.loop, limit))
         self._next_limit = limit + min((activation.since for activation in rows.everybody()), default=rows.steps)
 
-    def _deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
+    def deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
+        """Tells those who have ended their results."""
         ended.reverse()
         while ended:  # and nobody's results are kept until others have used theirs
             self.tell(*ended.pop())
@@ -411,13 +385,13 @@ class LoopPool(TellingState):
             row = "" if error.__cause__ is None else row_of(error.__cause__)
             inside = _STEPS.sub("", error.tag).removesuffix(row).rstrip("/")
         for activation in activations:
-            tag = f"{self.shared.label}/{self._rows.steps - activation.since}"
+            tag = f"{self.shared.label}/{self.rows.steps - activation.since}"
             self.tell(activation, of_firing(error, f"{tag}/{inside}".rstrip("/")))
         del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
 
-    def _end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
+    def end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
         """Fails all rows of a group: whose fault it was cannot be found out."""
-        activations = [self._rows.remove(group, row) for row in reversed(range(len(group.rows)))]
+        activations = [self.rows.remove(group, row) for row in reversed(range(len(group.rows)))]
         self._end(activations, error)
 
 

@@ -496,13 +496,12 @@ class Runs:
         device = self._devices[plan.partitions[0].device]
         return len(plan.partitions) == 1 and device.asynchronous is not None and device.capabilities.own_memory
 
-    async def run_placed(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> list[Array]:
-        """The fetched values of a body, of which the first so many stay on their device."""
+    def start_placed(self, plan: Plan, values: Sequence[Value], staying: int) -> Run:
+        """A run of a body, of whose fetched values the first so many stay on their device."""
         assert self._turn is not None
         keeps = frozenset(plan.fetches[:staying])
         asked_s = self._turn.loop.time()
-        run = self._start(plan, values, None, asked_s, current_trace(), None, keeps, is_part=True)
-        return cast("list[Array]", await run.wait())
+        return self._start(plan, values, None, asked_s, current_trace(), None, keeps, is_part=True)
 
     def start_batch(
         self,
