@@ -414,6 +414,41 @@ async def test_variables_that_grow(open_session: OpenSession) -> None:
     assert counts.largest > 1
 
 
+async def test_many_lengths_do_not_hold_the_event_loop_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length may be stepped for a turn, and then others have theirs; one of its length is stepped as if alone."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (None,), name="x"), af.placeholder("int64", (), name="n")
+        y = af.while_loop(
+            lambda i, s: i < n,
+            lambda i, s: (i + 1, af.concat([s, af.expand_dims(af.sum(s), axis=0)])),
+            (0, x),
+            shape_invariants=((), (None,)),
+            pool=af.Pool(4),
+        )[1]
+    monkeypatch.setattr("asyncflow.runtime.run.single_call.CountedCall.expected_ns", lambda *_: 1.0)
+    feeds = [{x: np.full(1 + 100 * k, 0.001, np.float32), n: 8} for k in range(4)]
+    alone: list[bool] = []
+    call = pools._Steps.call
+
+    async with af.Session(graph) as session:
+        await asyncio.gather(*(session.run(y, each) for each in feeds))  # and steps are measured
+        turn = session._runs.batches.turn  # type: ignore[union-attr]
+        passes: list[int] = []
+
+        def noted(steps: pools._Steps, values: list[Any], size: int, most: int) -> list[Any]:
+            alone.append(steps.is_one)
+            passes.append(turn.count())
+            return call(steps, values, size, most)
+
+        monkeypatch.setattr(pools._Steps, "call", noted)
+        monkeypatch.setattr(pools, "_TURN_NS", -1.0)  # is over before the next one
+        monkeypatch.setattr(pools._Steps, "most", lambda *_: 4)
+        found = await asyncio.gather(*(session.run(y, each) for each in feeds))
+    assert [len(each) for each in found] == [9, 109, 209, 309]
+    assert all(alone)
+    assert len(set(passes)) == len(passes)  # each in a pass of its own
+
+
 async def test_each_activation_has_tensor_arrays_of_its_own(open_session: OpenSession) -> None:
     """They are written at places of each one's own, grow, and are read; also by one that is alone."""
     with af.Graph() as graph:

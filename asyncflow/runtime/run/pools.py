@@ -223,7 +223,7 @@ class LoopPool(TellingState):
 
     async def drive(self) -> None:
         """Steps until nobody is there."""
-        rows = self.rows
+        rows, turn = self.rows, self._batches.turn
         failure = None
         try:
             code = await self._pools.code_of(self.shared)
@@ -236,8 +236,12 @@ class LoopPool(TellingState):
                     await self._check(code.check, group, first)
                 if rows.steps >= self._next_limit:
                     await self._end_endless()
+                end = turn.now() + _TURN_NS
                 for group in list(rows.groups.values()):
-                    steps = code.one if rows.live == 1 else code.many
+                    if turn.now() > end:  # each of many groups may step for a turn
+                        await asyncio.sleep(0)
+                        end = turn.now() + _TURN_NS
+                    steps = code.one if len(group.rows) == 1 else code.many
                     if not group.rows:
                         continue
                     if isinstance(group, PlacedRows):
