@@ -39,7 +39,7 @@ class _Before(NamedTuple):
     steps: int
 
 
-class _Launched(NamedTuple):
+class _StepAhead(NamedTuple):
     """A step that was launched.
 
     Attributes:
@@ -92,7 +92,7 @@ class PlacedSteps:
 
     def __init__(self, pool: LoopPool) -> None:
         self._pool = pool
-        self._unread: _Launched | None = None
+        self._unread: _StepAhead | None = None
 
     async def step(self, group: Group) -> None:
         """Launches a step of all rows, and then looks who goes on after the one before."""
@@ -124,7 +124,7 @@ class PlacedSteps:
             except Exception:
                 pass  # what fails for rows that have ended is nobody's affair
 
-    async def _launch(self, group: Group, before: _Before) -> _Launched:
+    async def _launch(self, group: Group, before: _Before) -> _StepAhead:
         pool = self._pool
         if (exchanged := group.exchanged()) is not None:
             plan = await pool.plan_of(pool.shared.exchange)
@@ -134,12 +134,12 @@ class PlacedSteps:
         following = await run.staying()
         group.slabs = [*following, *group.slabs[len(following) :]]
         pool.rows.steps += 1
-        return _Launched(before, run, tuple(group.rows), following)
+        return _StepAhead(before, run, tuple(group.rows), following)
 
     def _start(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> _PlacedRun:
         return _PlacedRun(self._pool.runs.start_placed(plan, values, staying), plan.fetches[:staying])
 
-    async def _read(self, group: Group, step: _Launched) -> bool:
+    async def _read(self, group: Group, step: _StepAhead) -> bool:
         """Has those leave that do not go on after a step; False if that failed, and so have all later ones."""
         pool = self._pool
         try:
