@@ -134,14 +134,21 @@ def read_edges(offsets: Array, children: Array, samples: Array, types: Array | N
         sample = lengths.argmin()
         raise GraphError(f"sample {sample} has {lengths[sample]} vertices: samples of an input graph never fall")
     is_rising = counts.min(initial=0) >= 0
-    # How many vertices begin up to each child: of many vertices `repeat` takes four times as long.
-    parents = np.bincount(offsets[1:-1], minlength=len(children)).cumsum()[: len(children)] if is_rising else counts
-    edges = Edges(offsets, children, samples, types, counts, parents)
+    edges = Edges(offsets, children, samples, types, counts, owners(offsets) if is_rising else counts)
     if not is_rising:
         vertex = counts.argmin()
         raise edges.error(int(vertex), f"has {counts[vertex]} children: offsets of an input graph never fall")
     edges.check_children()
     return edges
+
+
+def owners(starts: Array) -> Array:
+    """For each of the entries that stand one segment after the other, the number of its segment.
+
+    That is how many segments begin up to it: `repeat` takes four times as long.
+    """
+    count = int(starts[-1])
+    return np.bincount(starts[1:-1], minlength=count).cumsum()[:count]
 
 
 def roots(size: int, children: Array) -> Array:
@@ -176,4 +183,4 @@ def _check_ends(name: str, starts: Array, end: int, what: str) -> None:
         raise GraphError(f"{name} of an input graph go from 0 to the number of {what}, {end}; got {seen}")
 
 
-__all__ = ["Edges", "read_edges", "roots"]
+__all__ = ["Edges", "owners", "read_edges", "roots"]

@@ -23,7 +23,7 @@ from asyncflow.ops.shape import shape
 from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.depth import depth
-from asyncflow.vertex.edges import read_edges, roots
+from asyncflow.vertex.edges import owners, read_edges, roots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +208,7 @@ def _ordered(edges: Edges, policy: str, arity: int | None) -> tuple[Array, ...]:
     positions = np.empty_like(order)
     positions[order] = np.arange(edges.size)
     if arity is None:
-        ranks: tuple[Array, ...] = _ranked(edges, sets, order, positions)
+        ranks: tuple[Array, ...] = _ranked(edges, order, positions)
     else:
         ranks = (_table(edges, positions, arity),)
     of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
@@ -235,10 +235,16 @@ def _table(edges: Edges, positions: Array, arity: int) -> Array:
     return table
 
 
-def _ranked(edges: Edges, sets: Array, order: Array, positions: Array) -> tuple[Array, Array, Array]:
-    by_set = np.argsort(sets[edges.parents], kind="stable")  # of edges, which are in the order of their parents
+def _ranked(edges: Edges, order: Array, positions: Array) -> tuple[Array, Array, Array]:
     starts = np.concatenate([[0], edges.counts[order].cumsum()])
-    return positions[edges.children[by_set]] + 1, starts, positions[edges.parents[by_set]]
+    parents = owners(starts)
+    first = edges.offsets[order]  # of the edges of each vertex, which stand in the order of their parents' numbers
+    first -= starts[:-1]
+    places = first[parents]
+    places += np.arange(len(parents))
+    ranks = positions[edges.children[places]]
+    ranks += 1
+    return ranks, starts, parents
 
 
 __all__ = ["BY_NUMBER", "POLICIES", "SCHEDULE", "VertexSchedule", "check_policy", "schedule", "schedules"]
