@@ -14,7 +14,9 @@ import os
 import threading
 import time
 from functools import cache
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, TypeVar, cast
+
+_Value = TypeVar("_Value")
 
 KEPT: Final = 256 << 20
 """Free bytes that each of glibc's heaps may keep."""
@@ -83,7 +85,7 @@ class Heap:
                 self.trimming = threading.Thread(target=self._allocator.malloc_trim, args=(0,), daemon=True)
                 self.trimming.start()
 
-    def drop(self, values: list[Any]) -> None:
+    def drop(self, values: list[_Value]) -> None:
         """Empties a list of old values, the last one first, on a thread that is not the event loop's.
 
         Freeing an array keeps the GIL, and may give back all that is free at the end of the heap, which takes 30 ms for
