@@ -22,7 +22,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.resource import Resource
 from asyncflow.semantics.program import NeededGraph, Touches, conflict
-from asyncflow.semantics.rules import OutOfBounds, OutOfTime, Rules
+from asyncflow.semantics.rules import OutOfBounds, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
 from asyncflow.state.mutex import MeetingPlace
 from asyncflow.state.queue import QueueSnapshot
@@ -136,10 +136,8 @@ class _Exploring:
             self._search(start, reduced=True)
             if self.fails:
                 self._search(start, reduced=False)
-        except OutOfTime:
-            self.stopped = f"after max_seconds={self.max_seconds:g} seconds"
         except OutOfBounds as bound:
-            self.stopped = str(bound)
+            self.stopped = str(bound) or f"after max_seconds={self.max_seconds:g} seconds"  # as `OutOfTime` is silent
 
     def _search(self, start: ProgramState, *, reduced: bool) -> None:
         """Searches all states, until a failure is found where not everything is tried."""

@@ -100,8 +100,7 @@ class _Elements:
 
     async def _read(self) -> list[Nest]:
         known: list[Nest] = []
-        left_s = self._rules.ends_at - monotonic()
-        time = asyncio.timeout(left_s if left_s < inf else None)
+        time = asyncio.timeout(None if self._rules.ends_at == inf else self._rules.ends_at - monotonic())
         try:
             async with aclosing(self._state), time:
                 while len(known) < _MOST_ELEMENTS:
