@@ -40,6 +40,9 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
     v = af.zeros(4)
     af.map_fn(lambda row: (af.searchsorted(v, row), af.random.normal(()), af.linspace(row, 9, 3)), v, lift=True)
     af.map_fn(lambda row: af.assert_that(row < 1.0), v, lift=True)
+    table = af.Table(4, af.spec("float64", (2,)))
+    table.write(0, [1.0, 2.0])
+    table.append([1.0, 2.0])
     smooth = [tensor for tensor in (*linalg, *fft) if tensor.dtype.kind == "f"]
     af.gradients([*products, *read, *changed, *nn, *shaped, *smooth], [x, y], unconnected="zero")
 
