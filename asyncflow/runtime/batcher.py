@@ -221,8 +221,9 @@ class Batcher(Generic[M]):
         seed: of the sizes that are tried out.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, waits_for_returns: bool = True) -> None:
         self.lanes: dict[Hashable, Lane[M]] = {}
+        self._waits_for_returns = waits_for_returns
         self.is_ending = False
         """Nobody waits longer than until nothing else can go on."""
         self._random = Random(seed)
@@ -388,7 +389,7 @@ class Batcher(Generic[M]):
         return lane.policy.max_delay_s > 0 and not self.is_ending
 
     def _awaits_returns(self, lane: Lane[M], now_ns: int) -> bool:
-        if self.is_ending or lane.suspects or lane.policy.cost == "none":
+        if not self._waits_for_returns or self.is_ending or lane.suspects or lane.policy.cost == "none":
             return False
         return now_ns < lane.returns_ns(now_ns)
 

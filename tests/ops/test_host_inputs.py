@@ -31,6 +31,7 @@ from asyncflow.ops.derivatives.linalg import fit_to
 from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
 from asyncflow.vertex.children import REDUCE_SEGMENTS
+from asyncflow.vertex.permutation import permuted
 from asyncflow.vertex.schedule import schedule
 from tests.ops.device_arrays import XP, DeviceArray, on_device, values_of
 
@@ -171,6 +172,7 @@ def _shapes(x: Tensor) -> list[Tensor]:
         fit_to(x, (rows, 1)),
         af.pad(x, ((1, 0), (0, 2)), value=3.0),
         *af.split(x, 3, axis=1),
+        permuted(x, af.constant(np.array([1, 0])), af.constant(np.array([1, 0]))),
         af.diag(x, k=1),
         af.trace(x),
         af.diag(x[0], k=-1),

@@ -213,7 +213,9 @@ class Batches(TellingState):
         """How many they were."""
         self._owners: dict[BatchCall[BatchMember], Array] = {}
         """Of calls under way that are watched, the number of each row's member."""
-        self._batcher: Batcher[BatchMember] = Batcher(seed)
+        # With a limit of memory, who is to come back may wait for what those hold who would wait for it.
+        has_turns = runs.memory_turns is not None
+        self._batcher: Batcher[BatchMember] = Batcher(seed, waits_for_returns=not has_turns)
         # A function goes with the graph that calls it.
         self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
