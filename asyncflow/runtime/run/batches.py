@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.observer import Observers
+    from asyncflow.runtime.run.memory_turns import MemoryTurns
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.vertex_pools import VertexPools
@@ -172,6 +173,7 @@ class KnownBody:
 class RunsBatches(Protocol):
     """Runs the bodies of batched functions."""
 
+    memory_turns: MemoryTurns | None
     observers: Observers | None
 
     async def plan_of(self, program: BodyProgram) -> Plan: ...
