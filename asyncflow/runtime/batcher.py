@@ -221,9 +221,8 @@ class Batcher(Generic[M]):
         seed: of the sizes that are tried out.
     """
 
-    def __init__(self, seed: int = 0, *, waits_for_returns: bool = True) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.lanes: dict[Hashable, Lane[M]] = {}
-        self._waits_for_returns = waits_for_returns
         self.is_ending = False
         """Nobody waits longer than until nothing else can go on."""
         self._random = Random(seed)
@@ -278,7 +277,11 @@ class Batcher(Generic[M]):
         return sum(map(len, self.lanes.values()))
 
     def wake_ns(self, now_ns: int) -> float:
-        """When one has waited as long as it may, or a call is overdue; infinity if there is no such time."""
+        """When one has waited as long as it may, or a call is overdue; infinity if there is no such time.
+
+        Args:
+            now_ns: the time that `take` was told. By a later one, somebody might be due who was not taken.
+        """
         found = inf
         for lane in self.lanes.values():
             if lane.under_way is not None:
@@ -389,7 +392,7 @@ class Batcher(Generic[M]):
         return lane.policy.max_delay_s > 0 and not self.is_ending
 
     def _awaits_returns(self, lane: Lane[M], now_ns: int) -> bool:
-        if not self._waits_for_returns or self.is_ending or lane.suspects or lane.policy.cost == "none":
+        if self.is_ending or lane.suspects or lane.policy.cost == "none":
             return False
         return now_ns < lane.returns_ns(now_ns)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.graph.text import print_graph
 from asyncflow.runtime.batcher import BatchCall, Batcher
+from asyncflow.runtime.call_costs import CallCosts, Returns
 from asyncflow.runtime.run.batches import Batches
 from tests.conftest import OpenSession
 from tests.others import others_end
@@ -473,6 +475,24 @@ async def test_clients_that_ask_again_stay_together(held: Held, sizes: Counter[i
         goes_on.set()  # the call of the five ends while the late one waits
         await asyncio.gather(late, *others)
     assert sizes == {5: 1, 6: 3}
+
+
+async def test_who_is_due_a_moment_after_it_was_asked_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for clients that were just answered ends, also if its time has come before a timer is set for it."""
+    until: list[float] = []
+
+    def a_moment(returns: Returns, costs: CallCosts, waiting: int, most: int, now_ns: int) -> float:
+        until.append(now_ns + 1)
+        return until[0] if now_ns < until[0] else -inf
+
+    monkeypatch.setattr(Returns, "waits_until_ns", a_moment)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, _ = af.batched(layer)(x)
+    async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
+        value = np.ones(4, np.float32)
+        np.testing.assert_allclose(await session.run(y, {x: value}), layer_of(value)[0], rtol=1e-5, atol=1e-6)
+    assert len(until) > 1
 
 
 async def test_f41_a_function_that_gives_other_rows(open_session: OpenSession) -> None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.observer import Observers
-    from asyncflow.runtime.run.memory_turns import MemoryTurns
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.vertex_pools import VertexPools
@@ -173,7 +172,6 @@ class KnownBody:
 class RunsBatches(Protocol):
     """Runs the bodies of batched functions."""
 
-    memory_turns: MemoryTurns | None
     observers: Observers | None
 
     async def plan_of(self, program: BodyProgram) -> Plan: ...
@@ -215,9 +213,7 @@ class Batches(TellingState):
         """How many they were."""
         self._owners: dict[BatchCall[BatchMember], Array] = {}
         """Of calls under way that are watched, the number of each row's member."""
-        # With a limit of memory, who is to come back may wait for what those hold who would wait for it.
-        has_turns = runs.memory_turns is not None
-        self._batcher: Batcher[BatchMember] = Batcher(seed, waits_for_returns=not has_turns)
+        self._batcher: Batcher[BatchMember] = Batcher(seed)
         # A function goes with the graph that calls it.
         self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
@@ -316,20 +312,21 @@ class Batches(TellingState):
         if not self._batcher.lanes:
             return False
         turn = self.turn
-        for call in self._batcher.overdue(turn.clock()):
+        now_ns = turn.clock()
+        for call in self._batcher.overdue(now_ns):
             self._rid_others_of(call)
         if is_idle and turn.number < self._back_by and self._batcher.count() < self._left:
             turn.wake()
             is_idle = False
         end = turn.now() + BURST_NS
         most = 0
-        for call in self._batcher.take(turn.clock(), is_idle=is_idle):
+        for call in self._batcher.take(now_ns, is_idle=is_idle):
             most = max(most, len(call.members))
             call.members[0].context.run(self._start, call)
             if turn.now() >= end:
                 turn.wake()
                 break
-        self._set_timer()
+        self._set_timer(now_ns)
         return most == 1
 
     def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
@@ -342,16 +339,16 @@ class Batches(TellingState):
             self._batcher.divide(call)
             self._runs_of[call].stop("cancelled")
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, now_ns: int) -> None:
+        """Has the pass come in which somebody is due; who was not at that moment may be by now, and must not be missed."""
         if not self._batcher.lanes and self._timer is None:
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now_ns = self.turn.clock()
         wake_ns = self._batcher.wake_ns(now_ns)
         if wake_ns < inf:
-            self._timer = self.turn.loop.call_later((ceil(wake_ns) - now_ns) / 1e9, self.turn.wake)
+            self._timer = self.turn.loop.call_later((ceil(wake_ns) - self.turn.clock()) / 1e9, self.turn.wake)
 
     def _start(self, call: BatchCall[BatchMember]) -> None:
         """Computes a batch: here and now, if it is short, or else beside."""
