@@ -340,7 +340,7 @@ class Batches(TellingState):
             self._runs_of[call].stop("cancelled")
 
     def _set_timer(self, now_ns: int) -> None:
-        """Has the pass come in which somebody is due; who was not at that moment may be by now, and must not be missed."""
+        """Has the pass come in which somebody is due; who was not due at `now_ns` may be by now, and is not missed."""
         if not self._batcher.lanes and self._timer is None:
             return
         if self._timer is not None:
