@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from asyncflow.checkpoint.directory import find_step
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
-from asyncflow.checkpoint.reader import Buffers, empty_buffers, read_arrays
+from asyncflow.checkpoint.reader import empty_buffers, read_arrays
 from asyncflow.checkpoint.writer import Content, SaveStopped, write_checkpoint
 from asyncflow.devices.heap import process_heap
 from asyncflow.errors import CheckpointError, DeviceLostError, brief, warn_user
@@ -188,9 +188,11 @@ class Checkpoints:
             key = cut.keys.get(name)
             return kind, {part: await self._runs.to_host(name, key, value) for part, value in capture.items()}
 
+        tasks: dict[str, asyncio.Task[tuple[str, Mapping[str, Array]]]] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {name: group.create_task(bring(name, *state)) for name, state in cut.states.items()}
+                async for name, state in _in_turns(cut.states.items()):
+                    tasks[name] = group.create_task(bring(name, *state))
         except ExceptionGroup as errors:  # what except* raises is itself in a group, by some versions of Python
             lost = next((error for error in errors.exceptions if isinstance(error, DeviceLostError)), None)
             if lost is None:
@@ -215,11 +217,11 @@ class Checkpoints:
         manifest = await call_beside(read_manifest, step)
         compared = _Comparison(manifest, step, awaits)
         await self._compare(compared, found)
-        buffers = await _new_buffers(manifest, compared.known)
+        buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
         arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
         del buffers
         compared.faults += damaged
-        new = [name for name, parts in arrays.items() if _fits(compared, name, parts, found)]
+        new = [name async for name, parts in _in_turns(arrays.items()) if _fits(compared, name, parts, found)]
         if strict:
             _refuse(compared)
 
@@ -270,7 +272,7 @@ class Checkpoints:
             step = await call_beside(find_step, source)
             manifest = await call_beside(read_manifest, step)
             names = found.keys() & manifest.states.keys()
-            buffers = await _new_buffers(manifest, names)
+            buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, names))}
             arrays, faults = await call_beside(read_arrays, step, manifest, names, buffers)
             place = f"{step}: "
         else:
@@ -318,15 +320,19 @@ class Checkpoints:
         else:
             named = [(state_key(x), x.effect_key, self._state.lookup(x)) for x in _as_resources(variables)]
         found: dict[str, tuple[Hashable, CheckpointedState]] = {}
+        is_kept: dict[type, bool] = {}  # to ask whether an object has the methods of a protocol takes 10 µs
         for name, key, state in named:
-            if not isinstance(state, CheckpointedState):
+            kind = type(state)
+            if kind not in is_kept:
+                is_kept[kind] = isinstance(state, CheckpointedState)
+            if not is_kept[kind]:
                 continue
             if name in found and found[name][1] is not state:
                 raise CheckpointError(
                     f"two variables of the session are named {name!r}, and a checkpoint knows them by their names; "
                     "give each its own: af.Variable(value, name=...)"
                 )
-            found[name] = key, state
+            found[name] = key, cast("CheckpointedState", state)
         return found
 
     def _of_graph(self) -> list[Resource]:
@@ -353,15 +359,14 @@ class Checkpoints:
         return digest
 
 
-async def _new_buffers(manifest: Manifest, names: Collection[str]) -> Buffers:
-    """All of `empty_buffers`: each may take a page that has to be cleared, and there may be thousands."""
-    buffers, started = {}, perf_counter()
-    for key, array in empty_buffers(manifest, names):
-        buffers[key] = array
-        if perf_counter() - started > _TURN_S:
+async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items: there may be thousands, and others on the event loop have turns in between."""
+    since = perf_counter()
+    for item in items:
+        if perf_counter() - since > _TURN_S:
             await asyncio.sleep(0)
-            started = perf_counter()
-    return buffers
+            since = perf_counter()
+        yield item
 
 
 def _copied(source: Mapping[Resource | str, Value]) -> dict[str, dict[str, Array]]:

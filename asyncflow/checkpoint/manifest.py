@@ -1,7 +1,7 @@
 """`Manifest`: what is in one checkpoint, by which everything else in it is checked.
 
-Its file is JSON for people and other programs, and ends with a checksum of its own: of what it says, written as it is
-written here. So a byte that has changed in it is found, too.
+Its file is JSON for people and other programs, a line for each state, and ends with a checksum of all before
+it. So a byte that has changed in it is found, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ import numpy as np
 from asyncflow.checkpoint.checksum import Checksum, column_sums_crc32, row_and_column_sums_crc32
 from asyncflow.checkpoint.tensor_file import TensorRecord
 from asyncflow.errors import CheckpointError, brief
+from asyncflow.streams.beside import giving_way
 
 NAME: Final = "manifest.json"
 _KIND = re.compile(r"[a-z]+")
+_CHECKSUM: Final = b',\n "checksum": "%08x"\n}\n'
+"""The end of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +131,28 @@ class Manifest:
         return {file: records for file, records in found.items() if records}
 
     def to_bytes(self) -> bytes:
-        """The file."""
-        text = json.dumps(asdict(self), indent=1, sort_keys=True)
-        return f'{text[:-2]},\n "checksum": "{zlib.crc32(text.encode()):08x}"\n}}\n'.encode()
+        """The file; to be made on a thread."""
+        named = giving_way(sorted(self.states.items()))
+        states = (f"  {json.dumps(name)}: {json.dumps(asdict(state))}" for name, state in named)
+        text = "\n".join(
+            [
+                "{",
+                f' "format": {json.dumps(self.format)},',
+                f' "step": {self.step},',
+                f' "graph": {json.dumps(self.graph)},',
+                f' "random": {json.dumps(self.random and asdict(self.random))},',
+                f' "versions": {json.dumps(dict(self.versions))},',
+                ' "states": {',
+                ",\n".join(states),
+                " }",
+            ]
+        ).encode()
+        return _sealed(text)
+
+
+def _sealed(text: bytes) -> bytes:
+    """A file that begins with `text`, all of it but the end of its outer object."""
+    return text + _CHECKSUM % zlib.crc32(text + b"\n}")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -147,9 +169,8 @@ def read_manifest(path: Path) -> Manifest:
     written = FORMAT
     try:
         written = json.loads(raw)["format"]
-        manifest = _parsed(raw)
-        if manifest.to_bytes() == raw:
-            return manifest
+        if _sealed(raw[: -len(_CHECKSUM % 0)]) == raw:
+            return _parsed(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # it is no JSON, or not what is written here
     if written not in tuple(FORMATS):
@@ -167,7 +188,7 @@ def _parsed(raw: bytes) -> Manifest:
             record["kind"],
             {part: TensorRecord(**{**x, "shape": tuple(x["shape"])}) for part, x in record["tensors"].items()},
         )
-        for name, record in content["states"].items()
+        for name, record in giving_way(content["states"].items())
     }
     manifest = Manifest(
         content["step"],

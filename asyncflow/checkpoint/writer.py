@@ -24,6 +24,7 @@ from asyncflow.checkpoint.manifest import (
 from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, header, laid_out
 from asyncflow.errors import CheckpointError
 from asyncflow.graph.dtypes import dtype_name
+from asyncflow.streams.beside import giving_way
 from asyncflow.values import Array
 
 CHUNK: Final = BLOCK
@@ -87,7 +88,7 @@ def write_checkpoint(
 def _write_files(folder: Path, step: int, content: Content, check: Callable[[], None]) -> None:
     raw: dict[str, dict[str, Array]] = {}  # by file and name
     states: dict[str, StateRecord] = {}
-    for name, (kind, arrays) in content.states.items():
+    for name, (kind, arrays) in giving_way(content.states.items()):
         tensors = {}
         for part, value in arrays.items():
             label = f"{name}::{part}" if part else name
@@ -107,7 +108,7 @@ def _write_files(folder: Path, step: int, content: Content, check: Callable[[], 
             state,
             tensors={part: replace(x, crc32=sums[state.file, x.name]) for part, x in state.tensors.items()},
         )
-        for name, state in states.items()
+        for name, state in giving_way(states.items())
     }
     check()
     with _Durable(folder / NAME) as file_:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from functools import cache
 from typing import Final, Protocol, TypeVar, cast
+
+from asyncflow.streams.beside import giving_way
 
 _Value = TypeVar("_Value")
 
@@ -89,12 +90,11 @@ class Heap:
         """Empties a list of old values, the last one first, on a thread that is not the event loop's.
 
         Freeing an array keeps the GIL, and may give back all that is free at the end of the heap, which takes 30 ms for
-        `KEPT`. So less is given back at once, and others have the GIL after each item.
+        `KEPT`. So less is given back at once, and others have the GIL in between.
         """
         self._give_back_beyond(KEPT - PART)
-        while values:
+        for _ in giving_way(range(len(values))):
             del values[-1]
-            time.sleep(0)
         self._give_back_beyond(PADDING)
 
     def _give_back_beyond(self, free: int) -> None:

@@ -74,7 +74,8 @@ def test_what_makes_no_sense_is_refused_whatever_its_checksum(
     path = write(tmp_path, 0, w=1.5)
     file = path / "manifest.json"
     content = json.loads(file.read_bytes())
-    assert sealed(content) == file.read_bytes()
+    file.write_bytes(sealed(content))
+    assert read_manifest(path).step == 0
     *outer, last = place
     inner = content
     for name in outer:

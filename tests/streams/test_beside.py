@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import ClassVar
@@ -10,6 +11,7 @@ from weakref import ref
 import pytest
 
 from asyncflow.streams import VirtualClockLoop, call_beside
+from asyncflow.streams.beside import giving_way
 from asyncflow.streams.latch import Latch
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
@@ -108,3 +110,15 @@ class Work:
 
     def __call__(self) -> Work:
         return Work()
+
+
+def test_work_on_a_thread_gives_way_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 0.0, []
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "sleep", lambda _: slept.append(now))
+    seen = []
+    for item in giving_way([3, 1, 4, 1, 5]):
+        seen.append(item)
+        now += 0.2e-3
+    assert seen == [3, 1, 4, 1, 5]
+    assert slept == pytest.approx([0.4e-3, 0.8e-3])
