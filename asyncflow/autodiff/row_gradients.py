@@ -165,8 +165,9 @@ class _RowLog(StoreLog[_Added]):
         super().__init__(entries)
 
     def since(self, count: int) -> Sequence[object]:
-        """The values behind the first `count`."""
-        return [values for _, _, values in self[count:]]
+        """The values behind the first `count`; None for those that were let go of."""
+        entries: Sequence[_Added | None] = self[count:]
+        return [None if entry is None else entry[2] for entry in entries]
 
     def buffers(self) -> Sequence[Array]:
         """The sum."""
@@ -212,15 +213,15 @@ class RowGradient(StoreVersion[_Added]):
         """The sum with what was added to `other`; the cost is that of the shorter one."""
         return self.with_entries(other.entries()) if other.length <= self.length else other.merged(self)
 
-    def range(self, start: int, stop: int) -> Array:
-        """The sums for the rows from `start` up to `stop`."""
+    def range(self, start: int, stop: int, *, is_last: bool = False) -> Array:
+        """The sums for the rows from `start` up to `stop`; `is_last` where nobody reads another version."""
         with self.log.lock:
-            return self.xp.array(self._total(stop, start).zeroed(start, stop))
+            return self.xp.array(self._total(stop, start, is_last=is_last).zeroed(start, stop))
 
-    def rows(self, size: int, indices: Array) -> Array:
+    def rows(self, size: int, indices: Array, *, is_last: bool = False) -> Array:
         """The sums for the rows at `indices` of the first `size`."""
         with self.log.lock:
-            return self._total(size, 0).taken(size, indices)
+            return self._total(size, 0, is_last=is_last).taken(size, indices)
 
     def _taken(self) -> _Added:
         """All that was added, as one; the log has to begin anew if it is asked again."""
@@ -230,15 +231,18 @@ class RowGradient(StoreVersion[_Added]):
             log.total, log.folded = None, 0
         return rows, slice(0, rows), total.zeroed(0, rows)
 
-    def _total(self, rows: int, first: int) -> _RowSum:
-        """The sum, in at least so many rows, of which those from `first` on are right; under the lock."""
+    def _total(self, rows: int, first: int, *, is_last: bool = False) -> _RowSum:
+        """The sum, in at least so many rows, of which those from `first` on are right; under the lock.
+
+        Where nobody reads another version, the log lets go of what it has added.
+        """
         log, length = self.log, self.length
         if log.folded > length and any(size > first for size, _, _ in log[length : log.folded]):
             log.total, log.folded = None, 0
         wanted = max(rows, log.longest)
         total = _RowSum(self.xp, self.kind, wanted) if log.total is None else log.total.with_room(wanted)
         for place in range(log.folded, length):
-            total.add(*log[place])
+            total.add(*(log.take(place) if is_last else log[place]))
         log.total, log.folded = total, max(log.folded, length)
         return total
 
@@ -275,7 +279,7 @@ def _add_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
     return add
 
 
-def _read_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
+def _read_kernel(xp: Namespace, *, row: Spec, is_range: bool, is_last: bool = False) -> Kernel:
     kind = kind_of(row)
 
     def read(grads: Grad, first: Array, second: Array) -> Array:
@@ -283,12 +287,14 @@ def _read_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
             extents = (int(second) - int(first),) if is_range else second.shape
             return xp.zeros((*extents, *kind.row_shape), kind.dtype)
         total: RowGradient = grads
-        return total.range(int(first), int(second)) if is_range else total.rows(int(first), second)
+        if is_range:
+            return total.range(int(first), int(second), is_last=is_last)
+        return total.rows(int(first), second, is_last=is_last)
 
     return read
 
 
-def _read_spec(grads: Spec, first: Spec, second: Spec, *, row: Spec, is_range: bool) -> Spec:
+def _read_spec(grads: Spec, first: Spec, second: Spec, *, row: Spec, is_range: bool, is_last: bool = False) -> Spec:
     extents = (None,) if is_range else second.shape
     return Spec(row.dtype, None if extents is None else (*extents, *(row.shape or ())))
 
@@ -310,7 +316,7 @@ READ_ROWS = define(
     host_inputs=lambda node: (1, 2) if node.attrs["is_range"] else (1,),
     traits=READS_STORE,
 )
-"""The sums for such rows."""
+"""The sums for such rows. The compiler says where no other version is read."""
 ADDERS.add(ADD_ROWS)
 
 

@@ -173,8 +173,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["rows"] += capacity
         block(self, xp, kind, capacity)
 
-    def total(self: RowGradient, rows: int, first: int) -> Any:
-        before, found = self.log.total, total_of(self, rows, first)
+    def total(self: RowGradient, rows: int, first: int, **options: Any) -> Any:
+        before, found = self.log.total, total_of(self, rows, first, **options)
         if found is not before:
             counts["sums"] += 1
             counts["rows"] += len(found.array)

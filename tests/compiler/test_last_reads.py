@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.autodiff.row_gradients import READ_ROWS
 from asyncflow.autodiff.saved_values import READ_SAVED
 from asyncflow.autodiff.store_gradients import ELEMENT_GRADIENT
 
@@ -105,6 +106,29 @@ def slope_through_array(x: Any) -> Any:
     return af.gradients(through_array(x), x)
 
 
+def slope_through_rows(x: Any) -> Any:
+    """The same with a store of rows."""
+    _, _, rows = af.while_loop(
+        lambda i, *_: i < 5,
+        lambda i, y, rows: (i + 1, af.sin(y), rows.append(af.reshape(y, (1, 3)))),
+        (0, x, af.RowStore("float64", (3,))),
+    )
+    _, total = af.while_loop(
+        lambda i, _: i < 5, lambda i, s: (i + 1, s * af.reshape(rows.slice(i, i + 1), (3,))), (0, af.ones_like(x))
+    )
+    return af.gradients(af.sum(total), x)
+
+
+def slope_of_rows_that_read_one_another(x: Any) -> Any:
+    """What is added to their sums in the loop that reads them has versions."""
+    _, rows = af.while_loop(
+        lambda i, *_: i < 5,
+        lambda i, rows: (i + 1, rows.append(af.sin(rows.slice(i, i + 1)))),
+        (0, af.RowStore("float64", (3,)).append(af.reshape(x, (1, 3)))),
+    )
+    return af.gradients(af.sum(rows.stack()), x)
+
+
 def one_element_again_and_again(x: Any) -> Any:
     """What is read five times has five gradients, and each is one of the others' when differentiated."""
     array = af.TensorArray("float64", 1, element_shape=(3,), clear_after_read=False).write(0, x)
@@ -119,7 +143,14 @@ def two_readers(x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("build", "last"), [(slope_through_array, 1), (one_element_again_and_again, 0), (two_readers, None)]
+    ("build", "last"),
+    [
+        (slope_through_array, 1),
+        (slope_through_rows, 1),
+        (slope_of_rows_that_read_one_another, 0),
+        (one_element_again_and_again, 0),
+        (two_readers, None),
+    ],
 )
 async def test_a_gradient_of_an_element_is_read_last_where_that_was_written_once(
     session: af.Session, graph: af.Graph, build: Callable[[Any], Any], last: int | None
@@ -129,7 +160,7 @@ async def test_a_gradient_of_an_element_is_read_last_where_that_was_written_once
     y = build(x)
     plan = session.plan(y, [x])
     regions = [inner for node in plan.graph.walk() if "region" in node.attrs for inner in node.attrs["region"].walk()]
-    reads = [node for node in (*plan.graph.walk(), *regions) if node.op is ELEMENT_GRADIENT]
+    reads = [node for node in (*plan.graph.walk(), *regions) if node.op in (ELEMENT_GRADIENT, READ_ROWS)]
     assert reads
     if last is not None:
         assert sum(bool(node.attrs.get("is_last")) for node in reads) == last

@@ -10,6 +10,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from asyncflow.autodiff.row_gradients import READ_ROWS, RowGradient
 from asyncflow.autodiff.saved_values import SAVE
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
@@ -132,6 +133,8 @@ def _asks_for_memory(frame: PlanFrame) -> bool:
 
 def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
     """`kernel`, of whose outputs the stores are counted wherever it is called: their values may be small and many."""
+    if node.op is READ_ROWS:
+        return partial(_read_rows, kernel, memory.track, node.name)
     stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
     if not stores:
         return kernel
@@ -145,6 +148,17 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
         return result
 
     return call
+
+
+def _read_rows(read: Kernel, track: Kernel, label: str, grads: RowGradient, first: Value, second: Value) -> Value:
+    if not grads.length:
+        return read(grads, first, second)
+    log = grads.log
+    before = log.total
+    rows = read(grads, first, second)
+    if log.total is not before:  # the array of all sums is made when one is read first
+        track(grads, label)
+    return rows
 
 
 def _save(save: Kernel, track: Kernel, label: str, store: Value, index: Value, value: Value) -> Value:

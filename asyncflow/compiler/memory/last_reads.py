@@ -8,7 +8,8 @@ A store that an outer loop saves is read in each iteration of the outer gradient
 outer read is the last, too.
 
 So it does for gradients of a TensorArray's elements that one loop has found, and another reads where it has written the
-elements: an array has each but once.
+elements: an array has each but once. And for gradients of a RowStore's rows: once they are added up in one array, what
+was added is not kept for other versions, as none is read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.checkpoints import CHECKPOINT
+from asyncflow.autodiff.row_gradients import ADD_ROWS, READ_ROWS
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.autodiff.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
 from asyncflow.graph.dtypes import VARIANT
@@ -67,7 +69,7 @@ class _StoreUses:
         """Whether an output is a store of gradients, empty before, to which the loop does nothing but add."""
         initial = loop.inputs[place]
         is_new = initial.node.op is NO_GRADIENT and self._count[initial] == 1
-        return is_new and self._is_filled(loop, place, (ACCUMULATE,))
+        return is_new and self._is_filled(loop, place, (ACCUMULATE, ADD_ROWS))
 
     def _is_filled(self, loop: WhileNode, place: int, ops: Container[Op]) -> bool:
         filling = loop.body.results[place].node
@@ -106,7 +108,7 @@ class _StoreUses:
                         return None
                     deeper = depth + isinstance(user, WhileNode)
                     open_ += [(body.inputs[index], deeper) for body in user.subgraphs for index in entering]
-                elif _reads_each_once(user) and user.inputs[0] is tensor and read is None and depth == 1:
+                elif _may_be_last(user) and user.inputs[0] is tensor and read is None and depth == 1:
                     read = user
                 else:
                     return None
@@ -126,5 +128,7 @@ class _StoreUses:
         return None
 
 
-def _reads_each_once(node: Node) -> bool:
-    return node.op is READ_SAVED or (node.op is ELEMENT_GRADIENT and bool(node.attrs.get("is_once")))
+def _may_be_last(node: Node) -> bool:
+    """Whether it reads each value once, or a sum, of which but one version is read then."""
+    is_once = node.op is ELEMENT_GRADIENT and bool(node.attrs.get("is_once"))
+    return node.op in (READ_SAVED, READ_ROWS) or is_once

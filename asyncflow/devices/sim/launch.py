@@ -240,6 +240,9 @@ class SimLauncher:
         else:
             self._view()
             event = None
+        for value in values:
+            if type(value) is SimOpaque:  # to read a sum of gradients may have made it
+                self._count_buffers(value.value)
         events = [*opaque, *(array.written for array in arrays)]
         return [self._wrap_one(output, home, event, events, homes) for output, home in zip(outputs, found, strict=True)]
 
