@@ -64,6 +64,3 @@ class Namespace(Protocol):
         ...
 
     def __getattr__(self, name: str, /) -> Callable[..., Array]: ...
-
-
-__all__ = ["Array", "Index", "Kernel", "Namespace", "Nest", "Value"]

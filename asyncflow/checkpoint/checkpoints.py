@@ -415,6 +415,3 @@ def _refuse(compared: _Comparison) -> None:
 def _listed(faults: Sequence[str]) -> str:
     more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
     return "\n  ".join(faults[:_SHOWN]) + more
-
-
-__all__ = ["Checkpoints", "NewVersion", "Restored", "SessionRuns", "SessionSnapshot"]

@@ -45,6 +45,3 @@ def _sums_crc32(chunk: memoryview, before: int, columns: int, axes: tuple[int, .
                 before = zlib.crc32(np.add.reduce(rows, axis=axis).astype(_WORD, copy=False), before)
         before = zlib.crc32(block[whole:], before)
     return before
-
-
-__all__ = ["BLOCK", "COLUMNS", "Checksum", "column_sums_crc32", "row_and_column_sums_crc32"]

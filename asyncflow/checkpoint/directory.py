@@ -143,6 +143,3 @@ def _is_at_work(process: int) -> bool:
         except (ProcessLookupError, OverflowError):
             return False
     return True
-
-
-__all__ = ["begin_step", "clean", "drop", "find_step", "keep_latest", "publish", "step_path", "steps", "sync_directory"]

@@ -212,17 +212,3 @@ def _parsed(raw: bytes) -> Manifest:
     if not all(record.has_sense() for records in manifest.files().values() for record in records):
         raise ValueError
     return manifest
-
-
-__all__ = [
-    "FORMAT",
-    "FORMATS",
-    "NAME",
-    "FileFormat",
-    "Manifest",
-    "RandomState",
-    "StateRecord",
-    "file_of",
-    "library_versions",
-    "read_manifest",
-]

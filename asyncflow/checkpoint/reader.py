@@ -136,6 +136,3 @@ def _read_array(path: Path, begin: int, record: TensorRecord, array: Array, chec
 def verify(path: Path, manifest: Manifest) -> list[str]:
     """The faults of the files of a step; none, if all is as it was written."""
     return read_arrays(path, manifest, manifest.states)[1]
-
-
-__all__ = ["empty_buffers", "read_arrays", "verify"]

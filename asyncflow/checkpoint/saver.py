@@ -327,5 +327,3 @@ def _saver_effects(node: Node) -> Effects:
 
 SAVER = Op("maybe_save", _saver_spec, _saver_kernel, effects=_saver_effects, is_async=True, is_user=True)
 """Not registered, like ops of users: a graph that is read from a file saves nothing."""
-
-__all__ = ["PATIENCE_S", "Saver", "as_path", "as_step"]

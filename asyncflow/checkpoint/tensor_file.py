@@ -114,6 +114,3 @@ def from_strings(raw: Array, record: TensorRecord) -> Array:
     if not isinstance(items, list) or len(items) != math.prod(record.shape):
         raise CheckpointError(f"tensor {record.name!r} has other strings than its shape {list(record.shape)} says")
     return np.array(items, string).reshape(record.shape)
-
-
-__all__ = ["TensorRecord", "as_bytes", "from_strings", "header", "laid_out"]

@@ -160,6 +160,3 @@ class _Durable:
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
-
-
-__all__ = ["CHUNK", "Content", "SaveStopped", "write_checkpoint"]

@@ -294,5 +294,3 @@ _PROGRAMS: tuple[_Make, ...] = (
     *(_launches, _nodes, _views, _steps, _primitives, _events, _feeds, _fetches, _hops, _cut_loop, _training, _runs),
     *(_graphs, _buffers),
 )
-
-__all__ = ["Measured", "calibrate", "fitted", "format_costs", "measure"]

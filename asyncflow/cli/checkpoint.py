@@ -121,6 +121,3 @@ def _compared(old: Array, new: Array) -> str:
     with np.errstate(all="ignore"):
         apart = np.abs(new.astype(np.complex128) - old.astype(np.complex128))
     return f"{count}, by {np.max(apart):.6g} at most"
-
-
-__all__ = ["ACTIONS", "checkpoint"]

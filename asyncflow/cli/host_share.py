@@ -107,6 +107,3 @@ def _help(share: HostShare, launches: Launches, devices: int) -> str:
         fewer.append("loops that are not cut over devices")
     bigger = "bigger batches, which take no more launches; parallel_iterations would not"
     return f"Fewer launches would: {', '.join(fewer)}, and {bigger}" if fewer else f"What would: {bigger}"
-
-
-__all__ = ["HostShare", "format_host", "host_share"]

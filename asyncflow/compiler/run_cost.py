@@ -71,6 +71,3 @@ class RunCost:
     def observe_bytes(self, nbytes: int) -> None:
         """A run needed so many bytes; more than before count at once, fewer by and by."""
         self.nbytes = max(nbytes, self.nbytes + int(_FRESH * (nbytes - self.nbytes)))
-
-
-__all__ = ["RunCost"]

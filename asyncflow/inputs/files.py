@@ -165,6 +165,3 @@ def read_records(paths: Paths, spec: Spec = BYTES, *, prefetch: int = 4, name: s
                     yield (as_value(record.astype(spec.dtype, copy=False), spec, f"a record of {path}"),)
 
     return new_input(records, spec, prefetch=prefetch, name=name)
-
-
-__all__ = ["Paths", "read_arrays", "read_lines", "read_records"]

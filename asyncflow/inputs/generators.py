@@ -56,6 +56,3 @@ def from_async_generator(
 
 def _kept(values: list[Nest]) -> Element:
     return tuple(map(immutable, values))
-
-
-__all__ = ["from_async_generator"]

@@ -257,5 +257,3 @@ INPUT_HAS_MORE = define(
     "input_has_more", lambda *, input: Spec(bool_, ()), _has_more_kernel, is_async=True, is_user=True, effects=_effects
 )
 not_differentiable(INPUT_NEXT, INPUT_HAS_MORE, because="elements come from outside, as feeds do")
-
-__all__ = ["Input", "InputState", "Pipeline", "new_input"]

@@ -68,6 +68,3 @@ def loop_over(
         name=name or f"{input.name}/loop",
     )
     return count if nest.flatten(loop_vars)[1].kind is type(None) else found
-
-
-__all__ = ["loop_over"]

@@ -206,6 +206,3 @@ class ReadAhead:
                 await asyncio.get_running_loop().run_in_executor(self._pool, self._reading.close)
         if self._pool is not None:
             self._pool.shutdown(wait=self._job is None)
-
-
-__all__ = ["CLOSE_S", "ReadAhead", "Source"]

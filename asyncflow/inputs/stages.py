@@ -227,6 +227,3 @@ def check_batch(size: int, specs: Sequence[Spec], pad: complex | None) -> None:
     for spec in specs if pad is not None else ():
         if spec.shape is None or (spec.dtype.kind == "T" and not is_static(spec.shape)):
             raise GraphError(f"padding needs a known rank, and numbers to fill up with; elements are {spec}")
-
-
-__all__ = ["Batched", "Element", "Passes", "Passing", "Repetition", "Shuffle", "Stage", "as_value", "check_batch"]

@@ -558,20 +558,3 @@ def _captured(parameter: Node) -> Tensor | None:
 
 
 install_batching(batched_with)
-
-__all__ = [
-    "BATCHED",
-    "NO_TEXT",
-    "BodyProgram",
-    "SharedBody",
-    "SharedCode",
-    "batched",
-    "batched_with",
-    "install_gatherer",
-    "is_repeatable",
-    "is_same_for_all",
-    "known_constants",
-    "reads",
-    "variables_of",
-    "why_not_shareable",
-]

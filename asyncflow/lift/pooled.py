@@ -308,5 +308,3 @@ def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars
 
 
 install_pooling(_add)
-
-__all__ = ["POOLED", "STEPS", "SharedLoop", "install_pool_gatherer"]

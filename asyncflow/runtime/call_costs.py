@@ -197,6 +197,3 @@ class CallCosts(SizeTimes):
             return min(fixed + each * size, alone * size)
 
         return least_ns(waiting) + least_ns(coming) - least_ns(waiting + coming)
-
-
-__all__ = ["CallCosts", "Returns", "SizeTimes"]

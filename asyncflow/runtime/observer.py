@@ -207,6 +207,3 @@ class Observers:
                     _log.warning(
                         "an observer of runs raised; this is said once, and runs go on: %r", observer, exc_info=True
                     )
-
-
-__all__ = ["ObservedBatch", "ObservedRun", "Observers", "RunObserver", "RunStatus", "start_observed", "status_of"]

@@ -182,6 +182,3 @@ def checksum(result: Value) -> int | None:
         data = repr(array.tolist()).encode() if array.dtype.hasobject or array.dtype.kind == "T" else array.tobytes()
         total = crc32(data, crc32(f"{array.dtype}{array.shape}".encode(), total))
     return total
-
-
-__all__ = ["Pick", "PickGuide", "PickLog", "checksum"]

@@ -106,6 +106,3 @@ class PlacedRows(RowGroup[A]):
         for place, value in zip(self._own, values, strict=True):
             found[place] = value
         return found
-
-
-__all__ = ["PlacedRows"]

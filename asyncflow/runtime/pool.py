@@ -331,6 +331,3 @@ class PoolRows(Generic[A]):
             for row, activation in enumerate(group.rows):
                 other.add(activation, group.values(row))
             group.rows.clear()
-
-
-__all__ = ["Activation", "PoolRows", "RowGroup"]

@@ -348,6 +348,3 @@ class RunQueue(Generic[R]):
 def too_late() -> DeadlineExceeded:
     """The error of a run that has waited until its time was up."""
     return DeadlineExceeded("the run waited too long for others to end within its timeout=; it did not start")
-
-
-__all__ = ["QueuedRun", "RunQueue", "too_late"]

@@ -54,6 +54,3 @@ class PriorityShares:
         priority = self.next(dict.fromkeys(waiting, 1.0))
         self.took(priority, 1.0, waiting)
         return priority
-
-
-__all__ = ["PATIENCE_S", "SHARE", "PriorityShares", "share_of"]

@@ -344,6 +344,3 @@ class VertexRows(Generic[R]):
             for place in group.ended():
                 yield place.member, group.results(place, self.n_states, of_all=self.gives_rows)
         self.groups = [group for group in self.groups if group.places]
-
-
-__all__ = ["HasSets", "RunOfSets", "VertexGroup", "VertexRows", "joined"]

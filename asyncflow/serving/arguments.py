@@ -15,6 +15,3 @@ def check_count(value: object, name: str) -> None:
     """Raises ValueError unless `value` is an integer, 0 or more."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is an integer, 0 or more; got {brief(value)}")
-
-
-__all__ = ["check_count", "check_kind"]

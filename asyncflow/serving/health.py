@@ -80,6 +80,3 @@ def readyz(life: Lifespan, *, max_queued: int | None = None) -> HealthEndpoint:
         return [] if max_queued is None or queued <= max_queued else [f"{queued} runs wait for their turn"]
 
     return HealthEndpoint(reasons)
-
-
-__all__ = ["HealthEndpoint", "livez", "readyz"]

@@ -194,6 +194,3 @@ def lifespan(
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait((task,))
-
-
-__all__ = ["Lifespan", "Phase", "lifespan"]

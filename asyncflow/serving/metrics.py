@@ -319,6 +319,3 @@ def _histogram(
 
 def _gauge(name: str, documentation: str, value: float) -> Metric:
     return Metric(f"asyncflow_{name}", "gauge", documentation, (Sample(MappingProxyType({}), value),))
-
-
-__all__ = ["SECONDS", "Metric", "Metrics", "Sample"]

@@ -53,6 +53,3 @@ def _family(metric: Metric) -> PrometheusMetric:
     for labels, value, _ in metric.samples:
         family.add_metric(tuple(labels.values()), value)
     return family
-
-
-__all__ = ["PrometheusCollector", "prometheus_collector"]

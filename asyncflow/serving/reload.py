@@ -85,6 +85,3 @@ class Reload:
                 await self.look()
             except SessionClosedError:
                 return
-
-
-__all__ = ["Reload"]

@@ -162,6 +162,3 @@ async def _unstalled(items: AsyncGenerator[Result, None], stall_timeout_s: float
         if closing is not None:
             await closing
         await items.aclose()
-
-
-__all__ = ["HasReceive", "run_or_disconnect", "stream_or_stall"]

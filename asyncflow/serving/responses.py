@@ -137,17 +137,3 @@ async def respond(request: object, error: Exception) -> Response:
     Where `asyncio.timeout` is around a run, with ``TimeoutError: serving.respond``, too.
     """
     return cast("Response", error_response(error))  # all that they do with it is to call it
-
-
-__all__ = [
-    "CLIENT_GONE",
-    "Application",
-    "ErrorResponse",
-    "Message",
-    "Receive",
-    "Send",
-    "error_response",
-    "respond",
-    "send_response",
-    "status_code",
-]

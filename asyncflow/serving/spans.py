@@ -155,6 +155,3 @@ class Spans:
                     _log.warning("a span could not be exported; this is said once, and runs go on", exc_info=True)
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._ended.set)
-
-
-__all__ = ["Spans"]

@@ -55,6 +55,3 @@ def check_capture(state: CheckpointedState, kind: str, arrays: Mapping[str, Arra
     if kind != state.kind:
         raise CheckpointError(f"it is a {kind} there and a {state.kind} here")
     state.check_arrays(arrays)
-
-
-__all__ = ["Capture", "CheckpointedState", "LateCapture", "check_capture"]

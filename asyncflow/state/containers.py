@@ -235,5 +235,3 @@ def _forget_lines() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_lines)
-
-__all__ = ["HasState", "StateStore", "entered_stores", "find_state", "reset_container", "state_key"]

@@ -95,6 +95,3 @@ def as_host_value(array: Any) -> Any:
             return array[()]
         array.flags.writeable = False
     return array
-
-
-__all__ = ["HeldValue", "Holder", "as_host_value", "holder_of"]

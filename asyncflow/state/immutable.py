@@ -58,6 +58,3 @@ def sealed(function: Callable[..., Value]) -> Callable[..., Value]:
         return result
 
     return call
-
-
-__all__ = ["LARGE_BYTES", "immutable", "is_immutable", "lock", "sealed"]

@@ -328,5 +328,3 @@ WAIT = define(
 )
 MEETING_OPS = (LOCK, UNLOCK, WAIT)
 not_differentiable(*MEETING_OPS, because="nothing flows through it: it says when others run")
-
-__all__ = ["Barrier", "Mutex"]

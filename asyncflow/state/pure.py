@@ -114,6 +114,3 @@ def _needed(function: Subgraph) -> list[Node]:
         if node in needed:
             needed.update(dict.fromkeys(tensor.node for tensor in node.inputs))
     return [node for node in function.nodes if node in needed and node.op is not PARAMETER]
-
-
-__all__ = ["check_pure", "compile_pure"]

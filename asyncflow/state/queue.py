@@ -442,6 +442,3 @@ def _bytes_of(specs: Sequence[Spec]) -> int | None:
             return None
         total += size * spec.dtype.itemsize
     return total
-
-
-__all__ = ["QueueSnapshot", "QueueState"]

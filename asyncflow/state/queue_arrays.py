@@ -98,6 +98,3 @@ def _parted(values: Array, ranks: list[int], extents: list[int], spec: Spec, pla
         parts.append(part if rank else part[()])
         begin, first = end, first + rank
     return parts
-
-
-__all__ = ["Pads", "as_arrays", "as_elements", "open_axes", "stacked"]

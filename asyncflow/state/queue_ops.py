@@ -189,16 +189,3 @@ QUEUE_CLOSE = define(
 PUTS, TAKES = (ENQUEUE, ENQUEUE_MANY), (DEQUEUE, DEQUEUE_MANY)
 QUEUE_OPS = (ENQUEUE, ENQUEUE_MANY, DEQUEUE, DEQUEUE_MANY, QUEUE_SIZE, QUEUE_CLOSE)
 not_differentiable(*QUEUE_OPS, because="what goes through a queue may come from another run, whose values are gone")
-
-__all__ = [
-    "DEQUEUE",
-    "DEQUEUE_MANY",
-    "ENQUEUE",
-    "ENQUEUE_MANY",
-    "PUTS",
-    "QUEUE_CLOSE",
-    "QUEUE_OPS",
-    "QUEUE_SIZE",
-    "TAKES",
-    "put",
-]

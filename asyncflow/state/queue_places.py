@@ -137,6 +137,3 @@ def _not_made() -> None:
 
 def _as_it_is(found: Value) -> Value:
     return found
-
-
-__all__ = ["CopyingPlace", "QueuePlace", "Stage"]

@@ -478,6 +478,3 @@ def _leaf(kind: str, leaf: Nest) -> Spec:
     if leaf.dtype == VARIANT:
         raise DTypeError(f"{kind}: a queue cannot hold variants; only the ops that made them read them")
     return leaf
-
-
-__all__ = ["FIFOQueue", "PaddingQueue", "PriorityQueue", "Queue", "ShuffleQueue"]

@@ -265,5 +265,3 @@ not_differentiable(
     *(TABLE_WRITE, TABLE_APPEND, TABLE_GATHER, TABLE_SAMPLE, TABLE_SIZE),
     because="rows of a table are data; keep in an af.Variable what is to be learned",
 )
-
-__all__ = ["TABLE_APPEND", "TABLE_GATHER", "TABLE_SAMPLE", "TABLE_SIZE", "TABLE_WRITE", "Table"]

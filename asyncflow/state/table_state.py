@@ -290,6 +290,3 @@ class TableCapture:
 
     def _rows(self, page: int) -> slice:
         return slice(page * self._page_rows, (page + 1) * self._page_rows)
-
-
-__all__ = ["PAGE_BYTES", "TableCapture", "TableState"]

@@ -328,6 +328,3 @@ def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inp
     for outer in body.outer_controls:
         add_control_input(node, outer)
     return node.outputs[0]
-
-
-__all__ = ["Variable", "VariableState"]

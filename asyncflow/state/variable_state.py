@@ -274,6 +274,3 @@ def _held(value: Any, xp: Namespace) -> Any:
     if holder is None or isinstance(value, np.ndarray | np.generic):
         return value
     return HeldValue(holder.keep(value), holder)
-
-
-__all__ = ["MOST_RACES", "VariableState"]

@@ -444,5 +444,3 @@ CHECKS: tuple[_Check, ...] = (
     *(_names, _feeds, _operations, _shapes, _branches, _loops, _arrays, _gradients, _state, _host_code, _several),
     *(_staying, _results, _many_runs, _errors, _cancelling, _memory, _timeline, _closing),
 )
-
-__all__ = ["check_device"]

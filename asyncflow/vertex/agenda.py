@@ -26,6 +26,3 @@ def agenda(edges: Edges) -> Array:
     counts = np.maximum(np.bincount(edges.types), 1)
     turns = np.argsort(np.argsort(np.bincount(edges.types, height) / counts, kind="stable"))
     return steps(edges, edges.children, edges.parents, turns[edges.types])
-
-
-__all__ = ["agenda"]

@@ -33,6 +33,3 @@ def breadth_first(edges: Edges) -> Array:
     height = np.zeros(edges.size, np.int64)
     height[inner] = longest[:-1] + 1
     return height
-
-
-__all__ = ["breadth_first"]

@@ -28,6 +28,3 @@ def depth(edges: Edges) -> Array:
             down += down[above]
         down = down[:-1]
     return np.asarray(down.max(initial=0) - down)
-
-
-__all__ = ["depth"]

@@ -181,6 +181,3 @@ def _check_ends(name: str, starts: Array, end: int, what: str) -> None:
     if not len(starts) or starts[0] != 0 or starts[-1] != end:
         seen = f"{starts[0]} to {starts[-1]}" if len(starts) else "none"
         raise GraphError(f"{name} of an input graph go from 0 to the number of {what}, {end}; got {seen}")
-
-
-__all__ = ["Edges", "owners", "read_edges", "roots"]

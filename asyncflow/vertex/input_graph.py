@@ -265,6 +265,3 @@ def _starts(counts: Array) -> Array:
 
 def _joined(arrays: Sequence[Array]) -> Array:
     return np.concatenate([np.zeros(0, np.int64), *arrays])
-
-
-__all__ = ["DirectedGraph", "InputGraph"]

@@ -93,6 +93,3 @@ def _on_cycle(before: Array, after: Array, left: Array) -> int:
     for _ in range(len(left).bit_length()):
         awaited = awaited[awaited]
     return int(awaited[left].min())
-
-
-__all__ = ["jumps", "parent_of_each", "ranges", "steps"]

@@ -48,6 +48,3 @@ def _permute_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> S
     if places.has_rows or inverse.has_rows:
         raise CannotLift(f"{node.name} brings rows of each row into an order of its own")
     return [take(x.tensor, places.tensor, axis=1)]
-
-
-__all__ = ["permuted"]

@@ -245,6 +245,3 @@ def _ranked(edges: Edges, order: Array, positions: Array) -> tuple[Array, Array,
     ranks = positions[edges.children[places]]
     ranks += 1
     return ranks, starts, parents
-
-
-__all__ = ["BY_NUMBER", "POLICIES", "SCHEDULE", "VertexSchedule", "check_policy", "schedule", "schedules"]

@@ -237,6 +237,3 @@ def _no_gradient(node: Node, *grads: Tensor | None) -> NoReturn:
         f"{node.name} is shared with other runs, and no gradient goes through it: differentiate vertex_map without "
         f"share=True\n  built at {node.location}"
     )
-
-
-__all__ = ["SHARED_SETS", "InputCounts", "SharedSets", "add_shared_sets", "install_set_gatherer"]

@@ -13,7 +13,8 @@ from asyncflow.devices.cuda.namespace import cuda_namespace
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import host_inputs
 from asyncflow.ops.add_at import add_at
-from asyncflow.state.variable import USER_UPDATE, VariableState
+from asyncflow.state.variable import USER_UPDATE
+from asyncflow.state.variable_state import VariableState
 from tests.ops.device_arrays import XP, DeviceArray, values_of
 
 if TYPE_CHECKING:

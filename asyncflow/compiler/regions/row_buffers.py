@@ -84,6 +84,3 @@ def leading_inputs(node: Node, kernel: Kernel | None, *, of_row: bool = False) -
 def is_elementwise(node: Node, kernel: Kernel | None) -> bool:
     """Whether a kernel reads each element of an input before it writes the one in its place."""
     return kernel.signature is None if isinstance(kernel, np.ufunc) else node.op.rows == "elementwise"
-
-
-__all__ = ["has_open_rows", "is_elementwise", "is_own", "leading_inputs", "rows_appended", "rows_of", "takes_out"]

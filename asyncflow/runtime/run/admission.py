@@ -191,6 +191,3 @@ async def in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIter
             yield
     except TimeoutError:
         raise DeadlineExceeded(f"{what} within timeout={timeout} s; it did not start") from None
-
-
-__all__ = ["Admission", "AdmissionTicket", "in_time"]

@@ -188,6 +188,3 @@ class AtomicRuns:
             stack += set(found) - seen
             seen.update(found)
         return False
-
-
-__all__ = ["AtomicRuns", "Claim"]

@@ -128,6 +128,3 @@ class Cuts:
                     "them it has written; save between runs, or put saver.maybe_save(step) into the graph, where it is "
                     "in order with what the run writes"
                 )
-
-
-__all__ = ["HOLD_S", "Cuts"]

@@ -92,6 +92,3 @@ class MemoryTurns:
             self._active = 1
             self._is_alone = True
             turn.set_result(None)
-
-
-__all__ = ["MemoryTurns"]

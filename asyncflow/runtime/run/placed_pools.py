@@ -185,6 +185,3 @@ class PlacedSteps:
             each.since = 0 if each in fresh else each.since - before.steps
             each.is_checked = True
             pool.join(each)
-
-
-__all__ = ["PlacedSteps"]

@@ -480,5 +480,3 @@ def _gather(shared: SharedLoop, inputs: tuple[Array, ...], streamed: tuple[Tenso
 
 
 install_pool_gatherer(_gather)
-
-__all__ = ["LoopPool", "PooledActivation", "Pools"]

@@ -155,6 +155,3 @@ class Versions:
             return states[resource] if resource in states else self._state.lookup(resource)
 
         return await self._plans.compiled(request, partial(self._compile, resolve=resolve))
-
-
-__all__ = ["Versions"]

@@ -271,5 +271,3 @@ def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:
 
 
 install_set_gatherer(_gather)
-
-__all__ = ["VertexMember", "VertexPool", "VertexPools"]

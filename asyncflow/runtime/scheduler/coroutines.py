@@ -130,6 +130,3 @@ def _waits_at(task: asyncio.Task[object]) -> SourceLocation:
             return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         awaited = awaited.cr_await
     return UNKNOWN_LOCATION
-
-
-__all__ = ["GRACE_S", "CancellationIgnoredError", "Coroutines", "leave_behind"]

@@ -161,6 +161,3 @@ class Regions:
         firing.paused_ns = ended
         if queued_ns is None:
             firing.inline_ns += ended - started
-
-
-__all__ = ["Regions"]

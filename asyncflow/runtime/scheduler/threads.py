@@ -105,6 +105,3 @@ def submit(
         )
     except BaseException as error:
         deliver(None, error, Times.never())
-
-
-__all__ = ["goes_to_a_thread", "launch_on_a_thread", "must_wait", "submit"]

@@ -41,6 +41,3 @@ class NamespaceInfo:
         """
         dtypes = {name: as_dtype(name) for name in _NAMES}
         return dtypes if kind is None else {name: dtype for name, dtype in dtypes.items() if isdtype(dtype, kind)}
-
-
-__all__ = ["NamespaceInfo"]

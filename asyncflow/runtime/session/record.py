@@ -250,6 +250,3 @@ def _read(found: _ArrayText) -> Array | Spec:
         return read_array(spec, found["data"], is_encoded=True)
     flat = Spec(string, (prod(extent or 0 for extent in spec.shape or ()),))
     return read_array(flat, found["data"], is_encoded=False).reshape(spec.shape or ())
-
-
-__all__ = ["Record", "SessionFacts", "recorded", "resources_by_label"]

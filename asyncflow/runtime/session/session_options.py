@@ -209,6 +209,3 @@ def with_arguments(doc: str | None, options: type) -> str | None:
         return None  # python -OO
     head, sign, example = doc.partition(">>>")
     return head + options.__doc__.partition("\n\n")[2].strip() + "\n\n    " + sign + example
-
-
-__all__ = ["SessionOptions", "taking", "with_arguments"]

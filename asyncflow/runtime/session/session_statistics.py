@@ -74,6 +74,3 @@ def device_memory(device: Device) -> DeviceMemory:
         return DeviceMemory(held, peak)
     moved = device.swapping.statistics()
     return DeviceMemory(held, peak, moved.kept, moved.host, moved.disk, moved.moved_out, moved.moved_in)
-
-
-__all__ = ["DeviceMemory", "SessionStatistics", "device_memory"]

@@ -70,6 +70,3 @@ class StateAccess:
             value.host = as_host_value(await value.holder.fetched(value.handle))
         else:  # of another session, which shares the container, and whose event loop may be another
             await call_beside(value.on_host)
-
-
-__all__ = ["StateAccess"]

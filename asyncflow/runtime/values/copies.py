@@ -76,5 +76,3 @@ def _on_a_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> N
 
 
 work_beside(_on_a_thread)  # what waits in lines, in the room `state`
-
-__all__ = ["CopyThread"]

@@ -101,6 +101,3 @@ async def on_host(foreign: ForeignArray) -> Array:
         return await call_beside(read, backend.cupy, array, written, foreign.card)
     except Exception as error:
         raise NotExchangeable(f"it cannot be copied from card {foreign.card}: {error}") from error
-
-
-__all__ = ["NotExchangeable", "as_of_now", "exchanged", "has_foreign", "is_exchangeable", "on_host", "snapshots"]

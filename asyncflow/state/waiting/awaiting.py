@@ -58,6 +58,3 @@ async def granted(found: Value | PlaceInLine) -> Value:
     except BaseException:
         found.leave()
         raise
-
-
-__all__ = ["Beside", "granted", "wake_on", "work_beside"]

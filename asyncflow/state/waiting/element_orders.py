@@ -237,6 +237,3 @@ class BucketOrder:
         self._buckets.clear()
         self._len = 0
         self.add(entries)
-
-
-__all__ = ["ArrivalOrder", "BucketOrder", "Element", "ElementOrder", "PriorityOrder", "RandomOrder"]

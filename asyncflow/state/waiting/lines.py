@@ -243,6 +243,3 @@ class TellingState(LinedState):
             with self.lock:
                 self.call(place)
             self.wake_called()
-
-
-__all__ = ["NOT_YET", "LinedState", "PlaceInLine", "TellingState", "ToldPlace", "claimed", "lined_states", "worked"]
