@@ -46,21 +46,17 @@ class Namespace(Protocol):
     @property
     def add(self) -> np.ufunc:
         """A ufunc, with ``add.at``."""
-        ...
 
     @property
     def fft(self) -> Namespace:
         """Fourier transforms."""
-        ...
 
     @property
     def linalg(self) -> Namespace:
         """Functions of matrices."""
-        ...
 
     @property
     def ndarray(self) -> type[Array]:
         """The class of its arrays."""
-        ...
 
     def __getattr__(self, name: str, /) -> Callable[..., Array]: ...

@@ -33,19 +33,15 @@ class _GradientSum(Protocol):
     @property
     def spec(self) -> Spec:
         """The spec of the loop variable."""
-        ...
 
     def start(self) -> Tensor:
         """Its initial value, in the graph around the loop."""
-        ...
 
     def added(self, total: Tensor, grads: Sequence[Tensor]) -> Tensor:
         """Its next value, in the body, with what has come in an iteration."""
-        ...
 
     def finished(self, output: Tensor) -> Tensor:
         """The gradient that its last value stands for, in the graph around the loop."""
-        ...
 
 
 class LoopSums:

@@ -34,7 +34,6 @@ class StructuredRule(Protocol):
 
     def __call__(self, node: StructuredNode, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
         """Differentiate as an op's derivative does; gradients of variables read inside go to the sweep."""
-        ...
 
 
 class Sweep:

@@ -55,15 +55,12 @@ class SessionRuns(Protocol):
 
     async def at_rest(self, act: Callable[[], T], *, in_order: bool = False) -> T:
         """Gives what `act` does when no run has written some of its variables and may write others."""
-        ...
 
     async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
         """Calls `act` when no run that touches `states` is in flight; later ones wait."""
-        ...
 
     async def to_host(self, name: str, key: Hashable, value: Array | HeldValue) -> Array:
         """A value of a state, on the host."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

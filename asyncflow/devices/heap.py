@@ -39,11 +39,9 @@ class Allocator(Protocol):
 
     def mallopt(self, parameter: int, value: int, /) -> int:
         """Sets a parameter of the heaps."""
-        ...
 
     def malloc_trim(self, pad: int, /) -> int:
         """Gives free memory back."""
-        ...
 
 
 @cache

@@ -27,7 +27,6 @@ class SupportsTensor(Protocol):
 
     def __asyncflow_tensor__(self) -> Tensor:
         """The tensor, built in the current graph."""
-        ...
 
 
 TensorLike: TypeAlias = object

@@ -29,11 +29,9 @@ class Passing(Protocol):
 
     def feed(self, element: Element) -> Iterable[Element]:
         """Gives what comes out when `element` goes in."""
-        ...
 
     def finish(self) -> Iterable[Element]:
         """Gives what is left when the source has ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,9 @@ class SupportsDLPack(Protocol):
 
     def __dlpack__(self, *, stream: None = ...) -> CapsuleType:
         """The capsule."""
-        ...
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Kind and number of the device that holds it."""
-        ...
 
 
 # -- one value everywhere --------------------------------------------------------------------------------------------

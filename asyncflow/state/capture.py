@@ -15,7 +15,6 @@ class LateCapture(Protocol):
 
     def arrays(self) -> Mapping[str, Array]:
         """The arrays by name; makes them on the calling thread, which may take a while."""
-        ...
 
 
 Capture: TypeAlias = "Mapping[str, Array | HeldValue] | LateCapture"
@@ -31,7 +30,6 @@ class CheckpointedState(Protocol):
 
     def capture(self) -> Capture:
         """The state as it is now: this takes no longer for more bytes."""
-        ...
 
     def check_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Checks that a capture's arrays, all on the host, may be this state.
@@ -39,11 +37,9 @@ class CheckpointedState(Protocol):
         Raises:
             CheckpointError: they may not.
         """
-        ...
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Makes arrays that fit, and that nobody writes to, the state."""
-        ...
 
 
 def check_capture(state: CheckpointedState, kind: str, arrays: Mapping[str, Array]) -> None:

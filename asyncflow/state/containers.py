@@ -25,7 +25,6 @@ class HasState(Protocol):
     @property
     def state(self) -> StateStore:
         """Where its states are."""
-        ...
 
 
 entered_stores: Entered[StateStore] = Entered("asyncflow_stores")

@@ -23,30 +23,24 @@ class Holder(Protocol):
     @property
     def device(self) -> str:
         """The name of the device."""
-        ...
 
     def keep(self, array: Array) -> object:
         """A handle for an array that the kernel which is running has made; another array, if it is a view with gaps."""
-        ...
 
     def use(self, handle: object) -> Array:
         """The array of a handle of this holder, for the kernel which is running: it finds it written."""
-        ...
 
     def receive(self, handle: object, source: Holder) -> object:
         """A handle for a copy, here, of an array that is with `source`; never blocks.
 
         Called where a kernel of this device is running. Both arrays are kept until the copy is done.
         """
-        ...
 
     def to_host(self, handle: object) -> Array:
         """A copy of the array in the host's memory, from any thread. Blocks until the work that writes it has ended."""
-        ...
 
     async def fetched(self, handle: object) -> Array:
         """`to_host` that does not block, on the event loop of the device."""
-        ...
 
     def check(self) -> None:
         """Raise if the device is lost, and all its memory with it.
@@ -54,7 +48,6 @@ class Holder(Protocol):
         Raises:
             DeviceLostError: it is.
         """
-        ...
 
 
 @final

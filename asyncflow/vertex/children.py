@@ -42,7 +42,6 @@ class Children(Protocol):
 
     def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
         """The values of a traced function that are known of them."""
-        ...
 
 
 def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:

@@ -76,13 +76,11 @@ class LiftedBody(Protocol):
 
     def value(self, x: Tensor) -> LiftedValue:
         """A value of the body, for all rows."""
-        ...
 
     def computed(
         self, inner: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]
     ) -> list[LiftedValue]:
         """Values for all rows of a body inside of this one, some of which are known; in any graph, and later too."""
-        ...
 
 
 class RowAxis:

@@ -41,7 +41,6 @@ class CompileFor(Protocol):
 
     def __call__(self, request: PlanRequest, *, resolve: Resolve | None = None) -> Plan:
         """The plan, which nobody else has."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,29 +24,23 @@ class ElementOrder(Protocol):
     @property
     def has(self) -> Callable[[int], bool] | None:
         """Whether so many belong together, where that is a question. That there are so many is known."""
-        ...
 
     @property
     def entries(self) -> Callable[[Sequence[Element]], Sequence[Nest]] | None:
         """Makes what `add` takes of elements, and may fail; None where it takes elements."""
-        ...
 
     @property
     def add(self) -> Callable[[Sequence[Nest]], object]:
         """Adds entries, and never fails."""
-        ...
 
     def remove(self, count: int) -> list[Element]:
         """Takes out those that are next, which are at least so many."""
-        ...
 
     def give_back(self, elements: Sequence[Element]) -> None:
         """Makes those next again that `remove` has taken out last."""
-        ...
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """Its elements, in an order in which they can be added again, and what else it has to know."""
-        ...
 
     def restore(self, elements: Sequence[Element], extra: object) -> None:
         """Becomes what `capture` told."""
