@@ -2,67 +2,37 @@
 
 from __future__ import annotations
 
-from asyncflow.devices.blas import BlasLease, acquire_blas_threads
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.devices.cpu.device import CpuDevice
-from asyncflow.devices.kinds import DeviceDescription, DeviceKind, DeviceOptions, register_kind
-from asyncflow.devices.logical import LaunchingDevice, LogicalDevice
-from asyncflow.devices.memory import (
-    TRACKED_BYTES,
-    ChargedAccount,
-    LiveBuffer,
-    MemoryAccount,
-    MemoryLimitExceeded,
-    MemoryStatistics,
-)
-from asyncflow.devices.names import DeviceName, DeviceSpec
-from asyncflow.devices.protocol import (
-    AsynchronousDevice,
-    Capabilities,
-    CoroutineKernel,
-    Device,
-    KernelInfo,
-    KernelRecipe,
-    Span,
-)
-from asyncflow.devices.registry import available_devices, open_devices
-from asyncflow.devices.sim.device import SimDevice
-from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machine
-from asyncflow.devices.values import DeviceArray, DeviceValue
-
-__all__ = [
-    "INLINE_LIMIT_NS",
-    "TRACKED_BYTES",
-    "AsynchronousDevice",
-    "BlasLease",
-    "Capabilities",
-    "ChargedAccount",
-    "CoroutineKernel",
-    "CpuDevice",
-    "Device",
-    "DeviceArray",
-    "DeviceDescription",
-    "DeviceKind",
-    "DeviceName",
-    "DeviceOptions",
-    "DeviceSpec",
-    "DeviceValue",
-    "KernelInfo",
-    "KernelRecipe",
-    "LaunchingDevice",
-    "LiveBuffer",
-    "LogicalDevice",
-    "MeasuredCost",
-    "MemoryAccount",
-    "MemoryLimitExceeded",
-    "MemoryStatistics",
-    "SimDevice",
-    "SimMachine",
-    "Span",
-    "acquire_blas_threads",
-    "available_devices",
-    "current_machine",
-    "open_devices",
-    "register_kind",
-    "use_machine",
-]
+from asyncflow.devices.blas import BlasLease as BlasLease
+from asyncflow.devices.blas import acquire_blas_threads as acquire_blas_threads
+from asyncflow.devices.cost import INLINE_LIMIT_NS as INLINE_LIMIT_NS
+from asyncflow.devices.cost import MeasuredCost as MeasuredCost
+from asyncflow.devices.cpu.device import CpuDevice as CpuDevice
+from asyncflow.devices.kinds import DeviceDescription as DeviceDescription
+from asyncflow.devices.kinds import DeviceKind as DeviceKind
+from asyncflow.devices.kinds import DeviceOptions as DeviceOptions
+from asyncflow.devices.kinds import register_kind as register_kind
+from asyncflow.devices.logical import LaunchingDevice as LaunchingDevice
+from asyncflow.devices.logical import LogicalDevice as LogicalDevice
+from asyncflow.devices.memory import TRACKED_BYTES as TRACKED_BYTES
+from asyncflow.devices.memory import ChargedAccount as ChargedAccount
+from asyncflow.devices.memory import LiveBuffer as LiveBuffer
+from asyncflow.devices.memory import MemoryAccount as MemoryAccount
+from asyncflow.devices.memory import MemoryLimitExceeded as MemoryLimitExceeded
+from asyncflow.devices.memory import MemoryStatistics as MemoryStatistics
+from asyncflow.devices.names import DeviceName as DeviceName
+from asyncflow.devices.names import DeviceSpec as DeviceSpec
+from asyncflow.devices.protocol import AsynchronousDevice as AsynchronousDevice
+from asyncflow.devices.protocol import Capabilities as Capabilities
+from asyncflow.devices.protocol import CoroutineKernel as CoroutineKernel
+from asyncflow.devices.protocol import Device as Device
+from asyncflow.devices.protocol import KernelInfo as KernelInfo
+from asyncflow.devices.protocol import KernelRecipe as KernelRecipe
+from asyncflow.devices.protocol import Span as Span
+from asyncflow.devices.registry import available_devices as available_devices
+from asyncflow.devices.registry import open_devices as open_devices
+from asyncflow.devices.sim.device import SimDevice as SimDevice
+from asyncflow.devices.sim.machine import SimMachine as SimMachine
+from asyncflow.devices.sim.machine import current_machine as current_machine
+from asyncflow.devices.sim.machine import use_machine as use_machine
+from asyncflow.devices.values import DeviceArray as DeviceArray
+from asyncflow.devices.values import DeviceValue as DeviceValue

@@ -14,42 +14,30 @@ Works in any ASGI application; Starlette and FastAPI take its parts as they are:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from asyncflow.foreign_names import public_names
-from asyncflow.runtime.observer import ObservedBatch, ObservedRun, RunObserver
-from asyncflow.serving.health import HealthEndpoint, livez, readyz
-from asyncflow.serving.lifespan import Lifespan, lifespan
-from asyncflow.serving.metrics import Metric, Metrics, Sample
-from asyncflow.serving.prometheus import PrometheusCollector, prometheus_collector
-from asyncflow.serving.reload import Reload
-from asyncflow.serving.requests import run_or_disconnect, stream_or_stall
-from asyncflow.serving.responses import ErrorResponse, error_response, respond, status_code
-from asyncflow.serving.spans import Spans
+from asyncflow.foreign_names import facade as _facade
+from asyncflow.runtime.observer import ObservedBatch as ObservedBatch
+from asyncflow.runtime.observer import ObservedRun as ObservedRun
+from asyncflow.runtime.observer import RunObserver as RunObserver
+from asyncflow.serving.health import HealthEndpoint as HealthEndpoint
+from asyncflow.serving.health import livez as livez
+from asyncflow.serving.health import readyz as readyz
+from asyncflow.serving.lifespan import Lifespan as Lifespan
+from asyncflow.serving.lifespan import lifespan as lifespan
+from asyncflow.serving.metrics import Metric as Metric
+from asyncflow.serving.metrics import Metrics as Metrics
+from asyncflow.serving.metrics import Sample as Sample
+from asyncflow.serving.prometheus import PrometheusCollector as PrometheusCollector
+from asyncflow.serving.prometheus import prometheus_collector as prometheus_collector
+from asyncflow.serving.reload import Reload as Reload
+from asyncflow.serving.requests import run_or_disconnect as run_or_disconnect
+from asyncflow.serving.requests import stream_or_stall as stream_or_stall
+from asyncflow.serving.responses import ErrorResponse as ErrorResponse
+from asyncflow.serving.responses import error_response as error_response
+from asyncflow.serving.responses import respond as respond
+from asyncflow.serving.responses import status_code as status_code
+from asyncflow.serving.spans import Spans as Spans
 
-__all__ = [
-    "ErrorResponse",
-    "HealthEndpoint",
-    "Lifespan",
-    "Metric",
-    "Metrics",
-    "ObservedBatch",
-    "ObservedRun",
-    "PrometheusCollector",
-    "Reload",
-    "RunObserver",
-    "Sample",
-    "Spans",
-    "error_response",
-    "lifespan",
-    "livez",
-    "prometheus_collector",
-    "readyz",
-    "respond",
-    "run_or_disconnect",
-    "status_code",
-    "stream_or_stall",
-]
-
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
-    __getattr__, __dir__ = public_names("asyncflow.serving", __all__)
+if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+    __all__, __getattr__, __dir__ = _facade("asyncflow.serving", globals())
