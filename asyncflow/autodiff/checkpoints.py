@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.autodiff.stores import STORE
+from asyncflow.autodiff.stores import STORE, SavedValues
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
-    from asyncflow.autodiff.stores import SavedValues
     from asyncflow.values import Kernel, Namespace, Value
 
 

@@ -21,7 +21,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, is_symbolic, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Subgraph, current_graph
+from asyncflow.graph.graph import Graph, Subgraph, current_graph
 from asyncflow.graph.op import OPAQUE, Access, define, derivative
 from asyncflow.graph.scopes import device
 from asyncflow.graph.structured import StructuredNode, WhileNode
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from asyncflow.autodiff.sweep import Sweep
-    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
     from asyncflow.values import Kernel, Namespace, Nest

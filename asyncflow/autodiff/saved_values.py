@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_write
 from asyncflow.autodiff.stores import STORE, MovingLog, SavedValues, StoreLog, store_op
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, not_differentiable
+from asyncflow.graph.op import OPAQUE, READS_STORE, KernelContext, define, derivative, not_differentiable
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.swap import Moves
     from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import KernelContext
     from asyncflow.graph.spec import Spec
     from asyncflow.values import Kernel, Namespace
 

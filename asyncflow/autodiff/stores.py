@@ -8,25 +8,20 @@ in order, and `StoreGradient`, whose entries for one element add up; `part_sums`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast
 
-from asyncflow.devices.swapping import SavedEntry
+from asyncflow.devices.swapping import SavedEntry, Swapping
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import OPAQUE, Op, Traits, define
+from asyncflow.graph.op import OPAQUE, HostInputs, Op, Traits, define
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
-
     from asyncflow.devices.swap import Moves
-    from asyncflow.devices.swapping import Swapping
-    from asyncflow.graph.op import HostInputs
     from asyncflow.values import Array, Kernel, Namespace, Value
 
 STORE = Spec(VARIANT, ())

@@ -8,7 +8,7 @@ and variable so far (EuroSys '18 §5). Values of the forward body that it needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
@@ -25,11 +25,11 @@ from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import PARAMETER, is_constant
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, reopened
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative_of
 from asyncflow.graph.scopes import colocate_with, device
 from asyncflow.graph.spec import Spec
-from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
@@ -38,10 +38,6 @@ from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.logic import greater
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.structured import WhileNode
     from asyncflow.state.variable import Variable
 
 _COUNT = Spec(int64, ())

@@ -6,7 +6,7 @@ what it has found out.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial, wraps
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from asyncflow.compiler.optimize.hoist import hoist
 from asyncflow.compiler.optimize.loop_variables import reduce_loop_variables
 from asyncflow.compiler.optimize.prune import prune
 from asyncflow.compiler.optimize.simplify import simplify
-from asyncflow.compiler.passes import Pass, Program
+from asyncflow.compiler.passes import Context, Pass, Program, Run
 from asyncflow.compiler.placement.assign_streams import assign_streams
 from asyncflow.compiler.placement.constraints import resolve_requests
 from asyncflow.compiler.placement.homes import send_home
@@ -50,9 +50,6 @@ from asyncflow.graph.verify import verify
 from asyncflow.semantics.report import warn_of_races
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.compiler.passes import Context, Run
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node

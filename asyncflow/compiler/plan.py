@@ -15,14 +15,14 @@ import numpy as np
 
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS
 from asyncflow.compiler.batching.products_ahead import PRODUCT_AHEAD
-from asyncflow.compiler.memory.saved import explain_saved
-from asyncflow.compiler.placement.node_costs import estimate_region
+from asyncflow.compiler.memory.saved import Saved, explain_saved
+from asyncflow.compiler.placement.node_costs import RegionEstimate, estimate_region
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.fused import FUSED, kernel_source
 from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.compiler.program.transfers import RECV, SEND, TO_HOST
 from asyncflow.compiler.regions.region_code import RegionCode
-from asyncflow.compiler.regions.regions import REGION
+from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.compiler.run_cost import RunCost
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
@@ -39,12 +39,9 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
-    from asyncflow.compiler.memory.saved import Saved
-    from asyncflow.compiler.placement.node_costs import RegionEstimate
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.compiler.regions.loop_drivers import LoopDriver
-    from asyncflow.compiler.regions.regions import Region
     from asyncflow.devices.working_set import WorkingSet
     from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +24,6 @@ from asyncflow.ops.logic import less
 from asyncflow.ops.searching import where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
     Branch = Callable[[], Nest]

@@ -8,10 +8,10 @@ from asyncflow.control.body import add_outer_controls, as_predicate, join_captur
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph import nest
-from asyncflow.graph.build import graph_for
+from asyncflow.graph.build import TensorLike, graph_for
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.graph import Subgraph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import define
 from asyncflow.graph.shapes import relax
 from asyncflow.graph.spec import Spec
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.control.nest_types import N
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.ir import Node
     from asyncflow.values import Nest
 
 

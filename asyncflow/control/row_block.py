@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.dtypes import DType, dtype_name
 from asyncflow.graph.shapes import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.graph.dtypes import DType
     from asyncflow.values import Array, Namespace
 
 

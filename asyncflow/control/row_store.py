@@ -15,9 +15,9 @@ from asyncflow.control.row_block import RowBlock, RowKind, RowState
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, int64, string, uint64
+from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
 from asyncflow.graph.op import READS_STORE, Memory, Traits, define
-from asyncflow.graph.shapes import as_shape, format_shape, is_compatible, is_static
+from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
 from asyncflow.ops.datatypes import astype
@@ -26,9 +26,7 @@ from asyncflow.ops.extents import static_value
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from asyncflow.graph.dtypes import DType, DTypeLike
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.shapes import ShapeLike
     from asyncflow.values import Kernel, Namespace
 
 _HANDLE = Spec(VARIANT, ())

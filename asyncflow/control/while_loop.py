@@ -9,7 +9,7 @@ from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, graph_for
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import define
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.control.nest_types import N
-    from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.ops.batch import Pool
     from asyncflow.values import Nest

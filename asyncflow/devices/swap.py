@@ -48,13 +48,12 @@ from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from asyncflow.devices.working_set import Pace
+from asyncflow.devices.working_set import Account, Pace, WorkingSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncflow.devices.protocol import Placed
-    from asyncflow.devices.working_set import Account, WorkingSet
 
 LEAST_BYTES = 64 << 10
 """Smaller values never move: a copy would cost more than the memory is worth."""

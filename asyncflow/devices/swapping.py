@@ -24,7 +24,7 @@ from math import inf
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
+from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed
 from asyncflow.devices.swap import (
     LEAST_BYTES,
@@ -42,7 +42,6 @@ from asyncflow.errors import SessionClosedError
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.values import Value
 
 

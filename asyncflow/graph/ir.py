@@ -5,14 +5,13 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, SourceLocation
 from asyncflow.graph.operators import Operators, _call
 from asyncflow.pickling import NotPickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.op import Op
     from asyncflow.graph.spec import Spec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.no_value import NoValue, refusal
-from asyncflow.graph.shapes import size_of
+from asyncflow.graph.shapes import Shape, size_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.shapes import Shape
     from asyncflow.graph.spec import Spec
 
 API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")

@@ -9,13 +9,12 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.manipulation import moveaxis
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, no_row_rule, refuse_part, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, no_row_rule, refuse_part, row_rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.rows.rule import RowAxis
 
 
 def _array(node: Node, rows: RowAxis, value: LiftedValue) -> Tensor:

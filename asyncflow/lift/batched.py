@@ -26,9 +26,9 @@ from asyncflow.graph.build import add_control_input, as_tensor, graph_for, is_sy
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.op import Access, Effects, define, derivative
-from asyncflow.graph.resource import resources_of
+from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.lift.lifting import Lifting, lift
-from asyncflow.lift.ragged import RaggedRows
+from asyncflow.lift.ragged import OpenExtent, RaggedRows
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.custom import install_batching
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
@@ -36,10 +36,8 @@ from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.resource import Resource
     from asyncflow.graph.shapes import Shape
     from asyncflow.graph.spec import Spec
-    from asyncflow.lift.ragged import OpenExtent
     from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 P = ParamSpec("P")

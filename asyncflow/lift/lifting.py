@@ -8,7 +8,7 @@ from asyncflow.control.tensor_array import TensorArray
 from asyncflow.errors import user_location
 from asyncflow.graph.build import as_tensor, identity
 from asyncflow.graph.dtypes import VARIANT, int64
-from asyncflow.graph.graph import current_graph, node_effects
+from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.op import Access
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.scopes import control_dependencies
@@ -36,7 +36,6 @@ from asyncflow.ops.rows.rule import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
 
 _RULES = (*_rules.__all__, arrays, reasons)

@@ -11,7 +11,7 @@ from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.shapes import is_static, relax
-from asyncflow.graph.structured import StructuredNode, levels
+from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 from asyncflow.lift.branches import some_rows, split_rows, taken
 from asyncflow.lift.flow import decided_by_row, variables_with_rows
 from asyncflow.lift.parted import parting
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.structured import WhileNode
     from asyncflow.lift.lifting import Lifting
     from asyncflow.values import Nest
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import graph_for
-from asyncflow.graph.structured import levels
+from asyncflow.graph.structured import StructuredNode, levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.structured import StructuredNode
     from asyncflow.ops.rows.rule import LiftedValue, RowAxis
 
 

@@ -17,7 +17,7 @@ from asyncflow.errors import GraphError, LoopIdentity, user_location
 from asyncflow.graph.build import add_control_input, as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import define, derivative
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import PooledNode
@@ -44,7 +44,6 @@ from asyncflow.ops.utility import all as all_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.spec import Spec
     from asyncflow.values import Array, Kernel, Namespace, Value

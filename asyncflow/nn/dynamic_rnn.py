@@ -11,10 +11,10 @@ from asyncflow.control.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, graph_for
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import Graph, Subgraph
-from asyncflow.graph.shapes import format_shape, is_static, is_subshape
+from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.nn.packing import Packing, extent_of, first_rows, packing, place_rows, reshaped, take_rows
 from asyncflow.ops.elementwise import add
@@ -25,9 +25,7 @@ from asyncflow.ops.manipulation import concat
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.shapes import Shape
     from asyncflow.values import Nest
 
 _COUNTER = Spec(int64, ())

@@ -19,7 +19,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, OPAQUE, define, inputs_from
 from asyncflow.graph.operators import install
 from asyncflow.graph.scopes import placed_on
-from asyncflow.graph.shapes import is_static
+from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.extents import Extent, ExtentsLike, shape_reader, split_extents, static_value, template_shape
@@ -28,7 +28,6 @@ from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, r
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
-    from asyncflow.graph.shapes import Shape
     from asyncflow.values import Kernel, Namespace
 
 

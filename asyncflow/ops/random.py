@@ -21,7 +21,7 @@ from asyncflow.graph.build import TensorLike, apply, as_tensor, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KernelContext, Op, register
-from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
+from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import reduced, static_int
 from asyncflow.ops.creation import arange
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from asyncflow.graph.shapes import Shape
     from asyncflow.values import Array, Kernel, Namespace, Value
 
 T = TypeVar("T")

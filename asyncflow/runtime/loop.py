@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Never, TypeGuard, TypeVar
+from typing import Never, TypeGuard, TypeVar
 
 from asyncflow.streams.virtual import VirtualClockLoop
 
@@ -20,8 +20,6 @@ try:
 except ImportError:  # Windows has no uvloop
     from asyncio import new_event_loop
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
 
 T = TypeVar("T")
 

@@ -12,11 +12,10 @@ from zlib import crc32
 
 import numpy as np
 
-from asyncflow.compiler.plan import Kind
+from asyncflow.compiler.plan import Kind, PlanNode
 from asyncflow.errors import ReplayError
 
 if TYPE_CHECKING:
-    from asyncflow.compiler.plan import PlanNode
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from asyncflow.runtime.options import as_seconds
 from asyncflow.serving.arguments import check_count, check_kind
 from asyncflow.serving.lifespan import Lifespan
-from asyncflow.serving.responses import send_response
-
-if TYPE_CHECKING:
-    from asyncflow.serving.responses import Message, Receive, Send
+from asyncflow.serving.responses import Message, Receive, Send, send_response
 
 
 class HealthEndpoint:

@@ -14,11 +14,11 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
-from asyncflow.graph.build import apply, as_tensor, graph_for, is_symbolic
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, dtype_name, int64, string
 from asyncflow.graph.op import Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import format_shape, is_compatible, is_static
+from asyncflow.graph.shapes import Shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import moving, moving_in
@@ -28,9 +28,7 @@ from asyncflow.state.containers import check_resource_name
 from asyncflow.state.table_state import TableState
 
 if TYPE_CHECKING:
-    from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
     from asyncflow.values import Kernel, Namespace, Nest
 
 

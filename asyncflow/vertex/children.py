@@ -25,7 +25,7 @@ from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import concat, expand_dims, reshape
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import size
-from asyncflow.vertex.function import REDUCE_CHILDREN
+from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction, VertexFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Array, Kernel, Namespace, Nest
-    from asyncflow.vertex.function import TracedFunction, VertexFunction
 
 
 class Children(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Never
 
@@ -23,8 +23,6 @@ from asyncflow.ops.statistical import accumulator_dtype
 from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from asyncflow.graph.ir import Tensor
     from asyncflow.values import Nest
 

@@ -7,7 +7,7 @@ stands for children that are missing, so that a set's states are written behind 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,8 +48,6 @@ from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from asyncflow.graph.ir import Tensor
     from asyncflow.values import Nest
 

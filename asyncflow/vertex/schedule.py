@@ -23,13 +23,12 @@ from asyncflow.ops.shape import shape
 from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.depth import depth
-from asyncflow.vertex.edges import owners, read_edges, roots
+from asyncflow.vertex.edges import Edges, owners, read_edges, roots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncflow.values import Array, Kernel, Namespace
-    from asyncflow.vertex.edges import Edges
     from asyncflow.vertex.input_graph import InputGraph
 
 POLICIES: Final[dict[str, Callable[[Edges], Array]]] = {

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import size_of
-from asyncflow.vertex.function import REDUCE_CHILDREN
+from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.vertex.function import TracedFunction
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_va
 from asyncflow.control.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import Memory
+from asyncflow.graph.op import Memory, Op
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Op
     from asyncflow.graph.structured import WhileNode
 
 FAST = frozenset({"float32", "float64", "complex64", "complex128"})

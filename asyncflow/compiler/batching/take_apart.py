@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.batching.batch_rows import classified, pays_ahead
+from asyncflow.compiler.batching.batch_rows import Classes, classified, pays_ahead
 from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
@@ -30,7 +30,6 @@ from asyncflow.ops.manipulation import CONCAT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.compiler.batching.batch_rows import Classes
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.structured import WhileNode
     from asyncflow.values import Array, Kernel, Namespace, Value

@@ -19,7 +19,7 @@ from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.device_loops import bind_device_loop
-from asyncflow.devices.memory import TRACKED_BYTES
+from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.graph.dtypes import VARIANT
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.request import PlanOptions
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
-    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph

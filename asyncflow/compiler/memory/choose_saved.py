@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncflow.autodiff.saved_values import READ_SAVED
 from asyncflow.autodiff.while_gradient import is_successor
-from asyncflow.compiler.memory.min_cut import smallest_cut
+from asyncflow.compiler.memory.min_cut import Cut, smallest_cut
 from asyncflow.compiler.memory.saved import buffer_of, is_shared
 from asyncflow.compiler.memory.store_paths import LoopStore, StorePaths, StoreReader, stores_of
 from asyncflow.compiler.program.detached import detached_node
@@ -37,7 +37,6 @@ from asyncflow.ops.elementwise import ADD
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from asyncflow.compiler.memory.min_cut import Cut
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 

@@ -16,13 +16,11 @@ time of a way is convex in the number of iterations that are kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf, sqrt
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 _EQUAL = 1.001
 """Ways whose times are so close are as quick as each other; then the one that moves and changes least is taken."""

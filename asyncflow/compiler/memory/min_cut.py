@@ -8,10 +8,8 @@ along shortest paths, many at a time (Dinic 1970).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 
 class Cut(NamedTuple):

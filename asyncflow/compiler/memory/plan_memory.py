@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
 from asyncflow.compiler.memory.loop_costs import LoopCosts, standing_bytes
-from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Work, choose_way, fits, way_of
-from asyncflow.compiler.memory.segments import loop_to_segment, trip_count
+from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Way, Work, choose_way, fits, way_of
+from asyncflow.compiler.memory.segments import SegmentedLoop, loop_to_segment, trip_count
 from asyncflow.compiler.memory.store_paths import StorePaths, stores_of
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.swap import FULL
@@ -36,8 +36,6 @@ from asyncflow.graph.structured import WhileNode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from asyncflow.compiler.memory.memory_choices import Way
-    from asyncflow.compiler.memory.segments import SegmentedLoop
     from asyncflow.devices.protocol import Device
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph

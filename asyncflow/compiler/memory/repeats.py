@@ -14,8 +14,8 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.control.tensor_array import CONCAT, GATHER, READ, SCATTER, SPLIT, STACK, TENSOR_ARRAY, UNSTACK, WRITE
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Subgraph, node_effects
-from asyncflow.graph.op import Access, Memory, Op, find_op
+from asyncflow.graph.graph import Graph, Subgraph, node_effects
+from asyncflow.graph.op import Access, KernelContext, Memory, Op, find_op
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.state.variable import VARIABLE_READ
@@ -23,9 +23,7 @@ from asyncflow.state.variable import VARIABLE_READ
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import KernelContext
     from asyncflow.graph.spec import Spec
     from asyncflow.values import Kernel, Namespace, Value
 

@@ -9,7 +9,7 @@ from asyncflow.autodiff.checkpoints import CHECKPOINT
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import node_effects
+from asyncflow.graph.graph import Graph, node_effects
 from asyncflow.graph.op import Access, Memory
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from asyncflow.errors import SourceLocation
-    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
 

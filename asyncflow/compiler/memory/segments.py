@@ -46,7 +46,7 @@ from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 from asyncflow.ops.datatypes import ASTYPE
@@ -56,7 +56,6 @@ from asyncflow.ops.logic import GREATER, LESS, LESS_EQUAL
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.op import Op
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
@@ -18,7 +18,7 @@ from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.work import flops_of
 from asyncflow.control.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
-from asyncflow.devices.protocol import KernelInfo, KernelRecipe
+from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, KernelInfo, KernelRecipe, Shape
 from asyncflow.devices.values import as_scalar
 from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
@@ -32,12 +32,9 @@ from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
 from asyncflow.state.waiting.awaiting import granted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.control.array_value import ArrayValue
-    from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Array, Kernel, Namespace, Value
 

@@ -18,7 +18,7 @@ import linecache
 import operator
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,6 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.graph import Subgraph

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
-from asyncflow.graph.graph import has_side_effect
+from asyncflow.graph.graph import Subgraph, has_side_effect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.structured import WhileNode
 

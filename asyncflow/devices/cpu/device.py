@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from asyncflow.devices.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
@@ -11,12 +9,9 @@ from asyncflow.devices.cpu.lanes import Lanes
 from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.logical import LogicalDevice
 from asyncflow.devices.memory import MemoryAccount, spill_advice
-from asyncflow.devices.protocol import Capabilities
+from asyncflow.devices.protocol import Capabilities, Device
 from asyncflow.devices.swap import Space
 from asyncflow.streams.cpu.stream import ThreadStream
-
-if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Device
 
 NS_PER_HANDOVER = 30_000.0
 """From one CPU device of a process to another a value goes by reference: that takes two turns of an executor."""

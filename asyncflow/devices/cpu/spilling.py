@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from asyncflow.devices.memory import owner_of
+from asyncflow.devices.memory import MemoryAccount, owner_of
 from asyncflow.devices.spill import SpillBlock, SpillError, SpillFile
 from asyncflow.devices.swapping import Movable, Swapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.swap import SavedHandle, Space
     from asyncflow.devices.values import DType
     from asyncflow.streams.cpu.stream import ThreadStream

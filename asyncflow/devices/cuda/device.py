@@ -39,7 +39,7 @@ from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
-from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
+from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
 from asyncflow.devices.swap import Space
 from asyncflow.devices.values import DeviceValue, as_scalar, stays_on_host
 from asyncflow.errors import PlacementError
@@ -50,7 +50,6 @@ from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import ThreadHold, holding, refuse_to_queue
 
 if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Placed, Spans
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
     from asyncflow.values import Array, Kernel, Value
 

@@ -21,14 +21,13 @@ import numpy as np
 from asyncflow.devices.cuda.arguments import Values
 from asyncflow.devices.cuda.experimental.graph import captured
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
-from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.devices.protocol import CoroutineKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.values import as_scalar, is_plain, stays_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator, Sequence
 
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.protocol import KernelInfo, Placed, Span
     from asyncflow.values import Kernel, Value
 
 STEP_LAUNCHES = 32

@@ -12,13 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.logical import LaunchingDevice
-from asyncflow.devices.protocol import Capabilities
+from asyncflow.devices.protocol import Capabilities, Deliver, Mark
 from asyncflow.errors import DeviceLostError
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.memory import CudaPool
-    from asyncflow.devices.protocol import Deliver, Mark
     from asyncflow.streams.cuda.cupy_types import Cupy
     from asyncflow.streams.cuda.stream import CudaStream
     from asyncflow.values import Kernel, Value

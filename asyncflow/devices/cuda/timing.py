@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.protocol import Span
+from asyncflow.devices.protocol import Span, Spans
 
 if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Spans
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
     from asyncflow.streams.cuda.stream import CudaStream
 

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.memory import owner_of
-from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.devices.memory import Held, owner_of
+from asyncflow.devices.protocol import ArraySpec, CoroutineKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, Storage, StoreBuffer
-from asyncflow.devices.values import DeviceValue, is_array
+from asyncflow.devices.values import DeviceValue, DType, is_array
 from asyncflow.errors import InternalError, ShapeError
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
     from asyncflow.devices.host import Call
-    from asyncflow.devices.memory import Held
-    from asyncflow.devices.protocol import ArraySpec, KernelInfo, Placed, Span
     from asyncflow.devices.sim.device import SimDevice
-    from asyncflow.devices.values import DType
     from asyncflow.streams.sim.stream import SimEvent
     from asyncflow.values import Array, Kernel, Value
 

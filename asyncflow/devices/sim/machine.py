@@ -10,16 +10,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.host import LAUNCHES, Host, HostThread, Launches
-from asyncflow.devices.presets import DEFAULT_HOST
+from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec
 from asyncflow.devices.sim.links import CopyLane
 from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
-from asyncflow.streams.sim.stream import HostClock
+from asyncflow.streams.sim.stream import HostClock, SimEvent, SimStream
 
 if TYPE_CHECKING:
-    from asyncflow.devices.presets import MachineSpec
     from asyncflow.devices.sim.values import SimArray, Storage
-    from asyncflow.streams.sim.stream import SimEvent, SimStream
     from asyncflow.streams.virtual import VirtualClockLoop
     from asyncflow.values import Array
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from asyncflow.devices.memory import owner_of
-from asyncflow.devices.protocol import recording
+from asyncflow.devices.protocol import Placed, Shape, recording
 from asyncflow.devices.sim.values import SimArray, SimOpaque, Storage, no_data
 from asyncflow.devices.swapping import Movable, Swapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.devices.protocol import Placed, Shape
     from asyncflow.devices.sim.device import SimDevice
     from asyncflow.devices.swap import SavedHandle, Space
     from asyncflow.devices.values import DType

@@ -16,6 +16,7 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import (
     OPAQUE,
     Access,
+    KernelContext,
     Op,
     bound_kernel,
     define,
@@ -24,7 +25,7 @@ from asyncflow.graph.op import (
     is_registered,
     runs_on_host,
 )
-from asyncflow.graph.shapes import format_shape, is_static
+from asyncflow.graph.shapes import Shape, format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.rows.folded import FoldedRows
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.op import KernelContext
-    from asyncflow.graph.shapes import Shape
     from asyncflow.values import Array, Kernel, Namespace
 
 

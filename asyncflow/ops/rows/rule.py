@@ -8,7 +8,7 @@ rows; what depends on no row is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from asyncflow.graph.build import apply
@@ -21,8 +21,6 @@ from asyncflow.ops.manipulation import expand_dims, permute_dims
 from asyncflow.ops.statistical import sum as sum_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor

@@ -20,25 +20,23 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
-from asyncflow.lift.batched import SharedBody, SharedCode, install_gatherer
+from asyncflow.lift.batched import BodyProgram, SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher
 from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
-from asyncflow.streams.holding import current_part
+from asyncflow.streams.holding import RunPart, current_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.memory import MemoryAccount
-    from asyncflow.lift.batched import BodyProgram
     from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.vertex_pools import VertexPools
-    from asyncflow.streams.holding import RunPart
     from asyncflow.values import Array
 
 _log = logging.getLogger("asyncflow.runtime")

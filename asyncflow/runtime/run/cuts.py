@@ -17,12 +17,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from asyncflow.streams.holding import current_part, enclosing_parts
+from asyncflow.streams.holding import RunPart, current_part, enclosing_parts
 
 if TYPE_CHECKING:
     from asyncflow.runtime.run.atomic import AtomicRuns
     from asyncflow.runtime.run.run import Run
-    from asyncflow.streams.holding import RunPart
 
 HOLD_S: Final = 0.001
 """How long others are held up at first, where the moment does not come by itself."""

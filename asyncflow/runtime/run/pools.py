@@ -20,12 +20,12 @@ from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
 from asyncflow.lift.pooled import STEPS, SharedLoop, install_pool_gatherer
 from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
-from asyncflow.runtime.run.batches import common_values
+from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.run.placed_pools import PlacedSteps
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.shares import PATIENCE_S
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
-from asyncflow.streams.holding import current_part
+from asyncflow.streams.holding import RunPart, current_part
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.graph.ir import Tensor
     from asyncflow.lift.batched import BodyProgram
-    from asyncflow.runtime.run.batches import Batches
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.single_call import CountedCall
-    from asyncflow.streams.holding import RunPart
     from asyncflow.values import Array, Value
 
 

@@ -12,7 +12,7 @@ from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.runtime.scheduler.executor import Executor
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
-from asyncflow.runtime.trace import RunSpan
+from asyncflow.runtime.trace import RunSpan, Trace
 from asyncflow.streams.holding import RunPart, current_part, own_context
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.session.session_options import SessionOptions
-    from asyncflow.runtime.trace import Trace
     from asyncflow.values import Value
 
 

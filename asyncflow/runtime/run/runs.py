@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from asyncflow.compiler.lowering.single_call import find_single_call
+from asyncflow.compiler.lowering.single_call import SingleCall, find_single_call
 from asyncflow.compiler.program.request import PlanRequest, tell_watchers
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
-from asyncflow.lift.batched import SharedCode
-from asyncflow.runtime.observer import start_observed
+from asyncflow.lift.batched import BodyProgram, SharedCode
+from asyncflow.runtime.observer import Observers, start_observed
 from asyncflow.runtime.options import as_priority, as_timeout, check_trace
-from asyncflow.runtime.run.admission import Admission, in_time
-from asyncflow.runtime.run.atomic import AtomicRuns
+from asyncflow.runtime.run.admission import Admission, AdmissionTicket, in_time
+from asyncflow.runtime.run.atomic import AtomicRuns, Claim
 from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.channel import Channel
 from asyncflow.runtime.run.cuts import Cuts
@@ -38,14 +38,9 @@ from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Mapping, Sequence
 
-    from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.protocol import Device
-    from asyncflow.lift.batched import BodyProgram
-    from asyncflow.runtime.observer import Observers
-    from asyncflow.runtime.run.admission import AdmissionTicket
-    from asyncflow.runtime.run.atomic import Claim
     from asyncflow.runtime.session.calls import Call
     from asyncflow.runtime.session.plans import PlanCache
     from asyncflow.runtime.session.session_options import SessionOptions

@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from asyncflow.runtime.run.batches import common_values
+from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.memory import MemoryAccount
-    from asyncflow.runtime.run.batches import Batches
     from asyncflow.values import Array, Value
 
 _MANY = 4096

@@ -18,9 +18,9 @@ from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.protocol import recording
+from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans, recording
 from asyncflow.errors import DeviceLostError, KernelError
 from asyncflow.graph.op import KernelContext
 from asyncflow.runtime.scheduler.coroutines import Coroutines
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
-    from asyncflow.devices.cost import MeasuredCost
-    from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans
     from asyncflow.devices.swapping import Swapping
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.scheduler.frame import Iteration

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.compiler.plan import Crossing, Kind
-from asyncflow.devices.protocol import recording
+from asyncflow.compiler.plan import Crossing, Kind, PlanNode
+from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, recording
 from asyncflow.devices.values import DeviceArray, DeviceValue
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value

@@ -6,21 +6,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.swapping import memory_sample
+from asyncflow.devices.swapping import SwapCopy, memory_sample
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
-from asyncflow.runtime.trace import LATE_COPY, LOOP, Firing, MemorySample, Transfer
+from asyncflow.runtime.trace import LATE_COPY, LOOP, Firing, MemorySample, Trace, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
-    from asyncflow.devices.swapping import SwapCopy
     from asyncflow.runtime.picks import PickLog
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
-    from asyncflow.runtime.trace import Trace
     from asyncflow.values import Value
 
 

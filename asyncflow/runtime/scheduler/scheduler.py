@@ -42,14 +42,13 @@ from collections import deque
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from asyncflow.compiler.plan import Kind
+from asyncflow.compiler.plan import Dead, Kind, Partition, PlanNode
 from asyncflow.errors import TooManyIterations
 from asyncflow.runtime.scheduler.frame import Frame, Iteration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from asyncflow.compiler.plan import Dead, Partition, PlanNode
     from asyncflow.devices.working_set import WorkingSet
     from asyncflow.values import Value
 

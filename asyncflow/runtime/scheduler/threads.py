@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.program.kernels import waits_for_saved
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.cpu.lanes import Times
 from asyncflow.runtime.scheduler.first_guess import ON_A_THREAD
 from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from asyncflow.autodiff.stores import SavedValues
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.cost import MeasuredCost
     from asyncflow.devices.cpu.device import CpuDevice
     from asyncflow.devices.swapping import Swapping
     from asyncflow.runtime.scheduler.executor import Executor

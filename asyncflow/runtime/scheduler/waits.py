@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.state.waiting.awaiting import wake_on
-from asyncflow.state.waiting.lines import NOT_YET
+from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.state.waiting.lines import PlaceInLine
     from asyncflow.values import Value
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.compiler.program.request import PlanRequest
+from asyncflow.compiler.program.request import Fetch, PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph import nest
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
-from asyncflow.runtime.values.feeds import feed_targets, feed_value
+from asyncflow.runtime.values.feeds import Feeds, feed_targets, feed_value
 from asyncflow.runtime.values.fetches import (
     OnDevice,
     exchangeable,
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
-    from asyncflow.compiler.program.request import Fetch
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.session.plans import PlanCache
     from asyncflow.runtime.session.session import Session
     from asyncflow.runtime.trace import Trace
-    from asyncflow.runtime.values.feeds import Feeds
     from asyncflow.values import Nest, Value
 
 _AT_HAND = (np.ndarray, np.generic, str)

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from asyncflow.checkpoint.checkpoints import Checkpoints
 from asyncflow.checkpoint.saver import Saver, as_path
 from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
-from asyncflow.devices.blas import acquire_blas_threads
+from asyncflow.devices.blas import BlasLease, acquire_blas_threads
 from asyncflow.devices.heap import process_heap
 from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
@@ -28,7 +28,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import thread_waits
-from asyncflow.runtime.observer import Observers
+from asyncflow.runtime.observer import Observers, RunObserver
 from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared, label_of
@@ -39,22 +39,18 @@ from asyncflow.runtime.session.session_options import SessionOptions, taking, wi
 from asyncflow.runtime.session.session_statistics import SessionStatistics, device_memory
 from asyncflow.runtime.session.state_access import StateAccess
 from asyncflow.runtime.trace import Trace
-from asyncflow.runtime.values.feeds import as_feeds
+from asyncflow.runtime.values.feeds import Feeds, as_feeds
 from asyncflow.state.containers import StateStore, entered_stores
 from asyncflow.state.held import holder_of
 from asyncflow.streams.holding import note_ask
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.program.kernels import Resolve
     from asyncflow.compiler.program.request import PlanRequest
-    from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.observer import RunObserver
-    from asyncflow.runtime.values.feeds import Feeds
     from asyncflow.values import Nest, Value
 
 _THREADS_END_S = 5.0

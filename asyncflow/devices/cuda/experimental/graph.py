@@ -14,7 +14,7 @@ and so is one whose capture fails, for whatever reason: it runs as it would with
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,15 +22,12 @@ import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
 from asyncflow.devices.values import is_plain
-from asyncflow.streams.cuda.stream import capturing
+from asyncflow.streams.cuda.stream import CudaStream, CupyPool, capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
-    from asyncflow.streams.cuda.stream import CudaStream, CupyPool
     from asyncflow.values import Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from asyncflow.devices.decisions import Ended, Loop, advance, decisions
-from asyncflow.devices.protocol import recording
+from asyncflow.devices.decisions import Decision, Ended, Loop, advance, decisions
+from asyncflow.devices.protocol import KernelInfo, Placed, Span, recording
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.arguments import Values
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.decisions import Decision
-    from asyncflow.devices.protocol import KernelInfo, Placed, Span
     from asyncflow.values import Kernel, Value
 
 Result = TypeVar("Result")

@@ -13,24 +13,20 @@ caller looks at its state, and launches it again with the values that it gave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError
-from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, Limits, Rehearsal
+from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, GatedPlace, Limits, Nodes, Rehearsal
 from asyncflow.devices.cuda.experimental.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
-from asyncflow.devices.decisions import Branch, Ended, Loop, advance, decisions
+from asyncflow.devices.decisions import Body, Branch, Condition, Decision, Ended, Loop, advance, decisions
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from asyncflow.devices.cuda.experimental.bindings import Bindings
-    from asyncflow.devices.cuda.experimental.conditional import GatedPlace, Nodes
     from asyncflow.devices.cuda.memory import CudaPool
-    from asyncflow.devices.decisions import Body, Condition, Decision
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
     from asyncflow.streams.cuda.stream import CudaStream

@@ -18,14 +18,12 @@ from asyncflow.devices.cuda.arguments import Values
 from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
 from asyncflow.devices.cuda.experimental.host_loop import HostDriver
 from asyncflow.devices.cuda.experimental.loop import DeviceLoop
-from asyncflow.devices.decisions import Loop
-from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.devices.decisions import Loop, LoopCode
+from asyncflow.devices.protocol import CoroutineKernel, KernelInfo, Placed, Span, recording
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.cuda.experimental.bindings import Bindings
-    from asyncflow.devices.decisions import LoopCode
-    from asyncflow.devices.protocol import KernelInfo, Placed, Span
     from asyncflow.values import Value
 
 

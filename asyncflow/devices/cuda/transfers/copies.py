@@ -22,8 +22,8 @@ from asyncflow.devices.captures import NotCapturableError
 from asyncflow.devices.cuda.memory import home_of
 from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, Landing
-from asyncflow.devices.values import as_scalar
-from asyncflow.streams.cuda.stream import active
+from asyncflow.devices.values import DType, as_scalar
+from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import Deliver, Placed
-    from asyncflow.devices.values import DType
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
-    from asyncflow.streams.cuda.stream import CudaEvent, CudaStream
     from asyncflow.values import Array
 
 

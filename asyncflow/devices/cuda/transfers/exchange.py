@@ -22,14 +22,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.values import CudaArray
-from asyncflow.streams.cuda.stream import active
+from asyncflow.streams.cuda.stream import CudaStream, active
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import Deliver
     from asyncflow.devices.values import DType
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
-    from asyncflow.streams.cuda.stream import CudaStream
     from asyncflow.values import Array, Value
 
 HOST_MEMORY = frozenset({1, 3})

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.cuda.transfers.pinned import PINNED_BYTES, PinnedSlab
+from asyncflow.devices.cuda.transfers.pinned import PINNED_BYTES, PinnedBuffer, PinnedSlab
 
 if TYPE_CHECKING:
-    from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer
     from asyncflow.streams.cuda.cupy_types import Cupy
 
 FIRST_BYTES = 16 << 20

@@ -24,25 +24,21 @@ import numpy as np
 
 from asyncflow.devices.cuda.memory import ALLOCATION_BYTES, Lease
 from asyncflow.devices.cuda.transfers.slabs import PinnedSlabs
-from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, Landing
 from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.presets import DEFAULT_HOST
-from asyncflow.devices.protocol import recording
+from asyncflow.devices.protocol import Placed, Shape, recording
 from asyncflow.devices.spill import SpillBlock, SpillFile
-from asyncflow.devices.swap import SavedHandle, SavedState, Space
+from asyncflow.devices.swap import Orders, SavedHandle, SavedState, Space
 from asyncflow.devices.swapping import Movable, SavedEntry, Swapping
 from asyncflow.streams.cpu.stream import ThreadStream
-from asyncflow.streams.cuda.stream import active
+from asyncflow.streams.cuda.stream import CudaEvent, active
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer
-    from asyncflow.devices.cuda.values import Landing
-    from asyncflow.devices.protocol import Placed, Shape
-    from asyncflow.devices.swap import Orders
     from asyncflow.devices.values import DType
     from asyncflow.streams.cuda.cupy_types import CupyArray
-    from asyncflow.streams.cuda.stream import CudaEvent
     from asyncflow.values import Value
 
 _NS_PER_BYTE = 1e9 / 20e9
