@@ -13,7 +13,6 @@ run again. The gradient comes to it last, so that what is kept can be away for l
 from __future__ import annotations
 
 from math import isqrt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +21,7 @@ from asyncflow.graph.dtypes import int64
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
-
-if TYPE_CHECKING:
-    from asyncflow.values import Kernel, Namespace, Value
+from asyncflow.values import Kernel, Namespace, Value
 
 
 def segment_of(number: int, length: int | None, kept: int = 0) -> tuple[int, int]:

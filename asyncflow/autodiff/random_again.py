@@ -6,7 +6,7 @@ are a value, the *key* of a firing: a few integers to keep in place of all that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,17 +14,13 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import KernelContext, define, derivative, derivative_of, find_op, not_differentiable
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 _WORD = 1 << 64
 

@@ -7,24 +7,19 @@ which saves that in turn.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_write
 from asyncflow.autodiff.stores import STORE, MovingLog, SavedValues, StoreLog, store_op
+from asyncflow.devices.swap import Moves
+from asyncflow.devices.swapping import Swapping
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, KernelContext, define, derivative, not_differentiable
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.devices.swap import Moves
-    from asyncflow.devices.swapping import Swapping
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Kernel, Namespace
-
+from asyncflow.values import Kernel, Namespace
 
 NEW_STORE = define(
     "saved_values",

@@ -7,26 +7,22 @@ is taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.stores import STORE, Grad, StoreGradient, store_op
 from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT, DType
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, inputs_from, not_differentiable
 from asyncflow.graph.shapes import Shape, format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, shape_of
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
+from asyncflow.devices.swap import Moves
 from asyncflow.devices.swapping import SavedEntry, Swapping
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import OPAQUE, HostInputs, Op, Traits, define
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
-
-if TYPE_CHECKING:
-    from asyncflow.devices.swap import Moves
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 STORE = Spec(VARIANT, ())
 """The spec of every store."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,9 +35,7 @@ from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.ops.elementwise import ADD, add, subtract
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.logic import greater
-
-if TYPE_CHECKING:
-    from asyncflow.state.variable import Variable
+from asyncflow.state.variable import Variable
 
 _COUNT = Spec(int64, ())
 

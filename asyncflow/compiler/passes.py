@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.compiler.batching.batch_loops import block_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from asyncflow.compiler.memory.plan_memory import PlannedLoop
-    from asyncflow.compiler.memory.saved import Saved
-    from asyncflow.compiler.placement.place import Placement
-    from asyncflow.compiler.plan import Partition
-    from asyncflow.compiler.program.kernels import Resolve
-    from asyncflow.compiler.program.request import PlanOptions, PlanRequest
-    from asyncflow.compiler.program.survey import Survey
-    from asyncflow.compiler.regions.loop_drivers import LoopDriver
-    from asyncflow.devices.protocol import Device
-    from asyncflow.devices.swapping import Swapping
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
+from asyncflow.compiler.memory.plan_memory import PlannedLoop
+from asyncflow.compiler.memory.saved import Saved
+from asyncflow.compiler.placement.place import Placement
+from asyncflow.compiler.plan import Partition
+from asyncflow.compiler.program.kernels import Resolve
+from asyncflow.compiler.program.request import PlanOptions, PlanRequest
+from asyncflow.compiler.program.survey import Survey
+from asyncflow.compiler.regions.loop_drivers import LoopDriver
+from asyncflow.devices.protocol import Device
+from asyncflow.devices.swapping import Swapping
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 
 
 @dataclass(slots=True)

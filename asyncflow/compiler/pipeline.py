@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial, wraps
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.batch_loops import batch_loops
 from asyncflow.compiler.dump import start_dump
@@ -38,6 +37,7 @@ from asyncflow.compiler.program.extract import extract
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.program.order_effects import order_effects
+from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.compiler.program.survey import survey
 from asyncflow.compiler.regions.device_loops import make_device_loops
 from asyncflow.compiler.regions.fuse import fuse_regions
@@ -45,14 +45,11 @@ from asyncflow.compiler.regions.join_regions import region_costs
 from asyncflow.compiler.regions.loop_drivers import find_loop_drivers
 from asyncflow.compiler.regions.regions import make_regions
 from asyncflow.foreign_names import close_names
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.verify import verify
 from asyncflow.semantics.report import warn_of_races
-
-if TYPE_CHECKING:
-    from asyncflow.compiler.program.request import PlanRequest
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
 
 
 def compile_plan(request: PlanRequest, context: Context) -> Plan:

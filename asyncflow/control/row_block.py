@@ -7,19 +7,16 @@ written twice, so views of them stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 import numpy as np
 
 from asyncflow.graph.dtypes import DType, dtype_name
 from asyncflow.graph.shapes import format_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.values import Array, Namespace
+from asyncflow.values import Array, Namespace
 
 
 @dataclass(frozen=True, slots=True, repr=False)

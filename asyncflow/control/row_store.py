@@ -6,7 +6,8 @@ here has an effect, so stores need no ordering of their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, Self
+from collections.abc import Hashable, Sequence
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -16,18 +17,14 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import READS_STORE, Memory, Traits, define
 from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.extents import static_value
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Kernel, Namespace
 
 _HANDLE = Spec(VARIANT, ())
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
 
+from asyncflow.devices.protocol import Device
 from asyncflow.devices.swap import Space
 from asyncflow.errors import PlacementError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.devices.protocol import Device
 
 ENTRY_POINTS = "asyncflow.devices"
 """The group of entry points that name kinds."""

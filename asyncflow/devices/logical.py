@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -16,14 +16,20 @@ from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
-from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Deliver, Device, KernelInfo, Span
+from asyncflow.devices.protocol import (
+    AsynchronousDevice,
+    Capabilities,
+    Deliver,
+    Device,
+    KernelInfo,
+    Placed,
+    Span,
+    Spans,
+)
+from asyncflow.devices.swapping import Swapping
 from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.streams.protocol import Stream
-
-if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Placed, Spans
-    from asyncflow.devices.swapping import Swapping
-    from asyncflow.values import Kernel, Value
+from asyncflow.values import Kernel, Value
 
 AnyStream = TypeVar("AnyStream", bound=Stream)
 

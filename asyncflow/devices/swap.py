@@ -42,18 +42,15 @@ import enum
 import itertools
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from threading import Lock
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
+from asyncflow.devices.protocol import Placed
 from asyncflow.devices.working_set import Account, Pace, WorkingSet
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from asyncflow.devices.protocol import Placed
 
 LEAST_BYTES = 64 << 10
 """Smaller values never move: a copy would cost more than the memory is worth."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from asyncio import AbstractEventLoop
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from copy import copy
 from functools import partial
 from math import inf
 from threading import Condition, Lock
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed
@@ -38,11 +39,7 @@ from asyncflow.devices.swap import (
 )
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import SessionClosedError
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 
 class RestingLog(Protocol):

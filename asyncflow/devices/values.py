@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Deliver, Placed, Shape
+from asyncflow.devices.protocol import Deliver, Placed, Shape
 
 DType: TypeAlias = "np.dtype[Any]"
 

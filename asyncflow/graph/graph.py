@@ -6,21 +6,19 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SourceLocation, user_location
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.frames import FramePath
 from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, levels
 from asyncflow.pickling import NotPickled
-
-if TYPE_CHECKING:
-    from asyncflow.graph.frames import FramePath
-    from asyncflow.graph.spec import Spec
 
 
 class Lock:

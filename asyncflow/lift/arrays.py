@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.control import tensor_array as ta
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.manipulation import moveaxis
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, no_row_rule, refuse_part, row_rule
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def _array(node: Node, rows: RowAxis, value: LiftedValue) -> Tensor:

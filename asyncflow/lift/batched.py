@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import starmap
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, ParamSpec, Self
+from typing import NamedTuple, NoReturn, ParamSpec, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -25,20 +25,18 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import add_control_input, as_tensor, graph_for, is_symbolic, placeholder, refuse_coroutines
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Effects, define, derivative
 from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.graph.shapes import Shape
+from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.lift.ragged import OpenExtent, RaggedRows
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.custom import install_batching
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Array, Kernel, Namespace, Nest, Value
+from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 P = ParamSpec("P")
 

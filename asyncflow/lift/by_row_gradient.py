@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.graph import Subgraph, current_graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, derivative_of, not_differentiable, why_not_differentiable
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import lift
@@ -13,11 +14,6 @@ from asyncflow.ops.rows.by_row import BY_ROW_DRAWN, BY_ROW_OPS, op_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.ops.shape import shape
 from asyncflow.ops.statistical import sum as sum_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 not_differentiable(BY_ROW_DRAWN, because="nothing flows back through random draws")
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, WhileNode
 from asyncflow.lift.parted import parted_at
 from asyncflow.ops.rows.rule import gives_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def results_with_rows(body: Subgraph, inputs: Sequence[bool]) -> list[bool]:

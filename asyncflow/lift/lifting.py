@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.errors import user_location
 from asyncflow.graph.build import as_tensor, identity
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.scopes import control_dependencies
@@ -32,11 +34,6 @@ from asyncflow.ops.rows.rule import (
     row_rule_of,
     why_no_row_rule,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 _RULES = (*_rules.__all__, arrays, reasons)
 

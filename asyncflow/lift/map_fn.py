@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import refuse_handles, result_tensor, user_function
@@ -15,6 +16,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, WhileNode
@@ -24,12 +26,7 @@ from asyncflow.lift.lifting import lift as lift_body
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.logic import less
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 _COUNTER = Spec(int64, ())
 _DERIVATIVES = by_row_gradient.__name__

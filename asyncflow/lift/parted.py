@@ -6,17 +6,13 @@ lifting what was lifted goes back to the branch or loop itself, over the rows of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import graph_for
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.rows.rule import LiftedValue, RowAxis
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,9 @@ same over its own values, so that it costs what the loop costs by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from asyncflow.control.body import join_captures
 from asyncflow.control.while_loop import install_pooling, while_loop
@@ -18,8 +19,10 @@ from asyncflow.graph.build import add_control_input, as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import define, derivative
 from asyncflow.graph.shapes import is_static
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import PooledNode
 from asyncflow.lift.batched import (
     NO_TEXT,
@@ -40,14 +43,7 @@ from asyncflow.ops.manipulation import concat
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.ops.utility import all as all_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Array, Kernel, Namespace, Value
-
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 STEPS = "steps_together"
 """The name of the loop inside that makes steps."""

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.batch import Batch
 from asyncflow.ops.manipulation import stack
 from asyncflow.ops.rows.rule import LiftedValue
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.ops.batch import Batch
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 _SIDE_BY_SIDE = -1
 """The axis of a packed result that members have parts of."""

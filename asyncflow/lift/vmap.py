@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.control.body import refuse_handles, result_tensor, user_function
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import in_rows, lift
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.manipulation import moveaxis
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 InAxes: TypeAlias = "int | Sequence[InAxes] | dict[str, InAxes] | None"
 """The axis along which rows stand, None for what is the same for all; or a nest of these as far as it goes."""

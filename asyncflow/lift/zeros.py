@@ -6,8 +6,10 @@ infinity counts as 0 here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
+from asyncflow.graph.ir import Node
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops.derivatives.shapes import zeros_of
 from asyncflow.ops.elementwise import ADD, MULTIPLY, NEGATIVE, SUBTRACT, TANH
@@ -17,11 +19,6 @@ from asyncflow.ops.manipulation import CONCAT, EXPAND_DIMS, RESHAPE, SQUEEZE
 from asyncflow.ops.nn import RELU
 from asyncflow.ops.rows.rule import LiftedValue
 from asyncflow.ops.statistical import SUM
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node
 
 _OF_ZEROS: Final = frozenset({CONCAT, EXPAND_DIMS, GETITEM, NEGATIVE, RELU, RESHAPE, SQUEEZE, SUM, TANH})
 """Ops that give zeros where all of their inputs are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import result_tensor, user_function
@@ -14,6 +14,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.nn.packing import Packing, extent_of, first_rows, packing, place_rows, reshaped, take_rows
@@ -21,12 +22,7 @@ from asyncflow.ops.elementwise import add
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.logic import less
 from asyncflow.ops.manipulation import concat
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 _COUNTER = Spec(int64, ())
 

@@ -39,13 +39,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
 from random import Random
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from asyncflow.ops.batch import Batch
+from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.shares import PATIENCE_S, PriorityShares
-
-if TYPE_CHECKING:
-    from asyncflow.ops.batch import Batch
-    from asyncflow.runtime.call_costs import CallCosts
 
 _EXPLORE = 32
 """One call in so many takes all that wait, whatever is known of that: what was slow once may not be any more."""

@@ -8,15 +8,12 @@ those of an earlier step are there for as long as somebody knows them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.errors import InternalError
 from asyncflow.runtime.pool import A, RowGroup
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array, Value
+from asyncflow.values import Array, Value
 
 _NEW = -1
 """The place of a row that is in no slab: its values are those that it has joined with."""

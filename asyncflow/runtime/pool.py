@@ -25,15 +25,13 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from asyncflow.errors import InternalError
 from asyncflow.runtime.shares import PriorityShares
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 _FIRST_ROWS = 4
 

@@ -33,13 +33,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from asyncflow.compiler.run_cost import RunCost
 from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError
 from asyncflow.runtime.shares import SHARE, PriorityShares, share_of
-
-if TYPE_CHECKING:
-    from asyncflow.compiler.run_cost import RunCost
 
 _LEAST_RETRY_S = 0.01
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from asyncflow.entered import Entered
-
-if TYPE_CHECKING:
-    from asyncflow.runtime.picks import PickLog
+from asyncflow.runtime.picks import PickLog
 
 LOOP: Final = "loop"
 """The op of a loop that ran as a whole, inside a region; one that is interpreted is its nodes."""

@@ -7,21 +7,18 @@ of each group, whatever its number, and finds the states of children by their ra
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.shapes import format_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
-
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Array
-    from asyncflow.vertex.shared import InputCounts
+from asyncflow.graph.spec import Spec
+from asyncflow.values import Array
+from asyncflow.vertex.shared import InputCounts
 
 _SAME_BYTES = 4096
 """States of children that are not there are compared byte by byte up to this size; larger ones are the same array, or

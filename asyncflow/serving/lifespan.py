@@ -10,15 +10,13 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from asyncflow.errors import brief
 from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_kind
-
-if TYPE_CHECKING:
-    from asyncflow.serving.responses import Application, Message, Receive, Send
+from asyncflow.serving.responses import Application, Message, Receive, Send
 
 Phase: TypeAlias = Literal["starting", "warming", "ready", "draining", "closed"]
 

@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self, TypeVar
+from typing import Final, Literal, NamedTuple, Self, TypeVar
 
+from asyncflow.runtime.observer import ObservedBatch, ObservedRun
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_count, check_kind
 from asyncflow.serving.responses import status_code
-
-if TYPE_CHECKING:
-    from asyncflow.runtime.observer import ObservedBatch, ObservedRun
 
 SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets of times."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from asyncflow.errors import ClientDisconnected, DeadlineExceeded, brief
 from asyncflow.runtime.options import as_seconds
-
-if TYPE_CHECKING:
-    from asyncflow.serving.responses import Receive
+from asyncflow.serving.responses import Receive
 
 Result = TypeVar("Result")
 

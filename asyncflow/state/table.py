@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, dtype_name, int64, string
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible, is_static
@@ -26,10 +26,7 @@ from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, temp
 from asyncflow.ops.random import drawing, seed_of_name
 from asyncflow.state.containers import check_resource_name
 from asyncflow.state.table_state import TableState
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Kernel, Namespace, Nest
+from asyncflow.values import Kernel, Namespace, Nest
 
 
 class Table(Resource):

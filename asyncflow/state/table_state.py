@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 from weakref import ref
 
 import numpy as np
 
 from asyncflow.errors import AsyncflowError, CheckpointError, GraphError, ShapeError
 from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape
-
-if TYPE_CHECKING:
-    from asyncflow.graph.resource import Resource
-    from asyncflow.graph.spec import Spec
-    from asyncflow.state.held import Holder
-    from asyncflow.values import Array
+from asyncflow.graph.spec import Spec
+from asyncflow.state.held import Holder
+from asyncflow.values import Array
 
 PAGE_BYTES = 1 << 16
 """What a write copies out for a capture at a time: some microseconds' worth."""

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
-if TYPE_CHECKING:
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")

@@ -6,16 +6,12 @@ kind. Without types this is the policy of activated sets.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from asyncflow.values import Array
 from asyncflow.vertex.breadth_first import breadth_first
+from asyncflow.vertex.edges import Edges
 from asyncflow.vertex.levels import steps
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array
-    from asyncflow.vertex.edges import Edges
 
 
 def agenda(edges: Edges) -> Array:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
+from asyncflow.control.row_store import RowStore
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, constant, is_symbolic
 from asyncflow.graph.dtypes import bool_, dtype_name, int64
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import NEW, Memory, Traits, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
@@ -25,15 +29,8 @@ from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import concat, expand_dims, reshape
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import size
+from asyncflow.values import Array, Kernel, Namespace, Nest
 from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction, VertexFunction
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.control.row_store import RowStore
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Nest
 
 
 class Children(Protocol):

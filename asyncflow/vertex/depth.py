@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from asyncflow.values import Array
+from asyncflow.vertex.edges import Edges
 from asyncflow.vertex.levels import jumps, parent_of_each, steps
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array
-    from asyncflow.vertex.edges import Edges
 
 
 def depth(edges: Edges) -> Array:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph.shapes import format_shape, is_compatible
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 _LAST_TYPE = 65535
 """Types number functions, of which there are few; counts of each type are kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Never
+from typing import Final, Never
 
 from asyncflow.autodiff.recompute import RECOMPUTED
 from asyncflow.control.body import result_tensor, user_function
@@ -13,6 +13,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, refuse_coroutines
 from asyncflow.graph.dtypes import bool_, dtype_name, float64
 from asyncflow.graph.graph import Graph, Subgraph, current_graph
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
@@ -21,11 +22,7 @@ from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import kind_of
 from asyncflow.ops.statistical import accumulator_dtype
 from asyncflow.state.variable import VARIABLE_READ
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
-
+from asyncflow.values import Nest
 
 REDUCTIONS: Final = ("sum", "mean", "max")
 REDUCE_CHILDREN = define(

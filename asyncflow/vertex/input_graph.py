@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, cast
+from typing import Protocol, TypeAlias, Union, cast
 
 import numpy as np
 
@@ -14,11 +14,9 @@ from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
+from asyncflow.values import Array
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.edges import integers, read_edges, roots
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array
 
 Ints: TypeAlias = Union["Array", Sequence[int]]
 """An array of integers, or a list of them."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from asyncflow.values import Array
-    from asyncflow.vertex.edges import Edges
+from asyncflow.values import Array
+from asyncflow.vertex.edges import Edges
 
 
 def parent_of_each(edges: Edges) -> Array | None:

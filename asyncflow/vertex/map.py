@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncflow.autodiff.row_gradients import append_of_known_size
 from asyncflow.control.case import switch_case
@@ -21,6 +21,7 @@ from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, identity
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import control_dependencies, name_scope
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
@@ -38,6 +39,7 @@ from asyncflow.ops.searching import nonzero, searchsorted
 from asyncflow.ops.shape import size
 from asyncflow.ops.statistical import cumulative_sum
 from asyncflow.ops.utility import all as all_of
+from asyncflow.values import Nest
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis, initial_state
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.input_graph import InputGraph
@@ -46,10 +48,6 @@ from asyncflow.vertex.schedule import BY_NUMBER, VertexSchedule, check_policy, s
 from asyncflow.vertex.shared import SharedSets, add_shared_sets
 from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
 
 
 class VertexResults(NamedTuple):

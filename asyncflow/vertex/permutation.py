@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import NEW, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import moving
 from asyncflow.ops.indexing import take
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def _permute_spec(x: Spec, places: Spec, inverse: Spec) -> Spec:

@@ -6,8 +6,9 @@ children that are missing. So the *rank* of a vertex, the number of its row, is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,16 +21,12 @@ from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.rows.rule import no_row_rule
 from asyncflow.ops.shape import shape
+from asyncflow.values import Array, Kernel, Namespace
 from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.depth import depth
 from asyncflow.vertex.edges import Edges, owners, read_edges, roots
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from asyncflow.values import Array, Kernel, Namespace
-    from asyncflow.vertex.input_graph import InputGraph
+from asyncflow.vertex.input_graph import InputGraph
 
 POLICIES: Final[dict[str, Callable[[Edges], Array]]] = {
     "breadth_first": breadth_first,

@@ -7,13 +7,15 @@ built as a graph of its own over vertices of any runs; who is computed next is u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import as_tensor, graph_for, identity, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import define, derivative
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import is_static
@@ -32,17 +34,12 @@ from asyncflow.lift.batched import (
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
 from asyncflow.ops.shape import shape
+from asyncflow.values import Array, Kernel, Namespace, Value
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
+from asyncflow.vertex.function import TracedFunction
 from asyncflow.vertex.input_graph import InputGraph
 from asyncflow.vertex.schedule import schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
-    from asyncflow.vertex.function import TracedFunction
-    from asyncflow.vertex.split import FunctionParts
+from asyncflow.vertex.split import FunctionParts
 
 
 class InputCounts(NamedTuple):

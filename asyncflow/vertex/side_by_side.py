@@ -7,22 +7,18 @@ in another order differs within rounding.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import reduce
-from typing import TYPE_CHECKING
 
+from asyncflow.graph.dtypes import DType
 from asyncflow.graph.graph import reopened
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.elementwise import ADD, add
 from asyncflow.ops.linalg import MATMUL, matmul
 from asyncflow.ops.manipulation import concat
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.vertex.function import TracedFunction
+from asyncflow.vertex.function import TracedFunction
 
 
 def join_products(traced: TracedFunction) -> None:

@@ -8,18 +8,14 @@ The rest is the *core*, which has to go set by set.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import size_of
 from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 @dataclass(frozen=True, slots=True)

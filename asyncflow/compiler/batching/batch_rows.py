@@ -8,8 +8,8 @@ may fail there: that runs in its own iteration as before, and the product waits 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.products_ahead import ENOUGH_ROWS, PRODUCT_AHEAD, PRODUCTS_AHEAD
 from asyncflow.compiler.program.counters import counters
@@ -18,19 +18,15 @@ from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_va
 from asyncflow.control.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory, Op
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.linalg import MATMUL
 from asyncflow.ops.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.structured import WhileNode
 
 FAST = frozenset({"float32", "float64", "complex64", "complex128"})
 """Dtypes that have a matrix product in BLAS."""

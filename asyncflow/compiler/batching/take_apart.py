@@ -9,30 +9,26 @@ The sum is added up in another order, so it is the same within rounding, as all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.batch_rows import Classes, classified, pays_ahead
 from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.graph.builtin import is_constant
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.derivatives.scatter import sliced_axis
 from asyncflow.ops.elementwise import ADD
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.keys import ELLIPSIS
 from asyncflow.ops.linalg import MATMUL
 from asyncflow.ops.manipulation import CONCAT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.structured import WhileNode
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def take_apart(loop: WhileNode) -> list[Node]:

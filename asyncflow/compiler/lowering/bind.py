@@ -5,38 +5,40 @@ The tables themselves are made in `layout`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.row_gradients import READ_ROWS, RowGradient
 from asyncflow.autodiff.saved_values import SAVE
 from asyncflow.compiler.lowering.layout import Layout
+from asyncflow.compiler.plan import Partition, PlanFrame
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
-from asyncflow.compiler.program.kernels import asks_for_memory, bind_kernel, bind_launch, bind_member, bind_region
+from asyncflow.compiler.program.kernels import (
+    Resolve,
+    asks_for_memory,
+    bind_kernel,
+    bind_launch,
+    bind_member,
+    bind_region,
+)
 from asyncflow.compiler.program.purity import nbytes
+from asyncflow.compiler.program.request import PlanOptions
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.device_loops import bind_device_loop
+from asyncflow.compiler.regions.region_code import RegionCode
+from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
+from asyncflow.devices.protocol import Device
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.graph.dtypes import VARIANT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from asyncflow.compiler.plan import Partition, PlanFrame
-    from asyncflow.compiler.program.kernels import Resolve
-    from asyncflow.compiler.program.request import PlanOptions
-    from asyncflow.compiler.regions.region_code import RegionCode
-    from asyncflow.compiler.regions.regions import Region
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.frames import FramePath
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Kernel, Namespace, Value
+from asyncflow.graph.frames import FramePath
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.values import Kernel, Namespace, Value
 
 _SPARE = 16
 """A region keeps buffers, to write to them again, for no more than this part of a limit."""

@@ -12,10 +12,10 @@ begins with, counts once. A kernel that runs again has a price in bytes: saving 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import combinations
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,16 +29,12 @@ from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
 from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.datatypes import ASTYPE
 from asyncflow.ops.elementwise import ADD
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
 
 KERNEL = 256
 """Price of a kernel that runs again, in bytes: so few are made and kept in the time that a call takes."""

@@ -6,23 +6,19 @@ that fuses, elementwise nodes that feed one another are one kernel, which reads 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncflow.compiler.memory.memory_choices import Work
 from asyncflow.compiler.memory.segments import trip_count
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.program.kernels import is_host_spec
 from asyncflow.compiler.program.purity import has_variants
+from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node, Tensor
 
 
 class LoopCosts:

@@ -7,18 +7,14 @@ was planned; or "always", from the first byte. Where nothing is said, `while_loo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from asyncflow.autodiff.checkpoints import SAVE_FIRST, SEGMENT_STORE
 from asyncflow.autodiff.saved_values import MOVING_STORE, NEW_STORE, SAVE
+from asyncflow.devices.swapping import Swapping
 from asyncflow.errors import LoopIdentity
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from asyncflow.devices.swapping import Swapping
-    from asyncflow.graph.graph import Graph
 
 
 def move_saved(graph: Graph, swapping: Mapping[str, Swapping], *, always: bool = False) -> None:

@@ -18,9 +18,10 @@ in a branch of another, or in two of them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
 from asyncflow.compiler.memory.loop_costs import LoopCosts, standing_bytes
@@ -28,18 +29,14 @@ from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Way, W
 from asyncflow.compiler.memory.segments import SegmentedLoop, loop_to_segment, trip_count
 from asyncflow.compiler.memory.store_paths import StorePaths, stores_of
 from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.protocol import Device
 from asyncflow.devices.swap import FULL
+from asyncflow.errors import SourceLocation
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.errors import SourceLocation
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
 
 _PRICES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """Nanoseconds of computing again that a byte held in all iterations is worth: one cut is tried for each."""

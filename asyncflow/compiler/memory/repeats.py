@@ -7,25 +7,22 @@ functions of users are never run twice; neither is what uses up a TensorArray.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.control.tensor_array import CONCAT, GATHER, READ, SCATTER, SPLIT, STACK, TENSOR_ARRAY, UNSTACK, WRITE
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, KernelContext, Memory, Op, find_op
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.state.variable import VARIABLE_READ
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Kernel, Namespace, Value
+from asyncflow.values import Kernel, Namespace, Value
 
 Owners = dict["Graph", StructuredNode]
 """The branch or loop that each body belongs to."""

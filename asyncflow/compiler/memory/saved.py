@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.checkpoints import CHECKPOINT
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.errors import SourceLocation
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, node_effects
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Memory
 from asyncflow.graph.shapes import size_of
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.variable import VARIABLE_READ
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from asyncflow.errors import SourceLocation
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)

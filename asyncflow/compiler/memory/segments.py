@@ -18,8 +18,8 @@ rewritten, so that the values of the inner ones are held for one segment), and l
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -47,17 +47,13 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Attrs, Node, Tensor
+from asyncflow.graph.op import Op
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 from asyncflow.ops.datatypes import ASTYPE
 from asyncflow.ops.elementwise import ADD, SUBTRACT
 from asyncflow.ops.logic import GREATER, LESS, LESS_EQUAL
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.op import Op
 
 _NUMBER = Spec(int64, ())
 

@@ -7,17 +7,14 @@ loop around it as a value of its own, and read in the body of that loop's gradie
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.autodiff.stores import STORE
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Node, Tensor
 
 
 @dataclass(frozen=True, slots=True)

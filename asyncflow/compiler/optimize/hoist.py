@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import VIEW
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.linalg import MATMUL, MATRIX_TRANSPOSE
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 _SMALL = 1024
 """Bytes of a value that may always be kept."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.graph.builtin import is_constant
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.elementwise import ADD, SUBTRACT
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.structured import WhileNode
 
 
 def counters(loop: WhileNode) -> list[tuple[int, int]]:

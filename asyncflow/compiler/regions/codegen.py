@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,22 +31,20 @@ from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, w
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
+from asyncflow.compiler.regions.regions import Region
 from asyncflow.compiler.regions.row_buffers import leading_inputs, rows_appended, rows_of
 from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.swapping import Swapping
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KernelContext
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
-
-if TYPE_CHECKING:
-    from asyncflow.compiler.regions.regions import Region
-    from asyncflow.devices.swapping import Swapping
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Kernel, Value
+from asyncflow.values import Kernel, Value
 
 _INFIX: dict[Callable[..., object], str] = {
     operator.add: "{} + {}",

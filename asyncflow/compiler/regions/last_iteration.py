@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import Final
 
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.graph import Subgraph, has_side_effect
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.ir import Node
+from asyncflow.graph.structured import WhileNode
 
 SILENT: Final = (CONSTANT, PARAMETER, NO_OP)
 """Ops that leave no line in the source."""

@@ -7,22 +7,19 @@ buffer that is kept from iteration to iteration. Else it makes memory of its own
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from asyncflow.autodiff.row_gradients import READ_ROWS
 from asyncflow.control.row_store import APPEND
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static, size_of
 from asyncflow.ops.linalg import MATMUL
 from asyncflow.ops.manipulation import CONCAT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel
+from asyncflow.values import Array, Kernel
 
 _LEAST_BYTES: Final = 64
 """Rows that are smaller are hardly worth looking at a shape."""

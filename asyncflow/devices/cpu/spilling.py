@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from asyncflow.devices.memory import MemoryAccount, owner_of
 from asyncflow.devices.spill import SpillBlock, SpillError, SpillFile
+from asyncflow.devices.swap import SavedHandle, Space
 from asyncflow.devices.swapping import Movable, Swapping
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.devices.swap import SavedHandle, Space
-    from asyncflow.devices.values import DType
-    from asyncflow.streams.cpu.stream import ThreadStream
-    from asyncflow.values import Array, Value
-
+from asyncflow.devices.values import DType
+from asyncflow.streams.cpu.stream import ThreadStream
+from asyncflow.values import Array, Value
 
 _NS_PER_BYTE = 1.0
 """Writing to a file, or reading, with a checksum, until it has been measured."""

@@ -7,19 +7,16 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import TYPE_CHECKING
 
 from asyncflow.devices.host import LAUNCHES, Host, HostThread, Launches
 from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec
 from asyncflow.devices.sim.links import CopyLane
+from asyncflow.devices.sim.values import SimArray, Storage
 from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
 from asyncflow.streams.sim.stream import HostClock, SimEvent, SimStream
-
-if TYPE_CHECKING:
-    from asyncflow.devices.sim.values import SimArray, Storage
-    from asyncflow.streams.virtual import VirtualClockLoop
-    from asyncflow.values import Array
+from asyncflow.streams.virtual import VirtualClockLoop
+from asyncflow.values import Array
 
 
 class SimMachine:

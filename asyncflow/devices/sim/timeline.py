@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from asyncflow.devices.host import Call
 from asyncflow.devices.logical import LaunchingDevice, LogicalDevice
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
 from asyncflow.devices.protocol import Capabilities, Span
+from asyncflow.devices.sim.machine import SimMachine
+from asyncflow.devices.sim.values import SimArray
 from asyncflow.devices.swapping import memory_sample
 from asyncflow.streams.sim.stream import SimEvent, SimStream
-
-if TYPE_CHECKING:
-    from asyncflow.devices.host import Call
-    from asyncflow.devices.sim.machine import SimMachine
-    from asyncflow.devices.sim.values import SimArray
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 _NS_PER_S = 1e9
 

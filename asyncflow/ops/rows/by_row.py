@@ -6,13 +6,14 @@ the numbers do not depend on what is computed beside it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from asyncflow.errors import in_row
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import (
     OPAQUE,
     Access,
@@ -31,12 +32,7 @@ from asyncflow.ops.cost import elements
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 @row_rule("row by row")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.graph.build import as_tensor
 from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.ops.manipulation import concat, permute_dims, reshape
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
 
 
 class FoldedRows:

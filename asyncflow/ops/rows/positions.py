@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.errors import in_row
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import VIEW, bound_kernel, define, not_differentiable
 from asyncflow.ops.cost import free
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 class RowPositions(np.ndarray):

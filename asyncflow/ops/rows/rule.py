@@ -9,23 +9,21 @@ rows; what depends on no row is computed once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
+from asyncflow.errors import SourceLocation
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import VIEW, Op, Rows, define, derivative
+from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.manipulation import expand_dims, permute_dims
 from asyncflow.ops.statistical import sum as sum_of
-
-if TYPE_CHECKING:
-    from asyncflow.errors import SourceLocation
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 class LiftedValue(NamedTuple):

@@ -22,14 +22,11 @@ the circle. If a claim in it has not begun, the one that waits for that claim go
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable
-
-    from asyncflow.runtime.run.run import Run
-    from asyncflow.streams.holding import RunPart
+from asyncflow.runtime.run.run import Run
+from asyncflow.streams.holding import RunPart
 
 
 @dataclass(slots=True, eq=False)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 
 class Channel:

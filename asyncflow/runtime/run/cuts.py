@@ -15,13 +15,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+from asyncflow.runtime.run.atomic import AtomicRuns
+from asyncflow.runtime.run.run import Run
 from asyncflow.streams.holding import RunPart, current_part, enclosing_parts
-
-if TYPE_CHECKING:
-    from asyncflow.runtime.run.atomic import AtomicRuns
-    from asyncflow.runtime.run.run import Run
 
 HOLD_S: Final = 0.001
 """How long others are held up at first, where the moment does not come by itself."""

@@ -14,12 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import OutOfMemoryError
-
-if TYPE_CHECKING:
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 
 @dataclass(slots=True, eq=False)

@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from asyncflow.compiler.plan import Plan
 from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
+from asyncflow.graph.ir import Tensor
+from asyncflow.lift.batched import BodyProgram
 from asyncflow.lift.pooled import STEPS, SharedLoop, install_pool_gatherer
 from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.run.placed_pools import PlacedSteps
+from asyncflow.runtime.run.run import Run
+from asyncflow.runtime.run.single_call import CountedCall
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.shares import PATIENCE_S
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import RunPart, current_part
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable, Sequence
-
-    from asyncflow.compiler.plan import Plan
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.lift.batched import BodyProgram
-    from asyncflow.runtime.run.run import Run
-    from asyncflow.runtime.run.single_call import CountedCall
-    from asyncflow.values import Array, Value
-
+from asyncflow.values import Array, Value
 
 _TURN_NS = BURST_NS
 """So long steps may take in one pass of the event loop, those of all pools together."""

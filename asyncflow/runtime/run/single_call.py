@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from contextvars import Context
 from math import inf
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
+from asyncflow.compiler.lowering.single_call import SingleCall
 from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.protocol import Device
 from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
 from asyncflow.runtime.scheduler.sliced_region import size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from asyncflow.compiler.lowering.single_call import SingleCall
-    from asyncflow.devices.protocol import Device
-    from asyncflow.values import Array, Value
+from asyncflow.values import Array, Value
 
 _MOST_ELEMENTS = 1 << 16
 """Beside a kernel on more of them, what the executor costs is nothing."""

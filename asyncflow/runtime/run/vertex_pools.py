@@ -8,22 +8,18 @@ the rows. A run waits in line, as for a pooled loop.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
+from asyncflow.compiler.plan import Plan
+from asyncflow.devices.memory import MemoryAccount
 from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import current_part
+from asyncflow.values import Array, Value
 from asyncflow.vertex.shared import SharedSets, install_set_gatherer
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
-
-    from asyncflow.compiler.plan import Plan
-    from asyncflow.devices.memory import MemoryAccount
-    from asyncflow.values import Array, Value
 
 _MANY = 4096
 """Graphs of more vertices are put in order by themselves, so that nobody waits for that."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
 from asyncflow.devices.swapping import SwapCopy, memory_sample
+from asyncflow.runtime.picks import PickLog
+from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
+from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
 from asyncflow.runtime.trace import LATE_COPY, LOOP, Firing, MemorySample, Trace, Transfer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
-    from asyncflow.runtime.picks import PickLog
-    from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 
 class _Launched(NamedTuple):

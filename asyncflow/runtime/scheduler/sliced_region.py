@@ -9,24 +9,21 @@ time, as measured, for which it held its thread without giving way, wherever tha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, NamedTuple
+from types import GeneratorType
+from typing import NamedTuple
 
+from asyncflow.compiler.plan import PlanNode
+from asyncflow.compiler.regions.region_code import Phase
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.protocol import Spans
 from asyncflow.devices.working_set import WorkingSet
+from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.state.waiting.lines import PlaceInLine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from types import GeneratorType
-
-    from asyncflow.compiler.plan import PlanNode
-    from asyncflow.compiler.regions.region_code import Phase
-    from asyncflow.devices.protocol import Spans
-    from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 _SLICE_NS = 200_000
 """How long a slice should take: short beside a turn, long beside looking at the clock."""

@@ -7,15 +7,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from asyncflow.checkpoint.checkpoints import Checkpoints, Restored
 from asyncflow.checkpoint.saver import as_path, as_step
-
-if TYPE_CHECKING:
-    from asyncflow.checkpoint.checkpoints import Checkpoints, Restored
-    from asyncflow.graph.resource import Resource
-    from asyncflow.runtime.run.runs import Runs
-    from asyncflow.values import Value
+from asyncflow.graph.resource import Resource
+from asyncflow.runtime.run.runs import Runs
+from asyncflow.values import Value
 
 
 class CheckpointedSession(ABC):

@@ -10,32 +10,29 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+from pathlib import Path
+from typing import Final, NamedTuple, TypedDict
 
 import numpy as np
 
+from asyncflow.compiler.program.kernels import Resolve
+from asyncflow.compiler.program.request import Fetch
 from asyncflow.errors import GraphError, ReplayError
 from asyncflow.graph import nest
 from asyncflow.graph.array_text import encode, python_values, read_array
 from asyncflow.graph.dtypes import as_dtype, dtype_name, string
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
 from asyncflow.runtime.picks import Pick, PickLog, checksum
+from asyncflow.runtime.session.calls import Call
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.variable_state import VariableState
 from asyncflow.streams.beside import call_beside
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from asyncflow.compiler.program.kernels import Resolve
-    from asyncflow.compiler.program.request import Fetch
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.resource import Resource
-    from asyncflow.runtime.session.calls import Call
-    from asyncflow.values import Array, Nest, Value
+from asyncflow.values import Array, Nest, Value
 
 _FORMAT: Final = "asyncflow record 1"
 

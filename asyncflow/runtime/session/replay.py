@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import AsyncflowError, GraphError, InternalError, ReplayError
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.parse import parse_graph
+from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.runtime.picks import PickGuide, checksum
 from asyncflow.runtime.session.record import Record, resources_by_label
@@ -14,13 +16,7 @@ from asyncflow.runtime.session.session import Session
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.variable import Variable
 from asyncflow.streams.beside import call_beside
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.resource import Resource
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 _STOPPED = ("CancelledError", "DeadlineExceeded", "SessionClosedError", "GeneratorExit", "KeyboardInterrupt")
 """What a run raises that was stopped from outside."""

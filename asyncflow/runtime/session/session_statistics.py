@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.run.batches import BatchStatistics
+from asyncflow.devices.protocol import Device
+from asyncflow.runtime.run.batches import BatchStatistics
 
 
 class DeviceMemory(NamedTuple):

@@ -13,7 +13,7 @@ from asyncflow.devices.cuda.transfers.exchange import ForeignArray
 from asyncflow.devices.memory import owner_of
 from asyncflow.errors import DeviceLostError, FeedError, GraphError, told
 from asyncflow.graph.build import as_array, is_masked
-from asyncflow.graph.dtypes import VARIANT, dtype_name
+from asyncflow.graph.dtypes import VARIANT, DType, dtype_name
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
@@ -28,15 +28,13 @@ from asyncflow.runtime.values.foreign_feeds import (
 )
 from asyncflow.state.immutable import LARGE_BYTES, is_immutable
 from asyncflow.streams.beside import call_beside
+from asyncflow.values import Array, Value
 from asyncflow.vertex.input_graph import InputGraph
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.protocol import Device
 
-if TYPE_CHECKING:
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.values import Array, Value
 
 Feeds: TypeAlias = Mapping[Any, Any]
 """Values by the tensors, or their names, that they stand in for. Any: the keys of a mapping are of one type alone."""
