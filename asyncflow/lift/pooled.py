@@ -38,7 +38,6 @@ from asyncflow.lift.batched import (
 from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.ops.batch import Pool
 from asyncflow.ops.indexing import take
-from asyncflow.ops.logic import logical_and
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
 from asyncflow.ops.shape import shape
@@ -65,7 +64,7 @@ class SharedLoop(SharedCode):
         check: from all inputs to whether each activation goes on.
         steps: from the most steps to make, flags for as many activations, and all inputs, to the next loop variables,
             flags of activations that go on, and how many steps were made.
-        alone: the same of one activation.
+        alone: the same of one activation, from the most steps and its inputs; it may not go on at all.
     """
 
     why_no_text = NO_TEXT.format("a loop with a pool")
@@ -95,7 +94,7 @@ class SharedLoop(SharedCode):
 
     def programs(self) -> tuple[BodyProgram, ...]:
         """See the class."""
-        return self.check, self.steps, self.alone
+        return self.check, self.steps, *([self.alone] if self.is_repeatable else ())
 
     @cached_property
     def alone(self) -> BodyProgram:
@@ -177,8 +176,12 @@ class SharedLoop(SharedCode):
         with Graph() as graph:
             given = self._given(is_one=is_one)
             inputs = tuple(value.tensor for value in given.values())
-            most, flags = placeholder("int64", ()), placeholder("bool", () if is_one else (None,))
+            most = placeholder("int64", ())
             count = 1 if is_one else shape(inputs[0])[0]
+            if is_one:
+                (flags,) = self._values(self._condition, given, count, is_one=True, label=f"{self.label}/again")
+            else:
+                flags = placeholder("bool", (None,))
 
             def step(made: Tensor, _: Tensor, __: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
                 inside = {**given, **{k: LiftedValue(x, not is_one) for k, x in enumerate(values)}}
@@ -188,12 +191,13 @@ class SharedLoop(SharedCode):
                 return made + 1, (again if is_one else all_of(again)), again, *following
 
             made, _, again, *last = while_loop(
-                lambda made, all_go_on, *_: logical_and(made < most, all_go_on),
+                lambda made, all_go_on, *_: (made < most) & all_go_on,
                 step,
-                (as_tensor(0), as_tensor(True), flags, *inputs[: self.n_vars]),
+                (as_tensor(0), flags if is_one else as_tensor(True), flags, *inputs[: self.n_vars]),
                 name=STEPS,
             )
-        return BodyProgram(graph, (most, flags, *inputs), (*last, again, made), self.states)
+        feeds = (most, *inputs) if is_one else (most, flags, *inputs)
+        return BodyProgram(graph, feeds, (*last, again, made), self.states)
 
     def _values(
         self, part: Subgraph, given: Mapping[int, LiftedValue], count: int | Tensor, *, is_one: bool, label: str = ""

@@ -16,6 +16,7 @@ event                    what happens
                          large as those of another group join that
 `give_up`                nobody wants an activation any more: it leaves with the next `drop`, without results
 `park`                   a row leaves with all its values, and waits to `join` again
+`single_out`             the only one there is needs no row: its values stay its inputs until others wait, too
 ======================== =============================================================================================
 """
 
@@ -192,6 +193,8 @@ class PoolRows(Generic[A]):
         """How many there have been."""
         self.group_type: type[RowGroup[A]] = RowGroup
         """Where rows stand."""
+        self.alone: A | None = None
+        """Who was singled out."""
         # By priority, who is due first in front; there are no empty ones.
         self._waiting: dict[int, list[tuple[float, int, A]]] = {}
         self._shares = PriorityShares()
@@ -203,10 +206,12 @@ class PoolRows(Generic[A]):
     @property
     def is_empty(self) -> bool:
         """Whether nobody is there."""
-        return not (self.live or self._waiting)
+        return not (self.live or self._waiting or self.alone is not None)
 
     def everybody(self) -> Iterator[A]:
         """Rows, and those that wait."""
+        if self.alone is not None:
+            yield self.alone
         for group in self.groups.values():
             yield from group.rows
         for line in self._waiting.values():
@@ -222,20 +227,28 @@ class PoolRows(Generic[A]):
         """Nobody wants its results any more."""
         activation.is_gone = self._has_gone = True
 
+    def single_out(self) -> A | None:
+        """The only one there is, who then is no row, nor waits; None if there are several."""
+        if self.alone is None and self.live + len(self._waiting) == 1:
+            for group in self.groups.values():
+                self.join(self.park(group, 0))
+            (line,) = self._waiting.values()
+            if len(line) == 1 and not (activation := self._next()).is_gone:
+                activation.since += self.steps
+                self.alone = activation
+        return None if self._waiting else self.alone
+
     def admit(self) -> list[tuple[RowGroup[A], int]]:
         """Groups with rows that are new and not known to go on, and the first of these."""
         fresh: dict[Hashable, list[A]] = {}
+        if self.alone is not None:
+            self._seat(self.alone, fresh)
+            self.alone = None
         while self._waiting and self.live < self._capacity:
             activation = self._next()
-            if activation.is_gone:
-                continue
-            self.live += 1
-            key: Hashable = tuple([getattr(activation.inputs[place], "shape", ()) for place in self._own])
-            activation.since += self.steps
-            if activation.is_checked:
-                self._group(key).add(activation, activation.inputs)
-            else:
-                fresh.setdefault(key, []).append(activation)
+            if not activation.is_gone:
+                activation.since += self.steps
+                self._seat(activation, fresh)
         found = []
         for key, activations in fresh.items():
             group = self._group(key)
@@ -244,6 +257,15 @@ class PoolRows(Generic[A]):
                 activation.is_checked = True
                 group.add(activation, activation.inputs)
         return found
+
+    def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
+        """Makes one a row, now or with those of its shapes that are not known to go on."""
+        self.live += 1
+        key: Hashable = tuple([getattr(activation.inputs[place], "shape", ()) for place in self._own])
+        if activation.is_checked:
+            self._group(key).add(activation, activation.inputs)
+        else:
+            fresh.setdefault(key, []).append(activation)
 
     def _next(self) -> A:
         """Takes out who becomes a row."""
@@ -284,6 +306,15 @@ class PoolRows(Generic[A]):
             self._regroup(group)
         return ended
 
+    def advance_alone(self, following: Sequence[Array], *, goes_on: bool, steps: int) -> None:
+        """Takes the variables of the one who was singled out after so many steps; it leaves if it does not go on."""
+        assert self.alone is not None
+        self.steps += steps
+        self.alone.inputs = [*following, *self.alone.inputs[self._n_vars :]]
+        self.alone.is_checked = True
+        if not goes_on:
+            self.alone = None
+
     def drop(self) -> None:
         """Has rows leave that nobody wants any more."""
         if self._has_gone:
@@ -292,12 +323,16 @@ class PoolRows(Generic[A]):
 
     def remove_where(self, leaves: Callable[[A], bool]) -> list[A]:
         """Has rows leave without results, and gives them."""
-        return [
+        removed = [
             self.remove(group, row)
             for group in list(self.groups.values())
             for row in reversed(range(len(group.rows)))
             if leaves(group.rows[row])
         ]
+        if self.alone is not None and leaves(self.alone):
+            removed.append(self.alone)
+            self.alone = None
+        return removed
 
     def park(self, group: RowGroup[A], row: int) -> A:
         """A row leaves with all its values."""

@@ -50,6 +50,21 @@ def check(pool: PoolRows[Counting]) -> Ended:
     return ended
 
 
+def step_alone(pool: PoolRows[Counting], steps: int) -> Ended:
+    """The only one there is makes a few steps, as long as it goes on; nothing if there are several."""
+    alone = pool.single_out()
+    if alone is None:
+        return []
+    value, (name, _), limit, by = alone.inputs
+    assert name == alone.name
+    made = 0
+    while value < limit and made < steps:
+        value, made = value + by, made + 1
+    following = [np.asarray(value), np.array([name, value])]
+    pool.advance_alone(following, goes_on=bool(value < limit), steps=made)
+    return [] if value < limit else [(alone, following)]
+
+
 def step_of(group: RowGroup[Counting]) -> tuple[list[Array], Array]:
     """What a step computes, of copies: rows may change while it is under way."""
     value, pair, limit, by = (np.array(x) for x in group.inputs(0, len(group.rows)))
@@ -82,7 +97,10 @@ def test_every_activation_gets_its_own(seed: int) -> None:
             pool.give_up(left)
             gone.add(left.name)
         pool.drop()
-        take(check(pool))
+        if random.random() < 0.7:
+            take(step_alone(pool, random.randint(1, 3)))
+        if pool.alone is None or random.random() < 0.2:
+            take(check(pool))
         for group in list(pool.groups.values()):
             if random.random() < 0.1:
                 pool.join(pool.park(group, random.randrange(len(group.rows))))
@@ -108,7 +126,8 @@ class _State(NamedTuple):
         ]
         waiting = [each.name for line in self.pool._waiting.values() for *_, each in line]
         gone = [each.name for each in self.members if each.is_gone]
-        return str((rows, waiting, gone, sorted(self.outcome.items()), self.step is None))
+        alone = [(each.name, int(each.inputs[0])) for each in (self.pool.alone,) if each is not None]
+        return str((rows, waiting, gone, alone, sorted(self.outcome.items()), self.step is None))
 
 
 def _end(state: _State, ended: Ended) -> None:
@@ -129,6 +148,7 @@ def _events(state: _State) -> Iterator[tuple[str, int]]:
         yield from (("fails", each.name) for each in rows_of(state.pool))
     elif not state.pool.is_empty:
         yield "pass", 0
+        yield "pass, or alone", 0
 
 
 def _after(state: _State, event: str, name: int) -> _State:
@@ -140,8 +160,12 @@ def _after(state: _State, event: str, name: int) -> _State:
     elif event == "cancel":  # by whoever waits, or by a deadline
         pool.give_up(members[name])
         outcome[name] = "gone"
-    elif event == "pass":
+    elif event in ("pass", "pass, or alone"):
         pool.drop()
+        if event != "pass":
+            _end(state, step_alone(pool, 1))
+            if pool.alone is not None or pool.is_empty:
+                return state
         _end(state, check(pool))
         for group in pool.groups.values():
             return state._replace(step=step_of(group))
@@ -170,6 +194,7 @@ def test_every_order_of_what_may_happen_to_four() -> None:
     while pending:
         state = pending.pop()
         assert state.pool.live == len(rows_of(state.pool)) <= 2
+        assert state.pool.alone is None or not state.pool.live
         followers = [_after(state, *event) for event in _events(state)]
         if not followers:
             ends += 1
@@ -182,6 +207,33 @@ def test_every_order_of_what_may_happen_to_four() -> None:
                 pending.append(each)
     assert ends > 10
     assert len(seen) > 1_000
+
+
+def test_the_only_one_is_no_row() -> None:
+    """Its steps count all the same, and it is one again, with its values, as soon as somebody else is there."""
+    pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS, is_watched=True)
+    first, second = (Counting(name, 0, 9, np.array(1)) for name in range(2))
+    pool.join(first)
+    assert pool.single_out() is pool.single_out() is first
+    assert pool.live == 0
+    pool.advance_alone([np.array(4), np.array([0, 4])], goes_on=True, steps=4)
+    pool.join(second)
+    assert pool.single_out() is None
+    assert list(pool.everybody()) == [first, second]
+    assert check(pool) == []
+    assert pool.alone is None
+    (group,) = pool.groups.values()
+    values = {each.name: int(value) for each, value in zip(group.rows, group.inputs(0, 2)[0], strict=True)}
+    assert values == {0: 4, 1: 0}
+    assert [pool.steps - each.since for each in (first, second)] == [4, 0]
+    pool.give_up(second)
+    pool.drop()
+    assert pool.single_out() is first
+    assert first.inputs[0] == 4
+    assert pool.steps - first.since == 4
+    pool.give_up(first)
+    pool.drop()
+    assert pool.is_empty
 
 
 def test_the_order_in_which_those_that_wait_are_rows() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
@@ -36,8 +37,6 @@ from asyncflow.values import Array, Value
 
 _TURN_NS = BURST_NS
 """So long steps may take in one pass of the event loop, those of all pools together."""
-
-_TRUE = np.True_
 
 _STEPS = re.compile(rf"{STEPS}/\d+/?")
 """Begins the tag of what fails in a step."""
@@ -86,22 +85,30 @@ class _Steps:
             return 0
         return int(time_ns / max(expected_ns, 1.0))
 
-    def call(self, values: list[Array], size: int, most: int) -> list[Array]:
+    def call(self, given: list[Array], size: int, most: int) -> list[Array]:
         """Next variables, who goes on, and how many steps were made, here and now."""
         assert self._call is not None
-        return self._rows_of(self._call([most, *self._given(values)], size))
+        return self._call([most, *given], size)
+
+    async def run(self, given: list[Array]) -> list[Array]:
+        """The same of one step, wherever that is."""
+        return await self._runs.run_batch(self._plan, [np.array(1), *given])
+
+    def call_rows(self, values: list[Array], size: int, most: int) -> list[Array]:
+        """As `call`, of the values of rows."""
+        return self._rows_of(self.call(self._given(values), size, most))
+
+    async def run_rows(self, values: list[Array]) -> list[Array]:
+        """As `run`, likewise."""
+        return self._rows_of(await self.run(self._given(values)))
 
     def _given(self, values: list[Array]) -> list[Array]:
         if self.is_one:  # a store may keep what it is given
-            return [_TRUE, *(value[0] if value.ndim == 1 else value[0].copy() for value in values)]
+            return [value[0] if value.ndim == 1 else value[0].copy() for value in values]
         count = len(values[0])
         if len(self._flags) < count:
             self._flags = np.ones(2 * count, bool)
         return [self._flags[:count], *values]
-
-    async def run(self, values: list[Array]) -> list[Array]:
-        """The same of one step, wherever that is."""
-        return self._rows_of(await self._runs.run_batch(self._plan, [np.array(1), *self._given(values)]))
 
     def _rows_of(self, found: list[Array]) -> list[Array]:
         return [*map(_one_row, found[:-1]), found[-1]] if self.is_one else found
@@ -120,7 +127,8 @@ class _Code(NamedTuple):
 
     check: Plan
     many: _Steps
-    one: _Steps
+    one: _Steps | None
+    """None where a step, or a predicate, is not to be computed again."""
     is_placed: bool
     """Its rows stand in the memory of a device."""
 
@@ -226,16 +234,19 @@ class LoopPool(TellingState):
             while True:
                 before = rows.live
                 rows.drop()
-                for group, first in rows.admit():
+                alone = rows.single_out() if code.one is not None and self._may_be_alone() else None
+                for group, first in () if alone is not None else rows.admit():
                     await self._check(code.check, group, first)
                 if rows.steps >= self._next_limit:
                     await self._end_endless()
+                if code.one is not None and rows.alone is not None:
+                    await self._step_alone(code.one, rows.alone)
                 end = turn.now() + _TURN_NS
                 for group in list(rows.groups.values()):
                     if turn.now() > end:  # each of many groups may step for a turn
                         await asyncio.sleep(0)
                         end = turn.now() + _TURN_NS
-                    steps = code.one if len(group.rows) == 1 else code.many
+                    steps = code.one if len(group.rows) == 1 and code.one is not None else code.many
                     if not group.rows:
                         continue
                     if isinstance(group, PlacedRows):
@@ -259,6 +270,10 @@ class LoopPool(TellingState):
             self._end(list(rows.everybody()), failure)
             del failure
 
+    def _may_be_alone(self) -> bool:
+        """Whether values may stand outside of slabs."""
+        return self.rows.group_type is RowGroup and not self._has_streams
+
     async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
         """Has those leave that have joined a group and do not go on at all."""
         end = len(group.rows)
@@ -277,7 +292,8 @@ class LoopPool(TellingState):
         elif rows.live < self.shared.pool.capacity:  # or else nobody can join before one leaves, which ends the call
             most = min(4 ** (self._calm + 2 * steps.is_one), most)
         try:
-            found = steps.call(group.inputs(0, len(group.rows)), size, int(min(most, self._next_limit - rows.steps)))
+            most = int(min(most, self._next_limit - rows.steps))
+            found = steps.call_rows(group.inputs(0, len(group.rows)), size, most)
         except Exception as error:
             if self.shared.is_repeatable:
                 return False  # whose fault it was is found step by step
@@ -289,11 +305,32 @@ class LoopPool(TellingState):
     async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, wherever that is."""
         count = len(group.rows)
-        found = await self._halved(group, 0, count, steps.run)
+        found = await self._halved(group, 0, count, steps.run_rows)
         if found is None:
             self.rows.settle(group, 0, np.zeros(count, bool))
         else:
             self._advance(group, found)
+
+    async def _step_alone(self, steps: _Steps, activation: PooledActivation) -> None:
+        """Steps the only one, often or, where that takes too long for the event loop, or fails, once."""
+        rows, values = self.rows, list(activation.inputs)
+        has_rows = self.shared.has_rows
+        size = sum([getattr(value, "size", 1) for value, own in zip(values, has_rows, strict=True) if own])
+        most = min(4 ** (self._calm + 2), steps.most(size, _TURN_NS / self._pools.count))
+        try:
+            found = None
+            if most:
+                with suppress(Exception):  # which step it was is found one by one
+                    found = steps.call(values, size, int(min(most, self._next_limit - rows.steps)))
+            *following, goes_on, made = await steps.run(values) if found is None else found
+        except Exception as error:
+            rows.remove_where(lambda each: each is activation)
+            self._end([activation], error)
+            return
+        self.count(1, int(made))
+        rows.advance_alone(following, goes_on=bool(goes_on), steps=int(made))
+        if not goes_on:
+            self.tell(activation, following)
 
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
@@ -450,9 +487,10 @@ class Pools:
         """The compiled form of a loop."""
         code = self._code.get(shared)
         if code is None:
-            check, many, one = [await self.batches.plan_of(each) for each in (shared.check, shared.steps, shared.alone)]
+            check, many, *one = [await self.batches.plan_of(program) for program in shared.programs()]
             is_placed = shared.is_static and self.runs.has_own_memory(many)
-            code = _Code(check, _Steps(self.runs, many, is_one=False), _Steps(self.runs, one, is_one=True), is_placed)
+            alone = _Steps(self.runs, one[0], is_one=True) if one else None
+            code = _Code(check, _Steps(self.runs, many, is_one=False), alone, is_placed)
             self._code[shared] = code
         return code
 
