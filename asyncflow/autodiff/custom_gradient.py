@@ -201,10 +201,7 @@ def _variables_in(node: Node) -> Iterable[Variable]:
 
 
 def differentiate_custom(
-    node: Node,
-    grads: Sequence[Tensor | None],
-    connected: Collection[Tensor],
-    variables: Mapping[int, Variable],
+    node: Node, grads: Sequence[Tensor | None], connected: Collection[Tensor], variables: Mapping[int, Variable]
 ) -> Sequence[Tensor | None]:
     """Gives what reaches each input of the node, in the current graph.
 

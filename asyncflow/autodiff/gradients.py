@@ -32,11 +32,7 @@ _RULES = (_rules, _row_rules, _rules_of_rows)
 
 
 def gradients(
-    ys: Nest,
-    xs: Nest,
-    grad_ys: Nest = None,
-    stop_gradients: Nest = (),
-    unconnected: Literal["none", "zero"] = "none",
+    ys: Nest, xs: Nest, grad_ys: Nest = None, stop_gradients: Nest = (), unconnected: Literal["none", "zero"] = "none"
 ) -> Nest:
     """The derivatives of the sum of all elements of `ys` with respect to each of `xs` (EuroSys '18 §5).
 

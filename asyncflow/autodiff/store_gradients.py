@@ -136,12 +136,7 @@ ELEMENT_GRADIENT = define(
 STACKED_GRADIENTS = store_op("stacked_gradients", lambda grad, *indices: STORE, _stacked, host_inputs=inputs_from(1))
 ROWS_GRADIENT = define("rows_gradient", _rows_spec, _rows_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 JOINED_GRADIENTS = define(
-    "joined_gradients",
-    lambda grad, lengths, axis: STORE,
-    _joined_kernel,
-    flops=free,
-    host_inputs=(1,),
-    traits=OPAQUE,
+    "joined_gradients", lambda grad, lengths, axis: STORE, _joined_kernel, flops=free, host_inputs=(1,), traits=OPAQUE
 )
 """Gradients of the pieces of which a value is made along an axis: 0, but where others stand in front of it."""
 PIECES_GRADIENT = define("pieces_gradient", _pieces_spec, _pieces_kernel, host_inputs=inputs_from(1), traits=OPAQUE)

@@ -102,11 +102,7 @@ def case(
 
 
 def switch_case(
-    index: TensorLike,
-    branches: Sequence[Branch],
-    default: Branch | None = None,
-    *,
-    name: str | None = None,
+    index: TensorLike, branches: Sequence[Branch], default: Branch | None = None, *, name: str | None = None
 ) -> Nest:
     """The results of ``branches[index]``; only that branch's nodes run.
 

@@ -46,11 +46,7 @@ def cond(
 
 
 def cond(
-    pred: TensorLike,
-    true_fn: Callable[[], Nest],
-    false_fn: Callable[[], Nest],
-    *,
-    name: str | None = None,
+    pred: TensorLike, true_fn: Callable[[], Nest], false_fn: Callable[[], Nest], *, name: str | None = None
 ) -> Nest:
     """The results of `true_fn` if `pred` holds, else those of `false_fn`; only that branch's nodes run.
 

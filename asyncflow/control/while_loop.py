@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 
 def _infer(
-    *inputs: Spec,
-    cond: Subgraph,
-    body: Subgraph,
-    n_vars: int,
-    parallel_iterations: int,
-    swap_memory: bool,
+    *inputs: Spec, cond: Subgraph, body: Subgraph, n_vars: int, parallel_iterations: int, swap_memory: bool
 ) -> tuple[Spec, ...]:
     check_parallel_iterations(parallel_iterations)
     check_predicate(cond.results[0].spec)
@@ -277,10 +272,7 @@ class _Variables:
 
 
 def _bounded(
-    cond: Callable[..., TensorLike],
-    body: Callable[..., Nest],
-    variables: _Variables,
-    maximum: TensorLike,
+    cond: Callable[..., TensorLike], body: Callable[..., Nest], variables: _Variables, maximum: TensorLike
 ) -> tuple[Callable[..., TensorLike], Callable[..., Nest], _Variables]:
     """The same loop with an iteration counter in front of its variables."""
     limit = as_tensor(maximum)

@@ -389,12 +389,7 @@ def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[
 
 
 def asarray(
-    obj: TensorLike,
-    /,
-    *,
-    dtype: DTypeLike | None = None,
-    device: str | None = None,
-    copy: bool | None = None,
+    obj: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None, copy: bool | None = None
 ) -> Tensor:
     """`obj` as a tensor, converted to `dtype` if given.
 

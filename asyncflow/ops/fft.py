@@ -232,12 +232,7 @@ def _complex_axes(
 
 
 def fftn(
-    x: TensorLike,
-    /,
-    *,
-    s: Sequence[int] | None = None,
-    axes: Sequence[int] | None = None,
-    norm: Norm = "backward",
+    x: TensorLike, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: Norm = "backward"
 ) -> Tensor:
     """`fft` along several axes.
 
@@ -251,24 +246,14 @@ def fftn(
 
 
 def ifftn(
-    x: TensorLike,
-    /,
-    *,
-    s: Sequence[int] | None = None,
-    axes: Sequence[int] | None = None,
-    norm: Norm = "backward",
+    x: TensorLike, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: Norm = "backward"
 ) -> Tensor:
     """The inverse of `fftn`; arguments as there."""
     return _complex_axes(ifft, x, s, axes, norm)
 
 
 def rfftn(
-    x: TensorLike,
-    /,
-    *,
-    s: Sequence[int] | None = None,
-    axes: Sequence[int] | None = None,
-    norm: Norm = "backward",
+    x: TensorLike, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: Norm = "backward"
 ) -> Tensor:
     """`fftn` of real floats: `rfft` along the last of the axes, `fft` along the others.
 
@@ -288,12 +273,7 @@ def rfftn(
 
 
 def irfftn(
-    x: TensorLike,
-    /,
-    *,
-    s: Sequence[int] | None = None,
-    axes: Sequence[int] | None = None,
-    norm: Norm = "backward",
+    x: TensorLike, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: Norm = "backward"
 ) -> Tensor:
     """The inverse of `rfftn`: `ifft` along all axes but the last, and `irfft` along that.
 

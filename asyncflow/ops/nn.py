@@ -49,10 +49,7 @@ def _float_spec(x: Spec) -> Spec:
 
 
 def activation(
-    name: str,
-    function: Callable[[Namespace, Array], Value],
-    flops: float,
-    cuda: Callable[[UfuncLoop, str], str],
+    name: str, function: Callable[[Namespace, Array], Value], flops: float, cuda: Callable[[UfuncLoop, str], str]
 ) -> Op:
     """Defines an op of floats that goes element by element.
 

@@ -51,13 +51,7 @@ def inner_key(widths: Widths) -> tuple[slice, ...]:
     return tuple(slice(before, -after if after else None) for before, after in widths)
 
 
-def pad(
-    x: TensorLike,
-    widths: int | Sequence[int | Sequence[int]],
-    /,
-    *,
-    value: TensorLike | None = None,
-) -> Tensor:
+def pad(x: TensorLike, widths: int | Sequence[int | Sequence[int]], /, *, value: TensorLike | None = None) -> Tensor:
     """`x` with more elements before and behind its own along each axis.
 
     Args:

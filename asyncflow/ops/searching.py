@@ -142,12 +142,7 @@ SEARCHSORTED = define("searchsorted", _searchsorted_spec, _searchsorted_kernel, 
 
 
 def searchsorted(
-    x1: TensorLike,
-    x2: TensorLike,
-    /,
-    *,
-    side: Literal["left", "right"] = "left",
-    sorter: TensorLike | None = None,
+    x1: TensorLike, x2: TensorLike, /, *, side: Literal["left", "right"] = "left", sorter: TensorLike | None = None
 ) -> Tensor:
     """Position in the sorted vector `x1` at which to insert each element of `x2`: int64, in the shape of `x2`.
 

@@ -281,10 +281,5 @@ def _moment(op: Op, x: TensorLike, axis: Axes, correction: float, keepdims: bool
         raise GraphError(message) from None
     tensor = as_tensor(x)
     return apply(
-        op,
-        tensor,
-        axis=as_axes(axis),
-        correction=correction,
-        keepdims=bool(keepdims),
-        dtype=_mean_dtype(tensor.dtype),
+        op, tensor, axis=as_axes(axis), correction=correction, keepdims=bool(keepdims), dtype=_mean_dtype(tensor.dtype)
     )[0]

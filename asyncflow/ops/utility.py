@@ -67,13 +67,7 @@ DIFF = define("diff", _diff_spec, _diff_kernel, rows="axis", traits=KERNELS)
 
 
 def diff(
-    x: TensorLike,
-    /,
-    *,
-    axis: int = -1,
-    n: int = 1,
-    prepend: TensorLike | None = None,
-    append: TensorLike | None = None,
+    x: TensorLike, /, *, axis: int = -1, n: int = 1, prepend: TensorLike | None = None, append: TensorLike | None = None
 ) -> Tensor:
     """Differences of neighbours along `axis`, taken `n` times; "not equal" for booleans.
 

@@ -98,12 +98,7 @@ def momentum(pairs: Pairs, learning_rate: TensorLike, momentum: TensorLike = 0.9
 
 
 def adam(
-    pairs: Pairs,
-    learning_rate: TensorLike = 0.001,
-    *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    epsilon: float = 1e-8,
+    pairs: Pairs, learning_rate: TensorLike = 0.001, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8
 ) -> Node:
     """Adds a step of Adam, with bias correction (Kingma and Ba 2015, algorithm 1).
 

@@ -62,10 +62,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
             "name": "memory",
             "pid": pids[sample.device],
             "ts": _microseconds(sample.time_ns - origin),
-            "args": {
-                "bytes": sample.nbytes,
-                **{name: getattr(sample, name) for name in counters[sample.device]},
-            },
+            "args": {"bytes": sample.nbytes, **{name: getattr(sample, name) for name in counters[sample.device]}},
         }
 
 

@@ -166,11 +166,7 @@ def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int) -> tu
     adding = detached_node(body, ADD_PRODUCTS, [inner, *numbers], attrs, like, Spec(VARIANT), reserved_name=like.name)
     leaving = {node for total in group for node in (*total.adding, total.product)}
     last = max(index for index, node in enumerate(body.nodes) if node in leaving)
-    body.nodes[:] = [
-        *(node for node in body.nodes[:last] if node not in leaving),
-        adding,
-        *body.nodes[last + 1 :],
-    ]
+    body.nodes[:] = [*(node for node in body.nodes[:last] if node not in leaving), adding, *body.nodes[last + 1 :]]
     body.results.append(adding.outputs[0])
     loop.drop_inputs(places)
     loop.keep_variables([place for place in range(loop.n_vars) if place not in places])

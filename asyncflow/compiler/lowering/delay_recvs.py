@@ -49,10 +49,7 @@ may wait for an acknowledgement), or are there from the start."""
 
 
 def delay_recvs(
-    graph: Graph,
-    places: Mapping[Node, object],
-    devices: Sequence[Device],
-    costs: Mapping[str, float] | None = None,
+    graph: Graph, places: Mapping[Node, object], devices: Sequence[Device], costs: Mapping[str, float] | None = None
 ) -> list[Node]:
     """Adds control inputs to the Recvs of large values that would come much too early.
 

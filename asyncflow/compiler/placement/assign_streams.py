@@ -38,10 +38,7 @@ class ComputeStream(NamedTuple):
 
 
 def assign_streams(
-    graph: Graph,
-    counts: Mapping[str, int],
-    handovers: Mapping[str, float],
-    costs: Mapping[str, float] | None = None,
+    graph: Graph, counts: Mapping[str, int], handovers: Mapping[str, float], costs: Mapping[str, float] | None = None
 ) -> dict[Node, int]:
     """The compute stream of each node.
 

@@ -282,12 +282,7 @@ class _Copy:
         self.back_edges: list[tuple[Node, Node]] = []
         self.shapes: dict[Tensor, Tensor] = {}
 
-    def run(
-        self,
-        need: _Need,
-        fetches: Sequence[Tensor | Node | SupportsTensor],
-        feeds: Sequence[Tensor],
-    ) -> Extract:
+    def run(self, need: _Need, fetches: Sequence[Tensor | Node | SupportsTensor], feeds: Sequence[Tensor]) -> Extract:
         for index, tensor in enumerate(feeds):
             self._feed(tensor, index)
         self._refuse_unfed(need)

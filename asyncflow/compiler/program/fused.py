@@ -140,12 +140,7 @@ def _kernel_name(chain: Chain) -> str:
 def _compiled(elementwise_kernel: Callable[..., Kernel], source: KernelSource) -> Kernel:
     """The kernel object of `source`; making it compiles nothing, calling it does, once per dtype and rank."""
     return elementwise_kernel(
-        source.in_params,
-        source.out_params,
-        source.operation,
-        source.name,
-        preamble=source.preamble,
-        options=_OPTIONS,
+        source.in_params, source.out_params, source.operation, source.name, preamble=source.preamble, options=_OPTIONS
     )
 
 

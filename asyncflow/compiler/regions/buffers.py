@@ -150,12 +150,7 @@ class Buffers:
         return slot
 
     def rows_for(
-        self,
-        node: Node,
-        index: int,
-        kernel: Kernel,
-        value: Callable[[Tensor], str],
-        new_slot: Callable[[Spec], str],
+        self, node: Node, index: int, kernel: Kernel, value: Callable[[Tensor], str], new_slot: Callable[[Spec], str]
     ) -> str | None:
         """An expression for the memory that `node` may write open rows to, or None in the run; None if there is none.
 

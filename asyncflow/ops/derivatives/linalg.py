@@ -246,10 +246,7 @@ def _vecdot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     def left() -> Tensor:
         return conjugated(_apply_transpose(VECDOT_LEFT, grad, conjugated(y), x, axis=axis))
 
-    return [
-        reaching(x, left),
-        reaching(y, lambda: _apply_transpose(VECDOT_RIGHT, x, grad, y, axis=axis)),
-    ]
+    return [reaching(x, left), reaching(y, lambda: _apply_transpose(VECDOT_RIGHT, x, grad, y, axis=axis))]
 
 
 # -- einsum ----------------------------------------------------------------------------------------------------------

@@ -227,21 +227,10 @@ def _host(node: Node) -> tuple[int, ...]:
 BY_ROW = define("row_by_row", _infer, _kernel, host_inputs=_host, flops=_flops, traits=OPAQUE)
 _ON_HOST = define("row_by_row_on_host", _infer, _kernel, flops=_flops, runs_on_host=True)
 BY_ROW_CHECKED = define(
-    "check_row_by_row",
-    _infer,
-    _kernel,
-    flops=_flops,
-    effects=lambda node: ((node, Access.WRITE),),
-    runs_on_host=True,
+    "check_row_by_row", _infer, _kernel, flops=_flops, effects=lambda node: ((node, Access.WRITE),), runs_on_host=True
 )
 BY_ROW_DRAWN = define(
-    "draw_row_by_row",
-    _infer,
-    _drawing_kernel,
-    flops=_flops,
-    needs_context=True,
-    is_random=True,
-    runs_on_host=True,
+    "draw_row_by_row", _infer, _drawing_kernel, flops=_flops, needs_context=True, is_random=True, runs_on_host=True
 )
 BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED)
 """The ops that call the kernel of another for each row; their first input are the numbers of rows, a vector each."""
