@@ -67,10 +67,6 @@ def _save_first_kernel(xp: Namespace, *, kept: int) -> Kernel:
     return save
 
 
-def _store_kernel(xp: Namespace, *, kept: int) -> Kernel:
-    return lambda store, new, first: store if first < kept else new
-
-
 # Compiler passes make these, and users never: they have no derivatives.
 CHECKPOINT = Op(
     "checkpoint",
@@ -102,7 +98,7 @@ SAVE_FIRST = Op(
 SEGMENT_STORE = Op(
     "segment_store",
     lambda store, new, first, *, kept: STORE,
-    _store_kernel,
+    lambda xp, *, kept: lambda store, new, first: store if first < kept else new,
     flops=free,
     host_inputs=(2,),
     traits=OPAQUE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, define
 from asyncflow.graph.spec import Spec
-from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def _spec_attr(*, spec: Spec) -> Spec:
@@ -29,23 +29,15 @@ CONSTANT = define("constant", _constant_spec, _constant_kernel, is_total=True, t
 IDENTITY = define(
     "identity",
     lambda x: x,
-    lambda xp: _same,
+    lambda xp: lambda value: value,
     is_total=True,
     rows="elementwise",
     cuda="its value is its input's: there is nothing to launch",
     traits=WHOLE_VIEW,
 )
-NO_OP = define("no_op", lambda *_: (), lambda xp: _nothing, traits=OPAQUE)
+NO_OP = define("no_op", lambda *_: (), lambda xp: lambda *_: (), traits=OPAQUE)
 
 
 def is_constant(tensor: Tensor) -> bool:
     """Whether the value is known while the graph is built, and there from the start of a run."""
     return tensor.node.op is CONSTANT and not tensor.node.control_inputs
-
-
-def _same(value: Value) -> Value:
-    return value
-
-
-def _nothing(*_: Value) -> tuple[()]:
-    return ()

@@ -105,10 +105,6 @@ def _load(path: Path) -> dict[str, Array]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _load_npy(path: Path) -> dict[str, Array]:
-    return {"": np.load(path, allow_pickle=False)}
-
-
 def _load_npz(path: Path) -> dict[str, Array]:
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
@@ -124,7 +120,7 @@ def _load_safetensors(path: Path) -> dict[str, Array]:
 
 
 _LOADERS: dict[str, Callable[[Path], dict[str, Array]]] = {
-    ".npy": _load_npy,
+    ".npy": lambda path: {"": np.load(path, allow_pickle=False)},
     ".npz": _load_npz,
     ".safetensors": _load_safetensors,
 }

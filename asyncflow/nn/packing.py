@@ -69,10 +69,6 @@ def _pad_spec(values: Spec, *size: Spec, extent: Shape) -> Spec:
     return Spec(values.dtype, None if values.shape is None or whole is None else (*whole, *values.shape[1:]))
 
 
-def _first_kernel(xp: Namespace) -> Kernel:
-    return lambda x, like: x[: len(like)]
-
-
 TAKE_ROWS = define("take_rows", _take_spec, _take_kernel, flops=moving, traits=OPAQUE)
 PLACE_ROWS = define("place_rows", _place_spec, _place_kernel, flops=moving, host_inputs=inputs_from(2), traits=OPAQUE)
 
@@ -91,7 +87,7 @@ def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
     return pad
 
 
-FIRST_ROWS = define("first_rows", _first_spec, _first_kernel, flops=free, traits=OPAQUE)
+FIRST_ROWS = define("first_rows", _first_spec, lambda xp: lambda x, like: x[: len(like)], flops=free, traits=OPAQUE)
 
 PAD_ROWS = define("pad_rows", _pad_spec, _pad_kernel, flops=moving, host_inputs=inputs_from(1), traits=OPAQUE)
 

@@ -28,10 +28,6 @@ def _text(value: Array, summarize: int | None) -> str:
 # -- printing --------------------------------------------------------------------------------------------------------
 
 
-def _print_effects(node: Node) -> Effects:
-    return (("stdout", Access.WRITE),)
-
-
 def _print_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Kernel:
     def write(*values: Array) -> Array:
         parts = [message] if message else []
@@ -43,7 +39,7 @@ def _print_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Kern
     return write
 
 
-PRINT = define("print", same, _print_kernel, effects=_print_effects, runs_on_host=True)
+PRINT = define("print", same, _print_kernel, effects=lambda node: (("stdout", Access.WRITE),), runs_on_host=True)
 
 
 def print_(*values: TensorLike, message: str = "", summarize: int | None = 3) -> Tensor:

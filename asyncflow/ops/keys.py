@@ -105,15 +105,11 @@ def compile_key(key: Key) -> tuple[Index | None, Callable[..., Index]]:
         index = tuple(_static(entry) for entry in key)
         return index, lambda: index
     if key == tuple(("input", number) for number in range(len(key))):
-        return None, _as_given
+        return None, lambda *values: values
     parts = [_compile_entry(entry) for entry in key]
     if len(parts) == 1:
         return None, lambda *values: parts[0](values)
     return None, lambda *values: tuple([part(values) for part in parts])
-
-
-def _as_given(*values: Array) -> Index:
-    return values
 
 
 def _inputs_of(entry: Entry) -> bool:

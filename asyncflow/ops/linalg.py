@@ -53,10 +53,6 @@ def _require_equal(n: int | None, m: int | None, x1: Spec, x2: Spec) -> None:
 # -- matmul ----------------------------------------------------------------------------------------------------------
 
 
-def _matmul_spec(x1: Spec, x2: Spec, *, dtype: DType) -> Spec:
-    return Spec(_product_dtype(x1, x2), _matmul_shape(x1, x2))
-
-
 def _matmul_shape(x1: Spec, x2: Spec) -> Shape:
     for x in (x1, x2):
         if x.shape == ():
@@ -77,7 +73,7 @@ def _matmul_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: ob
 
 MATMUL = define(
     "matmul",
-    _matmul_spec,
+    lambda x1, x2, *, dtype: Spec(_product_dtype(x1, x2), _matmul_shape(x1, x2)),
     lambda xp, dtype: _narrowed(xp.matmul, dtype),
     is_total=True,
     flops=_matmul_flops,

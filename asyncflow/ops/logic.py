@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from types import NotImplementedType
 
 import numpy as np
 
@@ -38,22 +37,6 @@ def _right_shift(loop: UfuncLoop, a: str, b: str) -> str:
     return loop.wrap(f"{loop.bits(b)} < {loop.dtype.itemsize * 8} ? {a} >> {b} : {rest}")
 
 
-def _is_finite(loop: UfuncLoop, a: str) -> str:
-    return f"{a} - {a} == 0" if loop.kind == "f" else "true"
-
-
-def _is_infinite(loop: UfuncLoop, a: str) -> str:
-    return f"{a} == {a} && {a} - {a} != 0" if loop.kind == "f" else "false"
-
-
-def _is_nan(loop: UfuncLoop, a: str) -> str:
-    return f"{a} != {a}" if loop.kind == "f" else "false"
-
-
-def _signbit(loop: UfuncLoop, a: str) -> str:
-    return f"copysign{loop.suffix}({loop.number(1)}, {a}) < 0"
-
-
 def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:
     # Strings compare too, which is why these do not take NumPy's rule for the ufunc.
     return define(
@@ -85,11 +68,11 @@ LOGICAL_OR = ufunc_op("logical_or", "logical_or", _logical("||"))
 LOGICAL_XOR = ufunc_op("logical_xor", "logical_xor", _logical("!="))
 
 BITWISE_INVERT = ufunc_op("bitwise_invert", "invert", _invert, operator.invert)
-ISFINITE = ufunc_op("isfinite", "isfinite", _is_finite)
-ISINF = ufunc_op("isinf", "isinf", _is_infinite)
-ISNAN = ufunc_op("isnan", "isnan", _is_nan)
+ISFINITE = ufunc_op("isfinite", "isfinite", lambda loop, a: f"{a} - {a} == 0" if loop.kind == "f" else "true")
+ISINF = ufunc_op("isinf", "isinf", lambda loop, a: f"{a} == {a} && {a} - {a} != 0" if loop.kind == "f" else "false")
+ISNAN = ufunc_op("isnan", "isnan", lambda loop, a: f"{a} != {a}" if loop.kind == "f" else "false")
 LOGICAL_NOT = ufunc_op("logical_not", "logical_not", lambda loop, a: f"{a} == 0")
-SIGNBIT = ufunc_op("signbit", "signbit", _signbit)
+SIGNBIT = ufunc_op("signbit", "signbit", lambda loop, a: f"copysign{loop.suffix}({loop.number(1)}, {a}) < 0")
 
 
 def bitwise_and(x1: TensorLike, x2: TensorLike, /) -> Tensor:
@@ -197,17 +180,9 @@ def _is_comparable(x: TensorLike) -> bool:
     return is_symbolic(x) or isinstance(x, np.ndarray | np.generic | int | float | complex | str | list | tuple)
 
 
-def _eq(x1: TensorLike, x2: TensorLike) -> Tensor | NotImplementedType:
-    return equal(x1, x2) if _is_comparable(x2) else NotImplemented
-
-
-def _ne(x1: TensorLike, x2: TensorLike) -> Tensor | NotImplementedType:
-    return not_equal(x1, x2) if _is_comparable(x2) else NotImplemented
-
-
 install(
-    equal=_eq,
-    not_equal=_ne,
+    equal=lambda x1, x2: equal(x1, x2) if _is_comparable(x2) else NotImplemented,
+    not_equal=lambda x1, x2: not_equal(x1, x2) if _is_comparable(x2) else NotImplemented,
     greater=greater,
     greater_equal=greater_equal,
     less=less,

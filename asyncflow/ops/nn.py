@@ -93,10 +93,6 @@ def _sigmoid_source(loop: UfuncLoop, x: str) -> str:
     return f"{loop.number(1)} / ({loop.number(1)} + exp{loop.suffix}(-{x}))"
 
 
-def _softplus(xp: Namespace, x: Array) -> Array:
-    return xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x)))
-
-
 def _softplus_source(loop: UfuncLoop, x: str) -> str:
     f, positive = loop.suffix, f"asyncflow_maximum<{loop.type}>({x}, {loop.number(0)})"
     return f"{positive} + log1p{f}(exp{f}(-fabs{f}({x})))"
@@ -104,10 +100,6 @@ def _softplus_source(loop: UfuncLoop, x: str) -> str:
 
 FARTHEST = -3e38
 """Stands for -inf where that would be multiplied by a 0: a float32 can hold it, and the factor is 0 long before."""
-
-
-def _silu(xp: Namespace, x: Array) -> Array:
-    return xp.maximum(x, FARTHEST) * _sigmoid(xp, x)
 
 
 def _silu_source(loop: UfuncLoop, x: str) -> str:
@@ -144,8 +136,8 @@ def _relu_source(attrs: Attrs, inputs: Sequence[DType], output: DType, operands:
 
 RELU = define("relu", _relu_spec, _relu_kernel, is_total=True, rows="elementwise", cuda=_relu_source, traits=NEW)
 SIGMOID = activation("sigmoid", _sigmoid, 4, _sigmoid_source)
-SILU = activation("silu", _silu, 6, _silu_source)
-SOFTPLUS = activation("softplus", _softplus, 8, _softplus_source)
+SILU = activation("silu", lambda xp, x: xp.maximum(x, FARTHEST) * _sigmoid(xp, x), 6, _silu_source)
+SOFTPLUS = activation("softplus", lambda xp, x: xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x))), 8, _softplus_source)
 GELU = activation("gelu", _gelu, 13, _gelu_source)
 
 

@@ -169,14 +169,6 @@ def _where_spec(condition: Spec, x1: Spec, x2: Spec) -> Spec:
     return Spec(x1.dtype, broadcast((condition.shape, x1.shape, x2.shape)))
 
 
-def _choose(condition: Array, x1: Array, x2: Array) -> Array:
-    return x1 if condition else x2
-
-
-def _where_kernel(xp: Namespace) -> Kernel:
-    return _where_on_host if xp is np else xp.where
-
-
 def _where_on_host(condition: Array, x1: Array, x2: Array, out: Array | None = None) -> Array:
     """`numpy.where`, which branches for each element: where one side is 0, the other's bits times the condition."""
     if x2.ndim == 0 and x1.size >= _MANY and condition.shape == x1.shape and x1.itemsize <= 8:
@@ -199,8 +191,8 @@ _MANY: Final = 1024
 WHERE = define(
     "where",
     _where_spec,
-    _where_kernel,
-    scalar_kernel=_choose,
+    lambda xp: _where_on_host if xp is np else xp.where,
+    scalar_kernel=lambda condition, x1, x2: x1 if condition else x2,
     is_total=True,
     rows="elementwise",
     cuda=lambda attrs, inputs, output, operands: "{} ? {} : {}".format(*operands),

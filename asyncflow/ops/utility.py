@@ -15,7 +15,6 @@ from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, static_int
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.promotion import require_kind
 from asyncflow.ops.statistical import method_reduction
-from asyncflow.values import Kernel, Namespace
 
 
 def _test_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
@@ -59,11 +58,7 @@ def _diff_spec(x: Spec, *, axis: int, n: int) -> Spec:
     return Spec(x.dtype, replaced(x.shape, axis, None if extent is None else extent - n if extent > n else 0))
 
 
-def _diff_kernel(xp: Namespace, *, axis: int, n: int) -> Kernel:
-    return partial(xp.diff, n=n, axis=axis)
-
-
-DIFF = define("diff", _diff_spec, _diff_kernel, rows="axis", traits=KERNELS)
+DIFF = define("diff", _diff_spec, lambda xp, *, axis, n: partial(xp.diff, n=n, axis=axis), rows="axis", traits=KERNELS)
 
 
 def diff(

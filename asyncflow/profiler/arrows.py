@@ -79,7 +79,7 @@ def _stalls(lanes: Sequence[TimelineLane]) -> Iterable[Arrow]:
         copy, device = _at(lanes, place), lanes[place[0]].device
         ends = []
         for number, lane in enumerate(lanes):
-            index = bisect_right(lane.firings, copy.ended_ns - 1, key=_end_of)
+            index = bisect_right(lane.firings, copy.ended_ns - 1, key=lambda firing: firing.ended_ns)
             if lane.device == device and lane.stream.startswith("compute") and index < len(lane.firings):
                 ends.append((max(lane.firings[index].started_ns, copy.ended_ns), number, index))
         if ends:
@@ -88,10 +88,6 @@ def _stalls(lanes: Sequence[TimelineLane]) -> Iterable[Arrow]:
             transfer = Transfer(copy.run, waiting, copy.tag, device, device, copy.ended_ns, time_ns, copy.nbytes)
             start = End(device, copy.ended_ns - 1, *place)
             yield Arrow(transfer, copy.node, start, End(device, time_ns, number, index), is_stall=True)
-
-
-def _end_of(firing: Firing) -> int:
-    return firing.ended_ns
 
 
 def sent_tensor(transfer: Transfer) -> str:
