@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import CoroutineType
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast, overload
 
 import numpy as np
@@ -16,6 +17,7 @@ from asyncflow.graph.graph import Graph, current_graph, encloses, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.operators import Operators
+from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import ShapeLike, as_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
@@ -40,8 +42,12 @@ _CARD_MEMORY = frozenset({2, 13})
 """DLPack's numbers of memory that NumPy cannot read: a card's, and what CUDA moves by itself."""
 
 
-def graph_for(*values: object) -> Graph:
+def graph_for(*values: object, outside: str = "") -> Graph:
     """The graph new nodes join: the one being built, or else the root graph of the tensors given.
+
+    Args:
+        values: among which there may be tensors.
+        outside: what may have been meant where there is no graph, for the error.
 
     Raises:
         GraphError: there is neither.
@@ -52,7 +58,8 @@ def graph_for(*values: object) -> Graph:
     for value in values:
         if isinstance(value, Tensor):
             return value.graph.root
-    raise GraphError("no graph is being built here; write `with af.Graph() as graph:` around this code")
+    hint = f"; outside of graphs it is `{outside}`" if outside else ""
+    raise GraphError(f"no graph is being built here; write `with af.Graph() as graph:` around this code{hint}")
 
 
 def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) -> tuple[Tensor, ...]:
@@ -242,15 +249,21 @@ def refuse_coroutines(*values: object) -> None:
         GraphError: there is one among `values`.
     """
     coroutines = [value for value in values if inspect.iscoroutine(value)]
+    hints = [_instead_of(coroutine) for coroutine in coroutines]
     for coroutine in coroutines:
         coroutine.close()  # it will never be awaited, which Python would warn of
     if coroutines:
-        name = coroutines[0].__qualname__
-        raise GraphError(f"{name}(...) is a coroutine, not a value: {name} is a coroutine function; {_MAKE_AN_OP}")
+        raise GraphError(f"{coroutines[0].__qualname__}(...) is a coroutine, not a value: {hints[0]}")
     for value in values:
         if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
             name = getattr(value, "__qualname__", repr(value))
             raise GraphError(f"{name} is a coroutine function; {_MAKE_AN_OP}")
+
+
+def _instead_of(coroutine: CoroutineType[Any, Any, Any]) -> str:
+    owner = None if coroutine.cr_frame is None else coroutine.cr_frame.f_locals.get("self")
+    node = owner.nodes.get(coroutine.__name__) if isinstance(owner, Resource) else None
+    return f"in a graph it is `{node}`" if node else f"{coroutine.__qualname__} is a coroutine function; {_MAKE_AN_OP}"
 
 
 _MAKE_AN_OP = "make it an op with @af.op and call it with tensors; a graph itself is built by plain functions"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from asyncflow.errors import GraphError, told
@@ -26,9 +26,11 @@ class Resource:
         allows_races: whether its reads and writes are meant to have no order.
         waits: its nodes wait in line for those of other runs (`asyncflow.state.waiting.lines`), and its state is on the
             host: no device is the home of its nodes, and an atomic run does not keep others from it.
+        nodes: methods that make nodes, by those that do the same outside of graphs, for errors.
     """
 
     waits: ClassVar[bool] = False
+    nodes: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, name: str, container: str | None) -> None:
         self.name = name

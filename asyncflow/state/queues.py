@@ -11,7 +11,7 @@ that was written behind it; `Queue.size` stands in both orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -43,6 +43,17 @@ from asyncflow.state.waiting.element_orders import (
 )
 from asyncflow.values import Array, Nest
 
+_NODES = {
+    "put": "enqueue",
+    "put_many": "enqueue_many",
+    "get": "dequeue",
+    "get_many": "dequeue_many",
+    "get_up_to": "dequeue_up_to",
+    "size_nowait": "size",
+    "close_nowait": "close",
+}
+_OUTSIDE = {node: name for name, node in _NODES.items()}
+
 
 class Queue(Resource):
     """Base of all queues; make a `FIFOQueue` or another of its kinds.
@@ -56,6 +67,7 @@ class Queue(Resource):
     """
 
     waits: ClassVar[bool] = True
+    nodes: ClassVar[Mapping[str, str]] = _NODES
 
     @property
     def is_fifo(self) -> bool:
@@ -215,14 +227,14 @@ class Queue(Resource):
     # -- building ------------------------------------------------------------------------------------------------
 
     def _add(self, op: Op, inputs: Sequence[Tensor], verb: str, **attrs: object) -> Node:
-        graph = graph_for(*inputs)
+        graph = graph_for(*inputs, outside=_OUTSIDE[verb])
         attrs["queue"] = self
         specs = op.infer(*(x.spec for x in inputs), **attrs)
         return graph.add_node(op, list(inputs), attrs, specs, name=f"{self.name}/{verb}")
 
     def _putting(self, op: Op, element: Nest, verb: str, *, many: bool) -> Node:
         leaves = self._leaves(element, verb)
-        with graph_for(*leaves) as graph:
+        with graph_for(*leaves, outside=_OUTSIDE[verb]) as graph:
             tensors = [self._tensor(graph, leaf, spec) for leaf, spec in zip(leaves, self._specs, strict=True)]
             for path, x, spec in zip(self._structure.paths(), tensors, self._specs, strict=True):
                 whole = Spec(spec.dtype, None if spec.shape is None else (None, *spec.shape)) if many else spec

@@ -105,7 +105,8 @@ class Variable(Resource, Operators):
         Raises:
             GraphError: no graph is being built.
         """
-        return apply(VARIABLE_READ, name=f"{self.name}/read", variable=self)[0]
+        with graph_for(outside="session.run(variable)"):
+            return apply(VARIABLE_READ, name=f"{self.name}/read", variable=self)[0]
 
     def assign(self, x: TensorLike) -> Tensor:
         """Makes `x` the value.
@@ -151,7 +152,7 @@ class Variable(Resource, Operators):
             return _update(self, graph, fn, inputs)
 
     def _write(self, op: Op, x: TensorLike, verb: str) -> Tensor:
-        with graph_for(x):
+        with graph_for(x, outside="session.swap_variables({variable: value})" if op is ASSIGN else ""):
             return apply(op, self._own(x), name=f"{self.name}/{verb}", variable=self)[0]
 
     def _own(self, x: TensorLike) -> Tensor:

@@ -472,8 +472,6 @@ def test_mistakes_in_declaring() -> None:
 
 async def test_mistakes_outside_a_graph(open_session: OpenSession) -> None:
     queue = fifo()
-    with pytest.raises(af.GraphError, match="no graph is being built"):
-        queue.dequeue()
     with pytest.raises(af.GraphError, match="no `async with"):
         await queue.put(1)
     async with open_session():
@@ -491,6 +489,30 @@ async def test_mistakes_outside_a_graph(open_session: OpenSession) -> None:
         with pytest.raises(af.GraphError, match=r"elements are \(int64\[\], \{x: int64\[\]\}\): expected"):
             await pairs.put(5)
         assert queue.size_nowait() == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "meant"),
+    [
+        (lambda queue: queue.enqueue(1), "put"),
+        (lambda queue: queue.enqueue_many([1]), "put_many"),
+        (lambda queue: queue.dequeue(), "get"),
+        (lambda queue: queue.dequeue_many(2), "get_many"),
+        (lambda queue: queue.dequeue_up_to(2), "get_up_to"),
+        (lambda queue: queue.size(), "size_nowait"),
+        (lambda queue: queue.close(), "close_nowait"),
+    ],
+)
+def test_nodes_outside_a_graph_are_told_what_coroutines_call(
+    build: Callable[[af.FIFOQueue], object], meant: str
+) -> None:
+    with pytest.raises(af.GraphError, match=rf"no graph is being built here; .*outside of graphs it is `{meant}`"):
+        build(fifo())
+
+
+def test_coroutines_in_a_graph_are_told_which_node_is_meant(graph: af.Graph) -> None:
+    with pytest.raises(af.GraphError, match=r"Queue\.get\(\.\.\.\) is a coroutine, not a value: .* it is `dequeue`"):
+        af.constant(1) + fifo().get()
 
 
 async def test_shapes_that_only_a_run_knows(session: af.Session, graph: af.Graph) -> None:

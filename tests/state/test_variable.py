@@ -164,8 +164,10 @@ def test_errors_name_the_line(graph: af.Graph) -> None:
 
 
 def test_needs_a_graph() -> None:
-    with pytest.raises(af.GraphError, match="no graph is being built"):
+    with pytest.raises(af.GraphError, match=r"no graph is being built.*outside of graphs it is `session\.run\(var"):
         af.Variable(0).read()
+    with pytest.raises(af.GraphError, match=r"no graph is being built.*it is `session\.swap_variables\("):
+        af.Variable(0).assign(1)
 
 
 def test_joins_the_graph_of_a_tensor() -> None:
