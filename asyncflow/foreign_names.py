@@ -15,133 +15,71 @@ from typing import Final, NoReturn
 _ALSO_IN_NUMPY = (
     "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bincount bitwise_and "
     "bitwise_or bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero "
-    "diag diff divide einsum empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater "
-    "greater_equal hypot imag isfinite isinf isnan less less_equal linspace log log10 log1p log2 logaddexp "
-    "logical_and logical_not logical_or logical_xor matmul matrix_transpose max maximum mean meshgrid min minimum "
-    "moveaxis multiply negative nextafter nonzero not_equal ones_like pad permute_dims positive pow prod quantile "
-    "real reciprocal relu remainder repeat reshape roll round searchsorted sigmoid sign signbit sin sinh size "
-    "softmax sort split sqrt square squeeze stack std subtract sum take take_along_axis tan tanh tensordot tile "
-    "trace tril triu trunc unique_counts unique_inverse unique_values unstack var vecdot where zeros_like"
+    "cumulative_prod cumulative_sum diag diff divide einsum empty_like equal exp expand_dims expm1 flip floor "
+    "floor_divide full_like greater greater_equal hypot imag isfinite isinf isnan less less_equal linspace log log10 "
+    "log1p log2 logaddexp logical_and logical_not logical_or logical_xor matmul matrix_transpose max maximum mean "
+    "meshgrid min minimum moveaxis multiply negative nextafter nonzero not_equal ones_like pad permute_dims positive "
+    "pow prod quantile rank real reciprocal relu remainder repeat reshape roll round searchsorted segment_sum sigmoid "
+    "sign signbit sin sinh size softmax sort split sqrt square squeeze stack std subtract sum take take_along_axis "
+    "tan tanh tensordot tile trace tril triu trunc unique_counts unique_inverse unique_values unstack var vecdot "
+    "where zeros_like"
 )
-_RENAMED: Final = {
+_RENAMED: Final = (
     # NumPy
-    "T": "matrix_transpose",
-    "absolute": "abs",
-    "amax": "max",
-    "amin": "min",
+    "T=matrix_transpose absolute=abs amax=max amin=min array_split=split arccos=acos arccosh=acosh arcsin=asin "
+    "arcsinh=asinh arctan=atan arctan2=atan2 arctanh=atanh around=round array=asarray bool_=bool concatenate=concat "
+    "conjugate=conj cumprod=cumulative_prod cumsum=cumulative_sum dot=matmul double=float64 fabs=abs half=float16 "
+    "invert=bitwise_invert left_shift=bitwise_left_shift mT=matrix_transpose mod=remainder ndarray=Tensor "
+    "outer=linalg.outer power=pow right_shift=bitwise_right_shift rint=round single=float32 true_divide=divide "
+    "unique=unique_values "
+    # TensorFlow
+    "Assert=assert_that Function=function Print=print TensorSpec=spec cast=astype clip_by_value=clip "
+    "convert_to_tensor=asarray fill=full get_variable=Variable no_op=group range=arange reduce_all=all reduce_any=any "
+    "reduce_logsumexp=logsumexp reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std "
+    "reduce_sum=sum reduce_variance=var tensor_scatter_nd_add=scatter_add tensor_scatter_nd_update=scatter_update "
+    "unsorted_segment_sum=segment_sum "
+    # PyTorch
+    "bmm=matmul cat=concat compile=function div=divide eq=equal from_numpy=constant ge=greater_equal gt=greater "
+    "le=less_equal lt=less mm=matmul mul=multiply mv=matmul ne=not_equal neg=negative no_grad=stop_gradient "
+    "sub=subtract tensor=constant topk=top_k unsqueeze=expand_dims view=reshape "
+    # JAX
+    "fori_loop=while_loop jit=function "
+    # Of matrices, and Fourier transforms
+    "inverse=linalg.inv"
+)
+"""Pairs of a name elsewhere and that of our function."""
+_WRITTEN_OTHERWISE: Final = {
+    # NumPy
     "append": "af.concat([x, y])",
-    "array_split": "split",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
     "argwhere": "af.stack(af.nonzero(x), axis=-1)",
-    "around": "round",
-    "array": "asarray",
     "average": "af.mean(x), or af.sum(x * w) / af.sum(w)",
-    "bool_": "bool",
     "column_stack": "af.concat(xs, axis=1), or af.stack(xs, axis=1) for vectors",
-    "concatenate": "concat",
-    "conjugate": "conj",
-    "cumprod": "cumulative_prod",
-    "cumsum": "cumulative_sum",
-    "cumulative_prod": "cumulative_prod",
-    "cumulative_sum": "cumulative_sum",
-    "dot": "matmul",
-    "double": "float64",
-    "fabs": "abs",
     "flatten": "af.reshape(x, (-1,))",
-    "half": "float16",
     "hstack": "af.concat(xs, axis=1), or axis=0 for vectors",
     "inner": "af.vecdot(x, y) for vectors, x @ y.mT for matrices",
-    "invert": "bitwise_invert",
-    "left_shift": "bitwise_left_shift",
-    "mT": "matrix_transpose",
-    "mod": "remainder",
-    "ndarray": "Tensor",
     "median": "af.quantile(x, 0.5)",
-    "outer": "linalg.outer",
     "percentile": "af.quantile(x, percent / 100)",
-    "power": "pow",
     "put": "af.index_update(x, key, values)",
     "ravel": "af.reshape(x, (-1,))",
-    "right_shift": "bitwise_right_shift",
-    "rint": "round",
-    "single": "float32",
     "swapaxes": "af.permute_dims(x, axes), or x.mT for the last two",
     "transpose": "af.permute_dims(x, axes), or x.mT for the last two",
-    "true_divide": "divide",
-    "unique": "unique_values",
     "vstack": "af.concat(xs, axis=0), or af.stack(xs) for vectors",
     # TensorFlow
-    "Assert": "assert_that",
-    "Function": "function",
     "GradientTape": "af.gradients(ys, xs)",
-    "Print": "print",
     "TensorShape": "a tuple, with None for an extent that is not known",
-    "TensorSpec": "spec",
-    "cast": "astype",
-    "clip_by_value": "clip",
-    "convert_to_tensor": "asarray",
-    "fill": "full",
-    "get_variable": "Variable",
-    "no_op": "group",
     "numpy_function": "@af.op above the function",
     "py_function": "@af.op above the function",
-    "range": "arange",
-    "rank": "rank",
-    "reduce_all": "all",
-    "reduce_any": "any",
-    "reduce_logsumexp": "logsumexp",
-    "reduce_max": "max",
-    "reduce_mean": "mean",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_std": "std",
-    "reduce_sum": "sum",
-    "reduce_variance": "var",
-    "segment_sum": "segment_sum",
-    "tensor_scatter_nd_add": "scatter_add",
-    "tensor_scatter_nd_update": "scatter_update",
-    "unsorted_segment_sum": "segment_sum",
     # PyTorch
-    "bmm": "matmul",
-    "cat": "concat",
-    "compile": "function",
-    "div": "divide",
-    "eq": "equal",
-    "from_numpy": "constant",
-    "ge": "greater_equal",
-    "gt": "greater",
     "index_select": "af.take(x, indices, axis=axis)",
-    "le": "less_equal",
-    "lt": "less",
     "masked_fill": "af.where(mask, value, x)",
-    "mm": "matmul",
-    "mul": "multiply",
-    "mv": "matmul",
-    "ne": "not_equal",
-    "neg": "negative",
-    "no_grad": "stop_gradient",
     "permute": "af.permute_dims(x, axes)",
-    "sub": "subtract",
-    "tensor": "constant",
-    "topk": "top_k",
-    "unsqueeze": "expand_dims",
-    "view": "reshape",
     # JAX
-    "fori_loop": "while_loop",
     "grad": "af.gradients(ys, xs), or af.value_and_grad(f)",
-    "jit": "function",
     # Of matrices, and Fourier transforms
     "eig": "af.linalg.eigh, for symmetric and Hermitian matrices",
     "eigvals": "af.linalg.eigvalsh, for symmetric and Hermitian matrices",
     "fft2": "af.fft.fftn(x, axes=(-2, -1))",
     "ifft2": "af.fft.ifftn(x, axes=(-2, -1))",
-    "inverse": "linalg.inv",
     "irfft2": "af.fft.irfftn(x, axes=(-2, -1))",
     "lstsq": "af.linalg.pinv(a) @ b",
     "multi_dot": "a @ b @ c",
@@ -156,7 +94,8 @@ _ROOMS: Final = {
 FUNCTIONS: Final[Mapping[str, str]] = (
     {name: name for name in _ALSO_IN_NUMPY.split()}
     | {name: f"{room}.{name}" for room, names in _ROOMS.items() for name in names.split()}
-    | _RENAMED
+    | dict(pair.split("=") for pair in _RENAMED.split())
+    | _WRITTEN_OTHERWISE
 )
 """Names of functions and methods elsewhere, to those of the functions in ``asyncflow``, or to what to write."""
 
