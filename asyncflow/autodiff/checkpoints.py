@@ -12,6 +12,7 @@ run again. The gradient comes to it last, so that what is kept can be away for l
 
 from __future__ import annotations
 
+from functools import partial
 from math import isqrt
 
 import numpy as np
@@ -68,39 +69,21 @@ def _save_first_kernel(xp: Namespace, *, kept: int) -> Kernel:
 
 
 # Compiler passes make these, and users never: they have no derivatives.
-CHECKPOINT = Op(
-    "checkpoint",
-    lambda store, number, value, *, length, kept: STORE,
-    _checkpoint_kernel,
-    flops=free,
-    host_inputs=(1,),
-    traits=OPAQUE,
+_segmenting = partial(Op, flops=free, traits=OPAQUE)
+CHECKPOINT = _segmenting(
+    "checkpoint", lambda store, number, value, *, length, kept: STORE, _checkpoint_kernel, host_inputs=(1,)
 )
 """The store with the value of a loop variable in it, if iteration `number` is the first of a segment."""
-SEGMENT = Op(
-    "segment",
-    lambda end, *, length, kept: (Spec(int64, ()),) * 3,
-    _segment_kernel,
-    flops=free,
-    host_inputs=(0,),
-    traits=OPAQUE,
-)
+SEGMENT = _segmenting("segment", lambda end, *, length, kept: (Spec(int64, ()),) * 3, _segment_kernel, host_inputs=(0,))
 """The segment of the iteration before number `end`, its first iteration, and from which one on it runs again."""
-SAVE_FIRST = Op(
-    "save_first",
-    lambda store, number, value, *, kept: STORE,
-    _save_first_kernel,
-    flops=free,
-    host_inputs=(1,),
-    traits=OPAQUE,
+SAVE_FIRST = _segmenting(
+    "save_first", lambda store, number, value, *, kept: STORE, _save_first_kernel, host_inputs=(1,)
 )
 """The store with one value more, if iteration `number` is kept."""
-SEGMENT_STORE = Op(
+SEGMENT_STORE = _segmenting(
     "segment_store",
     lambda store, new, first, *, kept: STORE,
     lambda xp, *, kept: lambda store, new, first: store if first < kept else new,
-    flops=free,
     host_inputs=(2,),
-    traits=OPAQUE,
 )
 """The store for the values of the segment that begins with iteration `first`: that of what is kept, or a new one."""

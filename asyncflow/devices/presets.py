@@ -216,15 +216,7 @@ HOSTS: Mapping[str, Host] = {
 
 DEFAULT_HOST = HOSTS["asyncflow"]
 
-_HOST_LINKS = {
-    "k40": "pcie3",
-    "p100": "pcie3",
-    "v100": "pcie3",
-    "a100": "pcie4",
-    "h100": "pcie5",
-    "h200": "pcie5",
-    "cpu": "pcie4",
-}
+_HOST_LINKS = dict.fromkeys(("k40", "p100", "v100"), "pcie3") | dict.fromkeys(("a100", "cpu"), "pcie4")
 _NETWORKS = ("ethernet10", "ethernet100", "infiniband")
 
 _MOST_CARDS = 1024

@@ -302,22 +302,14 @@ def _unlock_kernel(xp: Namespace, *, mutex: MutexState) -> Kernel:
     return run
 
 
-LOCK = define(
-    "mutex_lock",
-    lambda *, mutex, until="": (),
-    _lock_kernel,
+_of_mutex = partial(
+    define,
     effects=lambda node: ((node.attrs["mutex"].effect_key, Access.WRITE),),
     needs_context=True,
     is_async=True,
 )
-UNLOCK = define(
-    "mutex_unlock",
-    lambda *, mutex: (),
-    _unlock_kernel,
-    effects=lambda node: ((node.attrs["mutex"].effect_key, Access.WRITE),),
-    needs_context=True,
-    is_async=True,
-)
+LOCK = _of_mutex("mutex_lock", lambda *, mutex, until="": (), _lock_kernel)
+UNLOCK = _of_mutex("mutex_unlock", lambda *, mutex: (), _unlock_kernel)
 WAIT = define(
     "barrier_wait",
     lambda *, barrier: (),

@@ -117,13 +117,11 @@ def _transposed_back(node: Node) -> Tensor | None:
 
 _NUMBERS = "iuf"
 _RULES: dict[Op, Callable[[Node], Tensor | None]] = {
-    IDENTITY: _unchanged,
-    POSITIVE: _unchanged,
-    STOP_GRADIENT: _unchanged,
-    ASTYPE: _unchanged,
-    RESHAPE: _same_shape,
-    BROADCAST_TO: _same_shape,
+    **dict.fromkeys((IDENTITY, POSITIVE, STOP_GRADIENT, ASTYPE), _unchanged),
+    **dict.fromkeys((RESHAPE, BROADCAST_TO), _same_shape),
+    **dict.fromkeys((NEGATIVE, BITWISE_INVERT, LOGICAL_NOT, MATRIX_TRANSPOSE), _twice),
     WHERE: _same_branches,
+    PERMUTE_DIMS: _transposed_back,
     MULTIPLY: _neutral(1, _NUMBERS, left=True),
     DIVIDE: _neutral(1, "f"),
     FLOOR_DIVIDE: _neutral(1, "iu"),
@@ -131,10 +129,5 @@ _RULES: dict[Op, Callable[[Node], Tensor | None]] = {
     SUBTRACT: _neutral(0, _NUMBERS),
     BITWISE_OR: _neutral(0, "iu", left=True),
     BITWISE_XOR: _neutral(0, "iu", left=True),
-    NEGATIVE: _twice,
-    BITWISE_INVERT: _twice,
-    LOGICAL_NOT: _twice,
-    MATRIX_TRANSPOSE: _twice,
-    PERMUTE_DIMS: _transposed_back,
 }
 """The input that a node of the op is the same as, if any; the dtypes must agree too, which `simplify` checks."""

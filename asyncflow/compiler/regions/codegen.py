@@ -46,24 +46,13 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
 from asyncflow.values import Kernel, Value
 
+_OPERATORS = "add sub mul truediv floordiv mod lt le gt ge eq ne and_ or_ xor lshift rshift"
+_SIGNS = "+ - * / // % < <= > >= == != & | ^ << >>"
 _INFIX: dict[Callable[..., object], str] = {
-    operator.add: "{} + {}",
-    operator.sub: "{} - {}",
-    operator.mul: "{} * {}",
-    operator.truediv: "{} / {}",
-    operator.floordiv: "{} // {}",
-    operator.mod: "{} % {}",
-    operator.lt: "{} < {}",
-    operator.le: "{} <= {}",
-    operator.gt: "{} > {}",
-    operator.ge: "{} >= {}",
-    operator.eq: "{} == {}",
-    operator.ne: "{} != {}",
-    operator.and_: "{} & {}",
-    operator.or_: "{} | {}",
-    operator.xor: "{} ^ {}",
-    operator.lshift: "{} << {}",
-    operator.rshift: "{} >> {}",
+    **{
+        getattr(operator, name): f"{{}} {sign} {{}}"
+        for name, sign in zip(_OPERATORS.split(), _SIGNS.split(), strict=True)
+    },
     operator.neg: "-{}",
     operator.pos: "+{}",
     operator.invert: "~{}",

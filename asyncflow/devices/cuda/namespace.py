@@ -24,20 +24,8 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Kernel, Value
 
 _ARRAY_FUNCTIONS = (
-    "argmax",
-    "argmin",
-    "broadcast_arrays",
-    "broadcast_to",
-    "einsum",
-    "expand_dims",
-    "flip",
-    "imag",
-    "real",
-    "repeat",
-    "roll",
-    "searchsorted",
-    "tensordot",
-    "tile",
+    "argmax argmin broadcast_arrays broadcast_to einsum expand_dims flip imag real repeat roll searchsorted "
+    "tensordot tile"
 )
 """Functions that take arrays alone in CuPy, and scalars too in NumPy."""
 
@@ -64,7 +52,7 @@ class _CudaNamespace(ModuleType):
         self.matmul = self._matmul
         self.meshgrid = self._meshgrid
         self.stack = self._stack
-        for name in _ARRAY_FUNCTIONS:
+        for name in _ARRAY_FUNCTIONS.split():
             setattr(self, name, self._of_arrays(getattr(cupy, name)))
         for name in _OF_TRUTHS:
             setattr(self, name, self._of_truths(getattr(cupy, name)))
