@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.cost import MeasuredCost
+from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from tests.conftest import OpenSession
 from tests.others import others_end
 from tests.vertex.evaluation import H, child_sum, child_sum_alone, forest, slotted, slotted_alone
@@ -88,6 +91,31 @@ async def test_any_sets_are_one_call(open_session: OpenSession) -> None:
         (counts,) = session.statistics().batches.values()
         assert (counts.members, counts.largest) == (99, 2)
         assert counts.calls < 99
+
+
+async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that takes less than a turn is computed on the event loop; for each of two maps that is too long."""
+    with af.Graph() as graph:
+        structure, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, WIDTH))
+        maps = [af.vertex_map(slotted, structure, x, initial=0.0, share=True).roots for _ in range(2)]
+    feeds = {**structure.feeds(af.InputGraph.chain([5])), x: np.ones((5, WIDTH))}
+    runs, run = 0, Runs.run_batch
+
+    def counted(*args: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return run(*args)
+
+    async with af.Session(graph) as session:
+        await asyncio.gather(*(session.run(each, feeds) for each in maps))  # and sets are measured
+        monkeypatch.setattr(MeasuredCost, "predict_ns", lambda *_: BURST_NS * 0.7)
+        monkeypatch.setattr(Turn, "has_time", lambda _: True)
+        monkeypatch.setattr(Runs, "run_batch", counted)
+        await session.run(maps[0], feeds)
+        assert runs == 1  # graphs are put in order elsewhere, and hold up nobody
+        runs = 0
+        await asyncio.gather(*(session.run(each, feeds) for each in maps))
+        assert runs > 2 + 5
 
 
 async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:

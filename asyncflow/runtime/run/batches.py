@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.batched import BodyProgram, SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher
@@ -176,8 +177,8 @@ class RunsBatches(Protocol):
 
     def memory_of(self, plan: Plan) -> MemoryAccount: ...
 
-    def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
-        """The fetched values; None if that is not for the event loop."""
+    def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:
+        """The fetched values; None if that may take longer than the event loop is to be held."""
 
     def start_batch(
         self, plan: Plan, values: list[Array], on_end: Callable[[Run], None], trace: Trace | None, name: str
@@ -436,9 +437,9 @@ class Batches(TellingState):
         """The account of the device that computes a body of one partition."""
         return self._runs.memory_of(plan)
 
-    async def compute(self, plan: Plan, values: list[Array]) -> list[Array]:
-        """The fetched values of a body's plan: here and now, if that is short."""
-        found = self._runs.run_short(plan, values)
+    async def compute(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array]:
+        """The fetched values of a body's plan: here and now, if that takes no longer."""
+        found = self._runs.run_short(plan, values, limit_ns)
         return await self._runs.run_batch(plan, values) if found is None else found
 
     def _ended(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.lowering.single_call import SingleCall, find_single_call
 from asyncflow.compiler.program.request import PlanRequest, tell_watchers
+from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.lift.batched import BodyProgram, SharedCode
 from asyncflow.runtime.observer import Observers, start_observed
@@ -353,7 +354,13 @@ class Runs:
     # -- running -------------------------------------------------------------------------------------------------
 
     def _run_single_call(
-        self, plan: Plan, call: SingleCall, values: list[Value], timeout: float | None, asked_s: float
+        self,
+        plan: Plan,
+        call: SingleCall,
+        values: list[Value],
+        timeout: float | None,
+        asked_s: float,
+        limit_ns: float = INLINE_LIMIT_NS,
     ) -> list[Value] | None:
         """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
         assert self._turn is not None
@@ -365,7 +372,7 @@ class Runs:
         if self._atomic.claims and self._atomic.holds_up(plan.states):
             return None
         try:
-            found = run_single_call(call, self._devices[plan.partitions[0].device], self._quiet, values)
+            found = run_single_call(call, self._devices[plan.partitions[0].device], self._quiet, values, limit_ns)
         except OutOfMemoryError:
             if self.memory_turns is None or not plan.is_repeatable:
                 raise
@@ -457,12 +464,12 @@ class Runs:
         request = PlanRequest(program.graph, program.fetches, program.feeds, regions=self._options.regions)
         return await self.versions.plan_of(request, program.states)
 
-    def run_short(self, plan: Plan, values: list[Array]) -> list[Array] | None:
-        """The fetched values of a body; None if computing them may take too long for the event loop."""
+    def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:
+        """The fetched values of a body; None if computing them may take longer than the event loop is to be held."""
         assert self._turn is not None
         if plan.single_call is None:
             return None
-        found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0)
+        found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0, limit_ns)
         if found is not None:
             self.numbered_from -= 1  # see `_start`
         return cast("list[Array] | None", found)

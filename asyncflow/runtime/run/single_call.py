@@ -35,8 +35,17 @@ def quiet_context() -> Context:
     return context
 
 
-def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Sequence[Value]) -> list[Value] | None:
+def run_single_call(
+    call: SingleCall, device: Device, quiet: Context, feeds: Sequence[Value], limit_ns: float = INLINE_LIMIT_NS
+) -> list[Value] | None:
     """The fetched values for these fed ones; None if computing them may take too long for the event loop.
+
+    Args:
+        call: what to do.
+        device: where.
+        quiet: a context without floating-point warnings.
+        feeds: what to do it with.
+        limit_ns: what takes longer takes too long.
 
     Raises:
         KernelError: the kernel failed.
@@ -53,7 +62,7 @@ def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Seq
                 return None  # it may well be long; the executor measures it
             node.cost = first_guess(node, inputs)
         size = size_of(inputs)
-        if size > _MOST_ELEMENTS or node.cost.predict_ns(size) > INLINE_LIMIT_NS:
+        if size * INLINE_LIMIT_NS > _MOST_ELEMENTS * limit_ns or node.cost.predict_ns(size) > limit_ns:
             return None
         started = perf_counter_ns()
     try:

@@ -183,7 +183,9 @@ class VertexPool(TellingState):
         try:
             own = self.rows.inputs(groups)
             split = self.shared.counts.own
-            found = await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]])
+            # The turn is theirs, as it is of steps of pooled loops: to wait for a thread costs a quarter of a set.
+            limit_ns = BURST_NS / self._pools.count
+            found = await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]], limit_ns)
         except Exception as error:
             self._batches.count_call(self.shared, size, failed=1)
             if size == 1 or not self.shared.is_repeatable:
@@ -247,6 +249,11 @@ class VertexPools:
             program = await self.batches.plan_of(shared.program)
             plans = self._plans[shared] = program, await self.batches.plan_of(shared.order)
         return plans
+
+    @property
+    def count(self) -> int:
+        """How many pools there are."""
+        return len(self._pools)
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
