@@ -32,7 +32,7 @@ from asyncflow.state.capture import Capture, CheckpointedState, check_capture
 from asyncflow.state.containers import StateStore, state_key
 from asyncflow.state.held import HeldValue
 from asyncflow.state.variable_state import VariableState
-from asyncflow.streams.beside import call_beside
+from asyncflow.streams.beside import background, call_beside
 from asyncflow.values import Array, Value
 
 T = TypeVar("T")
@@ -187,9 +187,10 @@ class Checkpoints:
 
         tasks: dict[str, asyncio.Task[tuple[str, Mapping[str, Array]]]] = {}
         try:
-            async with asyncio.TaskGroup() as group:
-                async for name, state in _in_turns(cut.states.items()):
-                    tasks[name] = group.create_task(bring(name, *state))
+            with background:
+                async with asyncio.TaskGroup() as group:
+                    async for name, state in _in_turns(cut.states.items()):
+                        tasks[name] = group.create_task(bring(name, *state))
         except ExceptionGroup as errors:  # what except* raises is itself in a group, by some versions of Python
             lost = next((error for error in errors.exceptions if isinstance(error, DeviceLostError)), None)
             if lost is None:
@@ -211,14 +212,15 @@ class Checkpoints:
         """Does what `Session.restore` promises; with `awaits`, states that nobody knows yet get their values later."""
         found, flips = self._states(variables), self._state.flips
         step = await call_beside(find_step, path)
-        manifest = await call_beside(read_manifest, step)
-        compared = _Comparison(manifest, step, awaits)
-        await self._compare(compared, found)
-        buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
-        arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
-        del buffers
-        compared.faults += damaged
-        new = [name async for name, parts in _in_turns(arrays.items()) if _fits(compared, name, parts, found)]
+        with background:
+            manifest = await call_beside(read_manifest, step)
+            compared = _Comparison(manifest, step, awaits)
+            await self._compare(compared, found)
+            buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
+            arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
+            del buffers
+            compared.faults += damaged
+            new = [name async for name, parts in _in_turns(arrays.items()) if _fits(compared, name, parts, found)]
         if strict:
             _refuse(compared)
 

@@ -7,6 +7,8 @@ that needs one, and then nobody would ever go on.
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +26,7 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _TURN_S = 0.3e-3
 """How long the GIL is kept."""
+_SWITCH_S = 0.000_5
 
 
 async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
@@ -51,6 +54,49 @@ def giving_way(items: Iterable[_Item]) -> Iterator[_Item]:
             time.sleep(0)  # takes 70 µs
             since = time.perf_counter()
         yield item
+
+
+class Background:
+    """Lets the event loop go on while a thread makes many objects, such as the plan of a large graph.
+
+    Python hands the GIL over every 5 ms, and the garbage collector holds it while it looks over what is half made.
+    Both are settings of the whole process, so they change only meanwhile: the GIL is handed over every 0.5 ms, and the
+    collector waits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._was_enabled = False
+        self._freezes = True
+        self._interval_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+                self._interval_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_S, self._interval_s))
+            self._holders += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+            sys.setswitchinterval(self._interval_s)
+            if self._was_enabled:
+                # The count goes over all that is frozen, so who freezes objects of his own is asked once.
+                self._freezes = self._freezes and not gc.get_freeze_count()
+                if self._freezes:
+                    # Makes the new objects old without looking at each, which the next collection would.
+                    gc.freeze()
+                    gc.unfreeze()
+                gc.enable()
+
+
+background = Background()
 
 
 class _SideWork(Generic[_Result]):

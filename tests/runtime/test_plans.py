@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
@@ -105,28 +104,6 @@ async def test_plans_are_explained() -> None:
     assert "      # tanh: colocated with matmul" in lines
     assert any(line.startswith("    tanh_1 = tanh(") and "  # asked for 'cpu:1' at " in line for line in lines)
     assert repr(plan) == "<Plan: 3 nodes on cpu:0, 3 nodes on cpu:1; explain() tells more>"
-
-
-@pytest.mark.parametrize(("frozen", "n_asked", "n_thawed"), [(0, 3, 3), (5, 1, 0)])
-def test_what_others_have_frozen_stays_frozen_and_is_counted_once(
-    frozen: int, n_asked: int, n_thawed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counting goes over every object: with a million of them each compilation took a tenth of a second more."""
-    asked: list[int] = []
-    thawed: list[str] = []
-
-    def count() -> int:
-        asked.append(frozen)
-        return frozen
-
-    monkeypatch.setattr(gc, "get_freeze_count", count)
-    monkeypatch.setattr(gc, "freeze", lambda: None)
-    monkeypatch.setattr(gc, "unfreeze", lambda: thawed.append("thawed"))
-    background = plans._Background()
-    for _ in range(3):
-        with background:
-            pass
-    assert (len(asked), len(thawed)) == (n_asked, n_thawed)
 
 
 def test_a_timeout_counts_from_the_first_time_that_a_graph_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

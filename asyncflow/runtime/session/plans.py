@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
-import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from heapq import nlargest
@@ -20,7 +17,7 @@ from asyncflow.errors import DeadlineExceeded
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.graph import Graph
 from asyncflow.runtime.loop import is_virtual
-from asyncflow.streams.beside import call_beside
+from asyncflow.streams.beside import background, call_beside
 
 _COMPILED_INLINE = 50
 """A graph of at most so many nodes compiles on the event loop, in less than 5 ms."""
@@ -206,9 +203,6 @@ def _compiles_soon(graph: Graph) -> bool:
     return constants <= _CONSTANTS_INLINE
 
 
-_SWITCH_S = 0.000_5
-
-
 def _shared_out(node: PlanNode) -> dict[str, float]:
     """The measured time of a node; of a region, shared out to its nodes as they were expected to take."""
     measured: float = node.cost.mean_ns
@@ -221,49 +215,6 @@ def _shared_out(node: PlanNode) -> dict[str, float]:
     return {name: measured * share / in_all for name, share in expected.items()}
 
 
-class _Background:
-    """Lets the event loop go on while a thread compiles a large graph.
-
-    Python hands the GIL over every 5 ms, and the garbage collector holds it while it looks over a graph half made.
-    Both are settings of the whole process, so they change only meanwhile: the GIL is handed over every 0.5 ms, and the
-    collector waits.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._was_enabled = False
-        self._freezes = True
-        self._interval_s = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._holders == 0:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-                self._interval_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(_SWITCH_S, self._interval_s))
-            self._holders += 1
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders:
-                return
-            sys.setswitchinterval(self._interval_s)
-            if self._was_enabled:
-                # The count goes over all that is frozen, so who freezes objects of his own is asked once.
-                self._freezes = self._freezes and not gc.get_freeze_count()
-                if self._freezes:
-                    # Makes the plan's objects old without looking at each, which the next collection would.
-                    gc.freeze()
-                    gc.unfreeze()
-                gc.enable()
-
-
-_background = _Background()
-
-
 async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:
-    with _background:  # from before the thread starts, so that the first wait for the GIL is short, too
+    with background:  # from before the thread starts, so that the first wait for the GIL is short, too
         return await call_beside(partial(compile, request))
