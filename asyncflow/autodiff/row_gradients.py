@@ -57,10 +57,8 @@ class _RowSum:
         self._untouched: Array | None = None  # those above for which nothing has come either, if there are any
 
     def with_room(self, rows: int) -> _RowSum:
-        """The same sum, in at least so many rows."""
+        """The same sum, in at least so many rows, which are more."""
         known = len(self.array)
-        if known >= rows:
-            return self
         grown = _RowSum(self._xp, self._kind, max(rows, 2 * known))
         grown.array[:known] = self.zeroed(0, known)
         grown._reach(known)
@@ -69,7 +67,8 @@ class _RowSum:
 
     def zeroed(self, start: int, stop: int) -> Array:
         """The rows of a range, once those for which nothing has come are 0."""
-        self._reach(start)
+        if start < self._low:
+            self._reach(start)
         found = self.array[start:stop]
         if self._untouched is not None:
             untouched = self._untouched[start:stop]
@@ -90,7 +89,7 @@ class _RowSum:
 
     def add(self, size: int, where: slice | Array, values: Array) -> None:
         """Adds in place to rows of the first `size`."""
-        if isinstance(where, slice):
+        if type(where) is slice:
             self._add_range(where, values)
             return
         self._reach(0)
@@ -109,12 +108,15 @@ class _RowSum:
             self._low = row
 
     def _add_range(self, where: slice, values: Array) -> None:
-        if where.stop <= self._low and where.step in (None, 1):  # as a loop over levels does, from the roots down
-            self._reach(where.stop)
-            self._low = where.start
+        start, stop = where.start, where.stop
+        if stop <= self._low and where.step == 1:  # as a loop over levels does, from the roots down
+            if stop < self._low:
+                self._reach(stop)
+            self._low = start
             self.array[where] = values
             return
-        self._reach(where.start)
+        if start < self._low:
+            self._reach(start)
         if self._untouched is not None:
             own = self._untouched[where]
             if missing := np.count_nonzero(own):
@@ -176,8 +178,10 @@ class _RowLog(StoreLog[_Added]):
     def extend(self, entries: Iterable[_Added]) -> None:
         for entry in entries:
             size, _, values = entry
-            self.added += values.size if self else 0
-            self.longest = max(self.longest, size)
+            if self:
+                self.added += values.size
+            if size > self.longest:
+                self.longest = size
             self.append(entry)
 
 
@@ -229,21 +233,27 @@ class RowGradient(StoreVersion[_Added]):
         with log.lock:
             total = self._total(rows, 0)
             log.total, log.folded = None, 0
-        return rows, slice(0, rows), total.zeroed(0, rows)
+        return rows, slice(0, rows, 1), total.zeroed(0, rows)
 
     def _total(self, rows: int, first: int, *, is_last: bool = False) -> _RowSum:
         """The sum, in at least so many rows, of which those from `first` on are right; under the lock.
 
         Where nobody reads another version, the log lets go of what it has added.
         """
-        log, length = self.log, self.length
+        log, length, total = self.log, self.length, self.log.total
         if log.folded > length and any(size > first for size, _, _ in log[length : log.folded]):
-            log.total, log.folded = None, 0
-        wanted = max(rows, log.longest)
-        total = _RowSum(self.xp, self.kind, wanted) if log.total is None else log.total.with_room(wanted)
-        for place in range(log.folded, length):
-            total.add(*(log.take(place) if is_last else log[place]))
-        log.total, log.folded = total, max(log.folded, length)
+            total, log.folded = None, 0
+        if rows < log.longest:
+            rows = log.longest
+        if total is None:
+            total = _RowSum(self.xp, self.kind, rows)
+        elif len(total.array) < rows:
+            total = total.with_room(rows)
+        if log.folded < length:
+            for place in range(log.folded, length):
+                total.add(*(log.take(place) if is_last else log[place]))
+            log.folded = length
+        log.total = total
         return total
 
 
@@ -256,42 +266,54 @@ def _nbytes(entries: Sequence[_Added]) -> int:
 
 def _add_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
     kind = kind_of(row)
+    row_shape = kind.row_shape
 
-    def add(grads: Grad, values: Array, first: Array, second: Array) -> RowGradient:
-        stop = int(second) if is_range else 0
-        extents = (stop - int(first),) if is_range else second.shape
-        if values.shape != (*extents, *kind.row_shape):
+    def check(values: Array, extents: tuple[int, ...]) -> None:
+        if values.shape != extents + row_shape:
             raise ValueError(
                 f"a gradient of shape {format_shape(values.shape)} has reached rows of shape "
-                f"{format_shape((*extents, *kind.row_shape))}; they can only be added up if they are alike"
+                f"{format_shape(extents + row_shape)}; they can only be added up if they are alike"
             )
-        if is_range:
-            entry: _Added = stop, slice(int(first), stop), values
-        else:
-            size, rows = int(first), even_rows(second) if xp is np else None
-            if rows is None or rows.stop > size:
-                entry = size, second, values
-            else:
-                entry = size, rows, values.reshape(-1, *kind.row_shape)
+
+    def added(grads: Grad, entry: _Added) -> RowGradient:
         total: RowGradient = grads.with_entries((entry,)) if grads.length else RowGradient.of(xp, kind, (entry,))
         return total
 
-    return add
+    def add_range(grads: Grad, values: Array, first: Array, second: Array) -> RowGradient:
+        start, stop = int(first), int(second)
+        check(values, (stop - start,))
+        return added(grads, (stop, slice(start, stop, 1), values))
+
+    def add_at(grads: Grad, values: Array, first: Array, indices: Array) -> RowGradient:
+        check(values, indices.shape)
+        size, rows = int(first), even_rows(indices) if xp is np else None
+        if rows is None or rows.stop > size:
+            return added(grads, (size, indices, values))
+        return added(grads, (size, rows, values if indices.ndim == 1 else values.reshape(-1, *row_shape)))
+
+    return add_range if is_range else add_at
 
 
 def _read_kernel(xp: Namespace, *, row: Spec, is_range: bool, is_last: bool = False) -> Kernel:
     kind = kind_of(row)
 
-    def read(grads: Grad, first: Array, second: Array) -> Array:
-        if not grads.length:  # nothing has come
-            extents = (int(second) - int(first),) if is_range else second.shape
-            return xp.zeros((*extents, *kind.row_shape), kind.dtype)
-        total: RowGradient = grads
-        if is_range:
-            return total.range(int(first), int(second), is_last=is_last)
-        return total.rows(int(first), second, is_last=is_last)
+    def zeros(*extents: int) -> Array:  # nothing has come
+        return xp.zeros((*extents, *kind.row_shape), kind.dtype)
 
-    return read
+    def read_range(grads: Grad, first: Array, second: Array) -> Array:
+        start, stop = int(first), int(second)
+        if not grads.length:
+            return zeros(stop - start)
+        total: RowGradient = grads
+        return total.range(start, stop, is_last=is_last)
+
+    def read_at(grads: Grad, first: Array, indices: Array) -> Array:
+        if not grads.length:
+            return zeros(*indices.shape)
+        total: RowGradient = grads
+        return total.rows(int(first), indices, is_last=is_last)
+
+    return read_range if is_range else read_at
 
 
 def _read_spec(grads: Spec, first: Spec, second: Spec, *, row: Spec, is_range: bool, is_last: bool = False) -> Spec:
