@@ -118,15 +118,15 @@ class RowState:
         return RowState(target, end)
 
     def room(self, *shaped: Array) -> Array | None:
-        """Memory for the rows that are to be appended, shaped like all of these; None if they are not alike.
+        """Memory for as many rows that are to be appended as all of these have; None if they are not alike.
 
         What is written there is appended without a copy. It is promised to nobody else, and lost if it is not appended.
         """
-        shape, size, block = shaped[0].shape, self.size, self.block
+        count, size, block = len(shaped[0]), self.size, self.block
         for x in shaped[1:]:
-            if x.shape != shape:
+            if len(x) != count:
                 return None
-        end = size + shape[0]
+        end = size + count
         with block.lock:
             target = block.with_room(size, end)
             target.filled = end

@@ -369,7 +369,7 @@ class _Generator:
         store = buffers.appended.get(node.outputs[0]) if node.single else None
         if store not in self.names:
             return None
-        alike = dict.fromkeys(self.value(x) for x in leading_inputs(node, self.kernel(node), of_row=True))
+        alike = dict.fromkeys(self.value(x) for x in leading_inputs(node, self.kernel(node)))
         return f"{self.names[store]}.room({', '.join(alike)})" if alike else None
 
     def new_buffer(self, spec: Spec) -> str | None:

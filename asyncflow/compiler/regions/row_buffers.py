@@ -56,13 +56,8 @@ def rows_appended(nodes: Sequence[Node]) -> dict[Tensor, Tensor]:
     return {node.inputs[1]: node.inputs[0] for node in reversed(nodes) if node.op is APPEND}
 
 
-def leading_inputs(node: Node, kernel: Kernel | None, *, of_row: bool = False) -> Sequence[Tensor]:
-    """The inputs whose rows, if they are as many, are those of the result; none if that is not known of a node.
-
-    `of_row`: only those of the very shape of the result.
-    """
-    if of_row and not is_elementwise(node, kernel):
-        return ()
+def leading_inputs(node: Node, kernel: Kernel | None) -> Sequence[Tensor]:
+    """The inputs whose rows, if they are as many, are those of the result; none if that is not known of a node."""
     if not (node.single and takes_out(kernel) and has_open_rows(node.outputs[0])):
         return ()
     shape, inputs = node.outputs[0].shape, node.inputs
