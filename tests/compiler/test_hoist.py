@@ -57,6 +57,18 @@ def test_out_of_nested_loops_all_the_way(graph: af.Graph) -> None:
     assert not any("= exp(" in part for part in rest)
 
 
+def test_extents_that_only_a_run_knows_are_asked_for_once(graph: af.Graph) -> None:
+    """Looking at a shape cannot fail, whatever the shape is; adding up what may not fit can."""
+    x, y = af.placeholder("float64", (None, 2)), af.placeholder("float64", (None, 2))
+    _, total = af.while_loop(
+        lambda i, s: i < 3, lambda i, s: (i + 1, s + af.astype(af.shape(x)[0], "float64") + af.sum(x + y)), (0, 0.0)
+    )
+    before, inside = optimized(graph, [total], hoist, prune).split(" = while(")
+    assert "= shape(" in before
+    assert "= shape(" not in inside
+    assert inside.count("= add(") == 4
+
+
 def test_a_predicate_runs_at_least_once_so_what_may_fail_moves_out_of_it(graph: af.Graph) -> None:
     rows = af.placeholder("float64", (None, 2), name="rows")
     n = af.while_loop(lambda i: i < af.shape(rows)[0], lambda i: i + af.shape(rows)[0] // 2, 0, name="loop")

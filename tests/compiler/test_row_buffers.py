@@ -154,6 +154,23 @@ async def test_rows_are_computed_where_they_are_appended(graph: af.Graph, rows: 
     assert_same_bits(*await both_ways(graph, [y, other.stack(), grads, start.stack()], {x: fed}))
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+async def test_products_and_joined_rows_are_computed_where_they_are_appended(graph: af.Graph, rows: int) -> None:
+    """Memory is asked for by the number of rows, as the inputs have other columns."""
+    x = af.placeholder("float32", (None, 40))
+
+    def body(i: Any, product: Any, joined: Any) -> Any:
+        h = product.take(af.arange(af.shape(x)[0]))
+        return i + 1, product.append(h @ W), joined.append(af.concat([h * 2, af.tanh(h)], axis=1))
+
+    start = af.RowStore("float32", (40,)).append(x), af.RowStore("float32", (80,))
+    _, *stores = af.while_loop(lambda i, *_: i < 4, body, (0, *start))
+    feeds = {x: np.random.default_rng(rows).normal(size=(rows, 40)).astype(np.float32)}
+    rows_of_both = [store.stack() for store in stores]
+    assert (await source(graph, rows_of_both, [x])).count(".room(") == 2
+    assert_same_bits(*await both_ways(graph, rows_of_both, feeds))
+
+
 def test_a_buffer_grows_and_is_the_same_memory_until_then() -> None:
     first = rows_of(np.empty((0, 4), np.float32), 3)
     assert first.shape == (3, 4)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 
@@ -18,12 +19,13 @@ def nbytes(spec: Spec) -> int | None:
 
 
 def cannot_fail(node: Node) -> bool:
-    """Whether running the node is sure to succeed, so that one may run it, or not, as is best."""
-    return (
-        node.op.is_total
-        and node.op.is_pure
-        and all(nbytes(tensor.spec) is not None for tensor in (*node.inputs, *node.outputs))
-    )
+    """Whether running the node is sure to succeed, so that one may run it, or not, as is best.
+
+    What looks at shapes alone does so whatever they are; anything else may find that they do not fit.
+    """
+    read = () if node.op.traits.memory is Memory.METADATA else node.inputs
+    known = all(nbytes(tensor.spec) is not None for tensor in (*read, *node.outputs))
+    return node.op.is_total and node.op.is_pure and known
 
 
 def has_variants(tensors: Iterable[Tensor]) -> bool:
