@@ -13,7 +13,6 @@ log. When as much has been added as the array holds, what it holds begins a new 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import TypeAlias
 
 import numpy as np
@@ -89,7 +88,7 @@ class _RowSum:
 
     def add(self, size: int, where: slice | Array, values: Array) -> None:
         """Adds in place to rows of the first `size`."""
-        if type(where) is slice:
+        if isinstance(where, slice):
             self._add_range(where, values)
             return
         self._reach(0)
@@ -155,7 +154,7 @@ class _RowLog(StoreLog[_Added]):
     Attributes:
         total: the sum of the first `folded`, or None.
         longest: rows of the longest store that something was added for.
-        added: elements added behind the first entry.
+        added: rows added behind the first entry.
     """
 
     __slots__ = ("added", "folded", "longest", "total")
@@ -177,9 +176,9 @@ class _RowLog(StoreLog[_Added]):
 
     def extend(self, entries: Iterable[_Added]) -> None:
         for entry in entries:
-            size, _, values = entry
+            size, where, values = entry
             if self:
-                self.added += values.size
+                self.added += len(values) if isinstance(where, slice) else where.size
             if size > self.longest:
                 self.longest = size
             self.append(entry)
@@ -208,10 +207,10 @@ class RowGradient(StoreVersion[_Added]):
 
     def with_entries(self, entries: Sequence[_Added]) -> RowGradient:
         """The sum with more added; it begins a new log where that makes the old one as large as what it adds up to."""
-        xp, kind, log = self.xp, self.kind, self.log
-        if self.length == len(log) and log.added >= log.longest * prod(kind.row_shape):
+        xp, kind, log, length = self.xp, self.kind, self.log, self.length
+        if log.added >= log.longest and length == len(log):
             return RowGradient.of(xp, kind, [self._taken(), *entries])
-        return RowGradient(xp, kind, self.grown(entries), self.length + len(entries), self.nbytes + _nbytes(entries))
+        return RowGradient(xp, kind, self.grown(entries), length + len(entries), self.nbytes + _nbytes(entries))
 
     def merged(self, other: RowGradient) -> RowGradient:
         """The sum with what was added to `other`; the cost is that of the shorter one."""
