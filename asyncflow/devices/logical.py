@@ -49,6 +49,7 @@ class LogicalDevice(Generic[AnyStream]):
     swapping: Swapping | None = None
     xp: ModuleType = np
     memory: MemoryAccount
+    threads: int = 1
     handover_ns: float = 50_000.0  # two turns of the event loop, and the waking of a thread
     compute: AnyStream
     h2d: AnyStream

@@ -216,6 +216,10 @@ class Device(Protocol):
         """The expected time until a value of so many bytes made here is there on `target`; for placement."""
 
     @property
+    def threads(self) -> int:
+        """How many long kernels it computes at the same time, in any order; 1 where a stream has them all."""
+
+    @property
     def handover_ns(self) -> float:
         """The expected time until what one of its streams has made is there on another."""
 

@@ -1,7 +1,9 @@
 """Which firings are computed together, and when: a pure state machine, with neither clock nor event loop in it.
 
 Members wait in *lanes*, one for each signature: what has the same code, dtypes, shapes, device and values in common may
-share a call. Of each lane one call is under way at a time, so that what comes meanwhile gathers.
+share a call. Of each lane one call is under way at a time, so that what comes meanwhile gathers; or several that are
+made at once, where a device of several threads takes less time for the parts of a call than for the whole
+(`CallCosts.parts`). The lane is free once all of them have ended.
 
 ======================== ============================================ ================================================
 event                    state                                        what happens
@@ -12,15 +14,16 @@ event                    state                                        what happe
 `divide`                 `overdue`                                    both halves of who stays wait, each in a lane of
                                                                       its own, so that none waits for the other
 `set_apart`              `overdue`                                    it goes on in a lane of its own; the lane is free
-`take`                   a call of the lane is under way              nothing
+`take`                   calls of the lane are under way              nothing
 `take`, not idle         fewer than `max_size` wait, and all have     nothing: others may still come
                          half of their time until they are due
 `take`, idle             it pays to wait for those who were just      nothing, until they are back, or late (`Returns`)
                          answered
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
 `take`                   else                                         who is past its deadline leaves; a call is made
-                                                                      of the others, of the size that is best
-`ended`                                                               what it took is learnt; the lane is free
+                                                                      of the others, of the size that is best, or
+                                                                      several at once
+`ended`                  the last of those made at once               what they took is learnt; the lane is free
 `failed`                 of one member                                it is at fault; the lane is free
 `failed`                 of several                                   both halves wait, apart and before all others
 ======================== ============================================ ================================================
@@ -83,6 +86,16 @@ def _halfway_ns(member: Gathered) -> float:
 M = TypeVar("M", bound=Gathered)
 
 
+@dataclass(slots=True)
+class Tally:
+    """What calls that are made at once have taken, once all of them have ended."""
+
+    calls: int
+    ended: int = 0
+    size: int = 0
+    taken_ns: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class BatchCall(Generic[M]):
     """Members that are computed together.
@@ -92,12 +105,16 @@ class BatchCall(Generic[M]):
         members: who.
         started_ns: since when it is computed, if it may never end; infinity if it ends by itself.
         left_ns: when the first of its members left.
+        beside: the calls that are to be made with it.
+        tally: of all of these.
     """
 
     lane: Lane[M]
     members: Sequence[M]
     started_ns: float = inf
     left_ns: float = inf
+    beside: Sequence[BatchCall[M]] = ()
+    tally: Tally = field(default_factory=lambda: Tally(1))
 
     def overdue_ns(self) -> float:
         """When one of its members may be why it has not ended, and keep the others from ending."""
@@ -121,7 +138,7 @@ class Lane(Generic[M]):
     """By priority, who is due first in front; there are no empty lists."""
     suspects: deque[Sequence[M]] = field(default_factory=deque)
     """Parts of calls that failed, which go before all others, each by itself."""
-    under_way: BatchCall[M] | None = None
+    under_way: list[BatchCall[M]] = field(default_factory=list)
     shares: PriorityShares = field(default_factory=PriorityShares)
 
     def __len__(self) -> int:
@@ -129,8 +146,7 @@ class Lane(Generic[M]):
 
     def everybody(self) -> Iterator[M]:
         """All who wait or are under way."""
-        parts = self.suspects if self.under_way is None else (*self.suspects, self.under_way.members)
-        return chain(*self.waiting.values(), *parts)
+        return chain(*self.waiting.values(), *self.suspects, *(call.members for call in self.under_way))
 
     @property
     def most(self) -> int:
@@ -249,13 +265,14 @@ class Batcher(Generic[M]):
             return None
         lane.discard(member)
         self._drop_if_empty(lane)
-        call = lane.under_way
-        return call if call is not None and all(each.is_gone for each in call.members) else None
+        calls = (call for call in lane.under_way if member in call.members)
+        return next((call for call in calls if all(each.is_gone for each in call.members)), None)
 
     def take(self, now_ns: int, *, is_idle: bool) -> Iterator[BatchCall[M]]:
         """The calls that are to be made now, the most urgent first.
 
-        Each is under way until it has `ended` or `failed`. Whoever has no time for more may stop asking.
+        Each, and those `beside` it, is under way until it has `ended` or `failed`. Whoever has no time for more may stop
+        asking.
 
         Args:
             now_ns: the time.
@@ -263,10 +280,12 @@ class Batcher(Generic[M]):
         """
         ready = [lane for lane in self.lanes.values() if self._is_ready(lane, now_ns, is_idle)]
         for lane in ready if len(ready) < 2 else self._by_urgency(ready):
-            members = self._next(lane, now_ns)
-            if members:
-                lane.under_way = BatchCall(lane, members)
-                yield lane.under_way
+            parts = self._next(lane, now_ns)
+            if parts:
+                tally = Tally(len(parts))
+                first, *beside = lane.under_way = [BatchCall(lane, part, tally=tally) for part in parts]
+                first.beside = beside
+                yield first
             else:
                 self._drop_if_empty(lane)
 
@@ -282,8 +301,8 @@ class Batcher(Generic[M]):
         """
         found = inf
         for lane in self.lanes.values():
-            if lane.under_way is not None:
-                found = min(found, lane.under_way.overdue_ns())
+            if lane.under_way:
+                found = min(found, *(call.overdue_ns() for call in lane.under_way))
             elif lane.waiting and self._delays(lane):
                 found = min(found, lane.leaves_ns())
             elif lane.waiting and self._awaits_returns(lane, now_ns):
@@ -292,7 +311,7 @@ class Batcher(Generic[M]):
 
     def overdue(self, now_ns: int) -> list[BatchCall[M]]:
         """Calls under way in which those who stay might wait for one that never ends: `divide` or `set_apart` them."""
-        calls = [lane.under_way for lane in self.lanes.values() if lane.under_way is not None]
+        calls = [call for lane in self.lanes.values() for call in lane.under_way]
         for call in calls:
             if call.started_ns < inf == call.left_ns and any(member.is_gone for member in call.members):
                 call.left_ns = now_ns
@@ -311,7 +330,7 @@ class Batcher(Generic[M]):
         """Has a call go on by itself, however long, so that others of its lane need not wait for it."""
         self._free(call)
         call.lane, call.started_ns = self._lane_apart(call.lane, call.members), inf
-        call.lane.under_way = call
+        call.lane.under_way.append(call)
 
     def _lane_apart(self, lane: Lane[M], members: Sequence[M]) -> Lane[M]:
         apart = Lane[M]((lane.signature, object()), lane.policy, lane.costs)
@@ -322,8 +341,12 @@ class Batcher(Generic[M]):
 
     def ended(self, call: BatchCall[M], taken_ns: float, now_ns: int) -> None:
         """The call has given its results."""
-        costs = call.lane.costs
-        costs.observe(len(call.members), taken_ns)
+        costs, tally = call.lane.costs, call.tally
+        tally.ended += 1
+        tally.size += len(call.members)
+        tally.taken_ns = max(tally.taken_ns, taken_ns)
+        if tally.ended == tally.calls:
+            costs.observe(tally.size, tally.taken_ns, tally.calls)
         costs.returns.answer(len(call.members), now_ns)
         self._free(call)
 
@@ -362,7 +385,7 @@ class Batcher(Generic[M]):
                 del ranked[priority]
 
     def _is_ready(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
-        if lane.under_way is not None:
+        if lane.under_way:
             return False
         if lane.suspects:
             return True
@@ -378,13 +401,18 @@ class Batcher(Generic[M]):
             is_due = is_due or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
         return is_due
 
-    def _next(self, lane: Lane[M], now_ns: int) -> Sequence[M]:
+    def _next(self, lane: Lane[M], now_ns: int) -> list[Sequence[M]]:
         while lane.suspects:
             suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
             if suspects:
-                return suspects
+                return [suspects]
         lane.drop_late(now_ns)
-        return lane.cut_in_time(lane.take(self._size(lane)), now_ns) if lane.waiting else ()
+        if not lane.waiting:
+            return []
+        members = lane.cut_in_time(lane.take(self._size(lane)), now_ns)
+        size = len(members)
+        count = 1 if lane.policy.cost == "none" else lane.costs.parts(size)
+        return [members[size * part // count : size * (part + 1) // count] for part in range(count)]
 
     def _delays(self, lane: Lane[M]) -> bool:
         return lane.policy.max_delay_s > 0 and not self.is_ending
@@ -405,8 +433,8 @@ class Batcher(Generic[M]):
         return costs.best(waiting, most)
 
     def _free(self, call: BatchCall[M]) -> None:
-        if call.lane.under_way is call:  # or else it was divided, and is stopped only now
-            call.lane.under_way = None
+        if call in call.lane.under_way:  # or else it was divided, and is stopped only now
+            call.lane.under_way.remove(call)
         self._drop_if_empty(call.lane)
 
     def _drop_if_empty(self, lane: Lane[M]) -> None:

@@ -19,6 +19,9 @@ _SURE = 3
 _NEWS = 0.1
 """A mean that has changed by this part makes other sizes the best ones."""
 
+_WORTH_NS = 2_000_000
+"""Calls that take less are made whole: to start another is work, too, and what keeps a thread waiting is chance."""
+
 _LATE = 2
 """Late is who comes after so many times the usual difference from when such ones came."""
 
@@ -136,11 +139,15 @@ class CallCosts(SizeTimes):
 
     Attributes:
         fits: the most members for which there was memory, once there was none for more.
+        threads: how many calls the device may compute at the same time.
         returns: how soon those come back whom such calls have answered.
     """
 
     fits: int | None = None
+    threads: int = 1
     returns: Returns = field(default_factory=Returns)
+    _in_parts: dict[int, SizeTimes] = field(default_factory=dict)
+    """By how many calls were made at once for so many."""
     _used: dict[int, float] = field(default_factory=dict)
     """Times by which the sizes below were chosen."""
     _in_all: list[float] = field(default_factory=list)
@@ -150,8 +157,10 @@ class CallCosts(SizeTimes):
     _most: int = 0
     """How many could share a call, then."""
 
-    def observe(self, size: int, taken_ns: float) -> int:
-        """A call of that size took so long; gives the size that it counts for."""
+    def observe(self, size: int, taken_ns: float, parts: int = 1) -> int:
+        """A call of that size took so long, or calls for the parts of it; gives the size that it counts for."""
+        if self.threads > 1:
+            self._in_parts.setdefault(parts, SizeTimes()).observe(size, taken_ns)
         size = SizeTimes.observe(self, size, taken_ns)
         used = self._used.get(size)
         if used is None or self._counts[size] <= _SURE or abs(self.taken_ns[size] - used) > _NEWS * used:
@@ -179,6 +188,13 @@ class CallCosts(SizeTimes):
                 self._in_all.append(float(taken[size - 1]))
                 self._first.append(size)
         return self._first[waiting]
+
+    def parts(self, size: int) -> int:
+        """Into how many calls, made at once, so many members are best cut; what was never tried is tried."""
+        if self.threads == 1 or 1 not in self._in_parts or self._in_parts[1].predict_ns(size) < _WORTH_NS:
+            return 1
+        counts = [1 << power for power in range(min(self.threads, size).bit_length())]
+        return min(counts, key=lambda count: self._in_parts.setdefault(count, SizeTimes()).predict_ns(size))
 
     def saved_ns(self, waiting: int, coming: int, most: int) -> float:
         """How much less time it takes in all if those who wait go with those who are to come, and not before them."""

@@ -52,6 +52,7 @@ class CpuDevice(LogicalDevice[ThreadStream]):
         super().__init__("cpu", index, Capabilities(), compute_streams)
         self.memory = MemoryAccount(self.name, memory_limit)
         self.lanes = Lanes(self.name, compute_streams, sharing)
+        self.threads = self.lanes.threads
         self.compute_streams = self.lanes.planned
         self.compute = self.compute_streams[0]
         # What copies in and out is the host's memory and the device's; the order is kept apart all the same.

@@ -112,11 +112,14 @@ class _StatefulLane:
 class Lanes:
     """The threads of one CPU device; those that are never used do not exist. Used on the event loop's thread alone.
 
+    Attributes:
+        threads: how many long firings there may be at a time.
+
     Invariant: a lane's load is the sum over what is under way there, ``_holds`` has an entry for what is under way
     anywhere, by the id of its owner, and ``_unmeasured`` a count, by what is unmeasured.
     """
 
-    __slots__ = ("_holds", "_lanes", "_long", "_planned", "_unmeasured")
+    __slots__ = ("_holds", "_lanes", "_planned", "_unmeasured", "threads")
 
     def __init__(self, device: str, planned: int, sharing: int = 1) -> None:
         """``planned``: how many streams the compiler divides plans over; ``sharing``: CPU devices of the session.
@@ -124,8 +127,8 @@ class Lanes:
         More threads than cores for all devices together would only take turns, and lose what their caches hold.
         """
         self._planned = planned
-        self._long = max(planned, min(_MOST, usable_cores() // sharing))
-        self._lanes = tuple(_ThreadLane(device, number) for number in range(self._long + 2))
+        self.threads = max(planned, min(_MOST, usable_cores() // sharing))
+        self._lanes = tuple(_ThreadLane(device, number) for number in range(self.threads + 2))
         self._holds: dict[int, _StatefulLane] = {}
         self._unmeasured: Counter[Hashable] = Counter()
 
@@ -214,8 +217,8 @@ class Lanes:
         best, least_ns = planned, planned.load_ns
         if not least_ns:
             return planned
-        for number, lane in enumerate(self._lanes[: self._long + more]):
-            load_ns = lane.load_ns + (_SPARE_NS if number >= self._long else 0)
+        for number, lane in enumerate(self._lanes[: self.threads + more]):
+            load_ns = lane.load_ns + (_SPARE_NS if number >= self.threads else 0)
             if load_ns < least_ns:
                 best, least_ns = lane, load_ns
         return best

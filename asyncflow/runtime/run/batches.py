@@ -136,6 +136,7 @@ class KnownBody:
     Attributes:
         plans: of its programs, for each version of variables: over one member (False), over many (True).
         costs: by the dtypes and shapes of arguments, those seen last behind.
+        threads: how many calls its device may compute at the same time.
         calls: how many there were.
         members: of all of them.
         largest: the most of one.
@@ -144,6 +145,7 @@ class KnownBody:
 
     plans: WeakKeyDictionary[SharedCode, dict[bool, Plan]] = field(default_factory=WeakKeyDictionary)
     costs: dict[Hashable, CallCosts] = field(default_factory=dict)
+    threads: int = 1
     calls: int = 0
     members: int = 0
     largest: int = 0
@@ -154,11 +156,17 @@ class KnownBody:
         return self.plans.setdefault(shared, {})
 
     def costs_of(self, kind: Hashable) -> CallCosts:
-        costs = self.costs.pop(kind, None) or CallCosts()
+        costs = self.costs.pop(kind, None) or CallCosts(threads=self.threads)
         if len(self.costs) >= _MOST_KINDS:
             del self.costs[next(iter(self.costs))]
         self.costs[kind] = costs
         return costs
+
+    def use_threads(self, threads: int) -> None:
+        """The device is known by now."""
+        self.threads = threads
+        for costs in self.costs.values():
+            costs.threads = threads
 
     def count(self, size: int, *, calls: int = 1, failed: int = 0) -> None:
         """Counts calls, or steps, each for so many."""
@@ -176,6 +184,8 @@ class RunsBatches(Protocol):
     async def plan_of(self, program: BodyProgram) -> Plan: ...
 
     def memory_of(self, plan: Plan) -> MemoryAccount: ...
+
+    def threads_of(self, plan: Plan) -> int: ...
 
     def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:
         """The fetched values; None if that may take longer than the event loop is to be held."""
@@ -320,8 +330,9 @@ class Batches(TellingState):
         end = turn.now() + BURST_NS
         most = 0
         for call in self._batcher.take(now_ns, is_idle=is_idle):
-            most = max(most, len(call.members))
-            call.members[0].context.run(self._start, call)
+            for each in (call, *call.beside):
+                most = max(most, len(each.members))
+                each.members[0].context.run(self._start, each)
             if turn.now() >= end:
                 turn.wake()
                 break
@@ -423,10 +434,12 @@ class Batches(TellingState):
                 self._ended(call, fed, results, started_ns)
 
     async def _plan(self, shared: SharedBody, *, is_many: bool) -> Plan:
-        plans = self._known_of(shared).plans_of(shared)
+        known = self._known_of(shared)
+        plans = known.plans_of(shared)
         plan = plans.get(is_many)
         if plan is None:
             plan = plans[is_many] = await self.plan_of(shared.many if is_many else shared.one)
+            known.use_threads(self._runs.threads_of(plan) if shared.is_repeatable else 1)
         return plan
 
     async def plan_of(self, program: BodyProgram) -> Plan:

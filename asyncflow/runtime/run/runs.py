@@ -493,6 +493,12 @@ class Runs:
         """The account of the device that computes a body of one partition."""
         return self._devices[plan.partitions[0].device].memory
 
+    def threads_of(self, plan: Plan) -> int:
+        """How many calls of a body may be computed at the same time: a user's function gets one at a time."""
+        devices = [self._devices[partition.device] for partition in plan.partitions]
+        has_users = any(node.is_user for partition in plan.partitions for node in partition.nodes)
+        return 1 if has_users else min(device.threads for device in devices)
+
     def has_own_memory(self, plan: Plan) -> bool:
         """Whether a body runs on one device, which can keep values between runs."""
         device = self._devices[plan.partitions[0].device]
