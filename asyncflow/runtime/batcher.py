@@ -45,11 +45,8 @@ from random import Random
 from typing import Generic, Protocol, TypeVar
 
 from asyncflow.ops.batch import Batch
-from asyncflow.runtime.call_costs import CallCosts
+from asyncflow.runtime.call_costs import EXPLORE, CallCosts
 from asyncflow.runtime.shares import PATIENCE_S, PriorityShares
-
-_EXPLORE = 32
-"""One call in so many takes all that wait, whatever is known of that: what was slow once may not be any more."""
 
 _LONG = 2
 """Calls that take so many times what was learnt are long."""
@@ -411,7 +408,7 @@ class Batcher(Generic[M]):
             return []
         members = lane.cut_in_time(lane.take(self._size(lane)), now_ns)
         size = len(members)
-        count = 1 if lane.policy.cost == "none" else lane.costs.parts(size)
+        count = 1 if lane.policy.cost == "none" else lane.costs.parts(size, self._random)
         return [members[size * part // count : size * (part + 1) // count] for part in range(count)]
 
     def _delays(self, lane: Lane[M]) -> bool:
@@ -424,7 +421,7 @@ class Batcher(Generic[M]):
 
     def _size(self, lane: Lane[M]) -> int:
         costs, policy = lane.costs, lane.policy
-        explores = len(lane) > 1 and self._random.randrange(_EXPLORE) == 0
+        explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
         if explores and costs.fits is not None:
             costs.fits *= 2  # there may be more memory now
         most, waiting = lane.most, len(lane)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from random import Random
 
 import numpy as np
 
@@ -18,6 +19,9 @@ _SURE = 3
 
 _NEWS = 0.1
 """A mean that has changed by this part makes other sizes the best ones."""
+
+EXPLORE = 32
+"""One call in so many is of another size than is best, as far as is known: what was slow once may not be any more."""
 
 _WORTH_NS = 2_000_000
 """Calls that take less are made whole: to start another is work, too, and what keeps a thread waiting is chance."""
@@ -160,7 +164,7 @@ class CallCosts(SizeTimes):
     def observe(self, size: int, taken_ns: float, parts: int = 1) -> int:
         """A call of that size took so long, or calls for the parts of it; gives the size that it counts for."""
         if self.threads > 1:
-            self._in_parts.setdefault(parts, SizeTimes()).observe(size, taken_ns)
+            self._in_parts.setdefault(parts, SizeTimes()).observe(_size_class(size), taken_ns)
         size = SizeTimes.observe(self, size, taken_ns)
         used = self._used.get(size)
         if used is None or self._counts[size] <= _SURE or abs(self.taken_ns[size] - used) > _NEWS * used:
@@ -189,12 +193,15 @@ class CallCosts(SizeTimes):
                 self._first.append(size)
         return self._first[waiting]
 
-    def parts(self, size: int) -> int:
-        """Into how many calls, made at once, so many members are best cut; what was never tried is tried."""
-        if self.threads == 1 or 1 not in self._in_parts or self._in_parts[1].predict_ns(size) < _WORTH_NS:
+    def parts(self, size: int, random: Random) -> int:
+        """Into how many calls, made at once, so many members are best cut; now and then another number is tried."""
+        like = _size_class(size)
+        if self.threads == 1 or 1 not in self._in_parts or self._in_parts[1].predict_ns(like) < _WORTH_NS:
             return 1
         counts = [1 << power for power in range(min(self.threads, size).bit_length())]
-        return min(counts, key=lambda count: self._in_parts.setdefault(count, SizeTimes()).predict_ns(size))
+        if random.randrange(EXPLORE) == 0:
+            return random.choice(counts)
+        return min(counts, key=lambda count: self._in_parts.setdefault(count, SizeTimes()).predict_ns(like))
 
     def saved_ns(self, waiting: int, coming: int, most: int) -> float:
         """How much less time it takes in all if those who wait go with those who are to come, and not before them."""
@@ -213,3 +220,9 @@ class CallCosts(SizeTimes):
             return min(fixed + each * size, alone * size)
 
         return least_ns(waiting) + least_ns(coming) - least_ns(waiting + coming)
+
+
+def _size_class(size: int) -> int:
+    """The largest size that is about as large: of each doubling there are four, such as 10, 12, 14 and 16."""
+    shift = max(0, (size - 1).bit_length() - 3)
+    return (((size - 1) >> shift) + 1) << shift
