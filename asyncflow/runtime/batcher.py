@@ -268,8 +268,8 @@ class Batcher(Generic[M]):
     def take(self, now_ns: int, *, is_idle: bool) -> Iterator[BatchCall[M]]:
         """The calls that are to be made now, the most urgent first.
 
-        Each, and those `beside` it, is under way until it has `ended` or `failed`. Whoever has no time for more may stop
-        asking.
+        Each is under way, as those `beside` it are, until it has `ended` or `failed`. Whoever has no time for more may
+        stop asking.
 
         Args:
             now_ns: the time.

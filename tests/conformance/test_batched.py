@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
+from asyncflow.compiler.plan import Plan
+from asyncflow.devices.cpu import lanes
 from asyncflow.graph.text import print_graph
 from asyncflow.runtime.batcher import BatchCall, Batcher
 from asyncflow.runtime.call_costs import CallCosts, Returns
 from asyncflow.runtime.run.batches import Batches
+from asyncflow.runtime.run.runs import Runs
 from tests.conftest import OpenSession
 from tests.others import others_end
 from tests.patience import PATIENCE_S
@@ -37,6 +40,12 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
     monkeypatch.setattr(Batcher, "ended", noted)
     return found
+
+
+@pytest.fixture
+def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be one call is two, made at once."""
+    monkeypatch.setattr(CallCosts, "parts", lambda self, size, random: min(2, size))
 
 
 class Held(NamedTuple):
@@ -83,6 +92,56 @@ async def test_runs_share_calls_and_each_gets_its_own(open_session: OpenSession,
                 np.testing.assert_allclose(chosen, layer_of(value)[1], rtol=1e-5, atol=1e-6)
     assert sum(size * count for size, count in sizes.items()) == 40
     assert max(sizes) >= 10
+
+
+async def test_f42_calls_made_at_once_give_each_member_its_own(
+    open_session: OpenSession, sizes: Counter[int], in_halves: None
+) -> None:
+    """FAULTS F38, F42: as above, where a device of several threads computes the halves; a failing member is alone."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        fetches = af.batched(lambda x: (af.check_numerics(x), *layer(x)))(x)
+    values = np.random.default_rng(1).normal(size=(20, 4)).astype(np.float32)
+    values[3] = np.nan
+    async with open_session(graph) as session:
+        for _ in range(2):
+            runs = (session.run(fetches, {x: value}) for value in values)
+            found = await asyncio.gather(*runs, return_exceptions=True)
+            assert [place for place, each in enumerate(found) if isinstance(each, BaseException)] == [3]
+            for value, result in zip(values, found, strict=True):
+                if isinstance(result, BaseException):
+                    continue
+                _, y, chosen = result
+                np.testing.assert_allclose(y, layer_of(value)[0], rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(chosen, layer_of(value)[1], rtol=1e-5, atol=1e-6)
+        del found, result, runs  # an error leads to what was fed
+    assert 5 <= max(sizes) <= 10
+
+
+async def test_only_plans_without_functions_of_the_users_are_computed_on_several_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[int] = []
+    threads_of = Runs.threads_of
+    monkeypatch.setattr(lanes, "usable_cores", lambda: 4)
+
+    def noted(self: Runs, plan: Plan) -> int:
+        told.append(threads_of(self, plan))
+        return told[-1]
+
+    monkeypatch.setattr(Runs, "threads_of", noted)
+
+    @af.op(outputs=af.spec("float32", (4,)), pure=True)
+    def doubled(x: Any) -> Any:
+        return 2 * x
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        fetches = [af.batched(layer)(x), af.batched(doubled)(x)]
+    async with af.Session(graph) as session:
+        for each in fetches:
+            await session.run(each, {x: np.ones(4, np.float32)})
+    assert told == [4, 1]
 
 
 async def test_iterations_and_branches_share_calls(open_session: OpenSession, sizes: Counter[int]) -> None:

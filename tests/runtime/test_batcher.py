@@ -30,6 +30,20 @@ class Named(Gathered):
         self.failed = 0
 
 
+class InParts(CallCosts):
+    """Members are always cut into so many calls; nothing is learnt."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def parts(self, size: int, random: Random) -> int:
+        return min(self.count, size)
+
+    def observe(self, size: int, taken_ns: float, parts: int = 1) -> int:
+        return size
+
+
 class World:
     """A batcher, its members, and the calls under way.
 
@@ -37,7 +51,9 @@ class World:
     it the deadlines of all odd members.
     """
 
-    def __init__(self, poisoned: int | None, lanes: int, members: int) -> None:
+    def __init__(self, poisoned: int | None, lanes: int, members: int, parts: int = 1) -> None:
+        self.costs = InParts(parts)
+        self.policy = af.Batch(3, cost="none" if parts == 1 else "learned")
         self.batcher: Batcher[Named] = Batcher()
         self.members = [Named(name, deadline_ns=5 if name % 2 else inf) for name in range(members)]
         self.calls: list[BatchCall[Named]] = []
@@ -66,7 +82,7 @@ class World:
         batcher, member = self.batcher, self.members[which % len(self.members)]
         if action == "offer":
             self.offered.add(which)
-            batcher.offer(self.lane_of(member), CallCosts(), af.Batch(3, cost="none"), member)
+            batcher.offer(self.lane_of(member), self.costs, self.policy, member)
         elif action == "withdraw":
             batcher.withdraw(self.lane_of(member), member)
         elif action == "time passes":
@@ -77,7 +93,7 @@ class World:
                 assert not any(each.is_gone for each in call.members)
                 # What has failed is done again even if it is late.
                 assert self.has_failed or all(each.deadline_ns > self.now_ns for each in call.members)
-                self.calls.append(call)
+                self.calls += (call, *call.beside)
         else:
             self.may_fail = self.may_fail and action == "end"
             self.end(self.calls.pop(which), is_failure=action == "fail")
@@ -128,6 +144,36 @@ def test_every_order_of_four_members(poisoned: int | None, lanes: int) -> None:
 def test_every_order_of_three_members(poisoned: int | None) -> None:
     """FAULTS F20, F38, F40, F45: as above."""
     try_every_order(lambda: World(poisoned, 1, 3))
+
+
+@pytest.mark.parametrize("poisoned", [None, 2])
+def test_every_order_of_three_members_in_calls_made_at_once(poisoned: int | None) -> None:
+    """FAULTS F20, F38, F40, F45: as above."""
+    try_every_order(lambda: World(poisoned, 1, 3, parts=2))
+
+
+def test_a_lane_is_free_when_all_calls_made_at_once_have_ended() -> None:
+    batcher, costs = Batcher[Named](), CallCosts(threads=2)
+    for size in 1, 2, 3, 4:
+        for _ in range(3):
+            costs.observe(size, 9e6, 1)
+            costs.observe(size, 5e6, 2)
+    before_ns = costs.taken_ns[4]
+    members = [Named(name) for name in range(4)]
+    for member in members:
+        batcher.offer("lane", costs, af.Batch(4), member)
+    (first,) = batcher.take(0, is_idle=True)
+    (second,) = first.beside
+    assert [[each.name for each in call.members] for call in (first, second)] == [[0, 1], [2, 3]]
+    batcher.offer("lane", costs, af.Batch(4), Named(4))
+    members[2].is_gone = members[3].is_gone = True
+    assert batcher.withdraw("lane", members[0]) is None
+    assert batcher.withdraw("lane", members[3]) is second  # the only one that nobody wants any more
+    batcher.ended(second, 4e6, 4_000_000)
+    assert not list(batcher.take(4_000_000, is_idle=True))
+    batcher.ended(first, 6e6, 6_000_000)
+    assert costs.taken_ns[4] == pytest.approx(before_ns + (6e6 - before_ns) / 4)  # all took as long as the longest
+    assert [each.name for call in batcher.take(6_000_000, is_idle=True) for each in call.members] == [4]
 
 
 def try_every_order(start: Callable[[], World]) -> None:

@@ -120,6 +120,28 @@ def test_requests_that_come_by_themselves_wait_no_longer_than_without(
     assert means[0] <= 1.02 * means[1]
 
 
+def parts_of(costs: CallCosts, size: int, times_ns: dict[int, float], calls: int = 400) -> float:
+    """The mean number of calls that so many are cut into, if that many take so long at once."""
+    random, found = Random(1), []
+    for _ in range(calls):
+        found.append(costs.parts(size, random))
+        costs.observe(size, times_ns[found[-1]], found[-1])
+    return mean(found[calls // 2 :])
+
+
+def test_calls_are_cut_where_threads_take_less_for_the_parts_and_whole_again_when_they_do_not() -> None:
+    costs = CallCosts(threads=5)  # of 1, 2 and 4 parts
+    assert parts_of(costs, 30, {1: 20 * MS, 2: 13 * MS, 4: 9 * MS}) >= 3.8
+    assert parts_of(costs, 31, {1: 20 * MS, 2: 13 * MS, 4: 26 * MS}) == pytest.approx(2, abs=0.2)
+    assert parts_of(costs, 29, {1: 20 * MS, 2: 23 * MS, 4: 26 * MS}) <= 1.2
+
+
+def test_calls_are_whole_where_they_are_short_or_there_is_one_thread() -> None:
+    assert parts_of(CallCosts(threads=8), 30, {1: 1 * MS}) == 1
+    assert parts_of(CallCosts(), 30, {1: 20 * MS}) == 1
+    assert parts_of(CallCosts(threads=8), 1, {1: 20 * MS}) == 1
+
+
 def learnt() -> CallCosts:
     """Of 2 and 4 members, and that all are back after 100."""
     costs = CallCosts()
