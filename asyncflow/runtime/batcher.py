@@ -84,8 +84,8 @@ M = TypeVar("M", bound=Gathered)
 
 
 @dataclass(slots=True)
-class Tally:
-    """What calls that are made at once have taken, once all of them have ended."""
+class CallGroup:
+    """Calls that are made at once, and what those took that have ended."""
 
     calls: int
     ended: int = 0
@@ -103,7 +103,7 @@ class BatchCall(Generic[M]):
         started_ns: since when it is computed, if it may never end; infinity if it ends by itself.
         left_ns: when the first of its members left.
         beside: the calls that are to be made with it.
-        tally: of all of these.
+        group: of all of these.
     """
 
     lane: Lane[M]
@@ -111,7 +111,7 @@ class BatchCall(Generic[M]):
     started_ns: float = inf
     left_ns: float = inf
     beside: Sequence[BatchCall[M]] = ()
-    tally: Tally = field(default_factory=lambda: Tally(1))
+    group: CallGroup = field(default_factory=lambda: CallGroup(1))
 
     def overdue_ns(self) -> float:
         """When one of its members may be why it has not ended, and keep the others from ending."""
@@ -279,8 +279,8 @@ class Batcher(Generic[M]):
         for lane in ready if len(ready) < 2 else self._by_urgency(ready):
             parts = self._next(lane, now_ns)
             if parts:
-                tally = Tally(len(parts))
-                first, *beside = lane.under_way = [BatchCall(lane, part, tally=tally) for part in parts]
+                group = CallGroup(len(parts))
+                first, *beside = lane.under_way = [BatchCall(lane, part, group=group) for part in parts]
                 first.beside = beside
                 yield first
             else:
@@ -338,12 +338,12 @@ class Batcher(Generic[M]):
 
     def ended(self, call: BatchCall[M], taken_ns: float, now_ns: int) -> None:
         """The call has given its results."""
-        costs, tally = call.lane.costs, call.tally
-        tally.ended += 1
-        tally.size += len(call.members)
-        tally.taken_ns = max(tally.taken_ns, taken_ns)
-        if tally.ended == tally.calls:
-            costs.observe(tally.size, tally.taken_ns, tally.calls)
+        costs, group = call.lane.costs, call.group
+        group.ended += 1
+        group.size += len(call.members)
+        group.taken_ns = max(group.taken_ns, taken_ns)
+        if group.ended == group.calls:
+            costs.observe(group.size, group.taken_ns, group.calls)
         costs.returns.answer(len(call.members), now_ns)
         self._free(call)
 
