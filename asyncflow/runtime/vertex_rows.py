@@ -30,7 +30,7 @@ class RunOfSets:
     """The vertices of one run.
 
     Attributes:
-        graph: offsets, children, samples, and types where there are some.
+        graph: offsets, children, samples, and what else there is of each vertex: types, heights.
         initial: the parts of the state of a child that is not there.
         own: what the vertices have, by number.
         size: how many there are.
@@ -63,14 +63,14 @@ class RunOfSets:
     @property
     def may_be_joined(self) -> bool:
         """Whether other graphs may stand behind this one; what else is wrong with it is found with theirs."""
-        offsets, children, samples, *types = self.graph
+        offsets, children, samples, *more = self.graph
         return bool(
             len(offsets)
             and len(samples)
             and offsets[0] == samples[0] == 0
             and offsets[-1] == len(children)
             and samples[-1] == self.size
-            and all(len(x) == self.size for x in types)
+            and all(len(x) == self.size for x in more)
         )
 
     @property
@@ -98,16 +98,16 @@ def joined(graphs: Sequence[RunOfSets]) -> list[Array]:
     """The arrays of several graphs as those of one."""
     if len(graphs) == 1:
         return list(graphs[0].graph)
-    arrays: list[list[Array]] = [[np.zeros(1, np.int64)], [], [np.zeros(1, np.int64)], []]
+    arrays: list[list[Array]] = [[np.zeros(1, np.int64)], [], [np.zeros(1, np.int64)]]
+    arrays += [[] for _ in graphs[0].graph[3:]]
     vertices = edges = 0
     for each in graphs:
-        offsets, children, samples, *types = each.graph
-        arrays[0].append(offsets[1:] + edges)
-        arrays[1].append(children + vertices)
-        arrays[2].append(samples[1:] + vertices)
-        arrays[3] += types
+        offsets, children, samples, *more = each.graph
+        moved = offsets[1:] + edges, children + vertices, samples[1:] + vertices, *more
+        for parts, x in zip(arrays, moved, strict=True):
+            parts.append(x)
         vertices, edges = vertices + each.size, edges + len(children)
-    return [np.concatenate(parts) for parts in arrays if parts]
+    return list(map(np.concatenate, arrays))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -10,11 +11,12 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.values import Array
 
+_INT64 = np.dtype(np.int64)
 _LAST_TYPE = 65535
 """Types number functions, of which there are few; counts of each type are kept."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Edges:
     """The arrays of an `InputGraph`, which fit one another; cycles are found by whoever orders the vertices.
 
@@ -23,8 +25,9 @@ class Edges:
         children: vertex numbers within the batch.
         samples: where the vertices of each sample begin, and where the last ones end.
         types: of the vertices; None: there are none.
+        heights: of the vertices, at most their number; None: they are to be found. That they are above those of
+            children is seen once vertices are in their order.
         counts: number of children of each vertex.
-        parents: the vertex that has each child, ascending.
         first_sample: the number in the batch of what is sample 0 here.
         first_vertex: the number in the batch of what is vertex 0 here.
     """
@@ -33,8 +36,8 @@ class Edges:
     children: Array
     samples: Array
     types: Array | None
+    heights: Array | None
     counts: Array
-    parents: Array
     first_sample: int = 0
     first_vertex: int = 0
 
@@ -42,6 +45,11 @@ class Edges:
     def size(self) -> int:
         """Number of vertices."""
         return len(self.counts)
+
+    @cached_property
+    def parents(self) -> Array:
+        """The vertex that has each child, ascending."""
+        return owners(self.offsets)
 
     def part(self, number: int, count: int) -> Edges:
         """One of several parts of a batch, one behind the other: whole samples, and as many vertices as in the others.
@@ -59,8 +67,8 @@ class Edges:
             self.children[below] - start,
             self.samples[first : last + 1] - start,
             None if self.types is None else self.types[start:stop],
+            None if self.heights is None else self.heights[start:stop],
             self.counts[start:stop],
-            self.parents[below] - start,
             first,
             start,
         )
@@ -88,13 +96,14 @@ class Edges:
         """
         if len(self.samples) == 2 and self.children.min(initial=0) >= 0 and self.children.max(initial=-1) < self.size:
             return  # most requests are of one sample
-        starts = self.offsets[self.samples]  # of each sample's children
-        filled = np.flatnonzero(np.diff(starts))
+        starts = self.offsets.take(self.samples)  # of each sample's children
+        (filled,) = (starts[1:] > starts[:-1]).nonzero()
         if not filled.size:
             return
-        least = np.minimum.reduceat(self.children, starts[filled])
-        most = np.maximum.reduceat(self.children, starts[filled])
-        for sample in filled[(least < self.samples[filled]) | (most >= self.samples[filled + 1])]:
+        firsts = starts.take(filled)
+        is_wrong = np.minimum.reduceat(self.children, firsts) < self.samples.take(filled)
+        is_wrong |= np.maximum.reduceat(self.children, firsts) >= self.samples.take(filled + 1)
+        for sample in filled[is_wrong]:
             first, end = self.samples[sample : sample + 2]
             children = self.children[starts[sample] :]
             edge = ((children < first) | (children >= end)).argmax()
@@ -108,34 +117,45 @@ class Edges:
         batch = "" if in_batch == vertex - first else f" ({in_batch} in the batch)"
         return GraphError(f"vertex {vertex - first} of sample {self.first_sample + sample}{batch} {wrong}")
 
+    def too_low(self) -> GraphError:
+        """The error of a vertex whose height is not above those of its children."""
+        assert self.heights is not None
+        edge = (self.heights[self.children] >= self.heights[self.parents]).argmax()
+        vertex, child = int(self.parents[edge]), self.children[edge]
+        heights = f"is of height {self.heights[vertex]}, and has a child of height {self.heights[child]}"
+        return self.error(vertex, f"{heights}; each is above those of its children")
+
     def cycle(self, vertex: int) -> GraphError:
         """The error of a vertex that is on a cycle."""
         return self.error(vertex, "is its own descendant; the edges of an input graph form no cycle")
 
 
-def read_edges(offsets: Array, children: Array, samples: Array, types: Array | None = None) -> Edges:
+def read_edges(
+    offsets: Array, children: Array, samples: Array, types: Array | None = None, heights: Array | None = None
+) -> Edges:
     """The arrays of an input graph, checked but for cycles.
 
     Raises:
         GraphError: they do not fit one another; a `DTypeError` or `ShapeError` if they are no vectors of integers.
     """
     offsets, children = integers("offsets", offsets), integers("children", children)
-    samples, types = integers("samples", samples), None if types is None else integers("types", types)
-    size = len(offsets) - 1
-    if types is not None and len(types) != size:
-        raise ShapeError(f"an input graph has a type for each of its {size} vertices; got {len(types)}")
+    samples, size = integers("samples", samples), len(offsets) - 1
+    types = None if types is None else _of_each("type", types, size)
+    heights = None if heights is None else _of_each("height", heights, size)
     _check_ends("samples", samples, size, "vertices")
     _check_ends("offsets", offsets, len(children), "children")
     lengths, counts = samples[1:] - samples[:-1], offsets[1:] - offsets[:-1]
     if lengths.min(initial=0) < 0:
         sample = lengths.argmin()
         raise GraphError(f"sample {sample} has {lengths[sample]} vertices: samples of an input graph never fall")
-    is_rising = counts.min(initial=0) >= 0
-    edges = Edges(offsets, children, samples, types, counts, owners(offsets) if is_rising else counts)
-    if not is_rising:
+    edges = Edges(offsets, children, samples, types, heights, counts)
+    if counts.min(initial=0) < 0:
         vertex = counts.argmin()
         raise edges.error(int(vertex), f"has {counts[vertex]} children: offsets of an input graph never fall")
     edges.check_children()
+    if heights is not None and (heights.min(initial=0) < 0 or heights.max(initial=-1) >= size):
+        wrong = int(((heights < 0) | (heights >= size)).argmax())
+        raise edges.error(wrong, f"is of height {heights[wrong]}; heights are 0 to {size - 1}")
     return edges
 
 
@@ -152,7 +172,7 @@ def roots(size: int, children: Array) -> Array:
     """The vertices that are no child, ascending."""
     is_root = np.ones(size, bool)
     is_root[children] = False
-    return np.flatnonzero(is_root)
+    return is_root.nonzero()[0]
 
 
 def integers(name: str, values: object, shape: tuple[int | None, ...] = (None,)) -> Array:
@@ -161,6 +181,8 @@ def integers(name: str, values: object, shape: tuple[int | None, ...] = (None,))
     Raises:
         DTypeError, ShapeError: the values are none.
     """
+    if type(values) is np.ndarray and values.dtype == _INT64 and values.ndim == len(shape) == 1:
+        return values  # all that an `InputGraph` has
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
@@ -172,6 +194,13 @@ def integers(name: str, values: object, shape: tuple[int | None, ...] = (None,))
     if not is_compatible(array.shape, shape):
         raise ShapeError(f"{name} of an input graph have shape {format_shape(shape)}; got {format_shape(array.shape)}")
     return array.astype(np.int64, copy=False)
+
+
+def _of_each(what: str, values: Array, size: int) -> Array:
+    array = integers(f"{what}s", values)
+    if len(array) != size:
+        raise ShapeError(f"an input graph has a {what} for each of its {size} vertices; got {len(array)}")
+    return array
 
 
 def _check_ends(name: str, starts: Array, end: int, what: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias, Union, cast
+from dataclasses import dataclass, fields
+from typing import Final, Protocol, TypeAlias, Union, cast
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.values import Array
-from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.edges import integers, read_edges, roots
+from asyncflow.vertex.levels import find_heights
 
 Ints: TypeAlias = Union["Array", Sequence[int]]
 """An array of integers, or a list of them."""
@@ -49,6 +49,9 @@ class InputGraph:
         children: vertex numbers within the batch.
         samples: the vertices of sample ``i`` are ``samples[i]`` up to ``samples[i + 1]``; there may be none.
         types: of the vertices, from 0 on; None: they are all alike.
+        heights: of the vertices: the length of the longest path down to a leaf. None: they are found, and with arrays
+            they always are, once for all batches that a graph is in, so that a run has only to sort by them. Where
+            tensors are given, it may be any numbers below the number of vertices, each above those of the children.
 
     Raises:
         GraphError: the arrays are no such graph, or there is a cycle; the message names sample and vertex.
@@ -68,17 +71,24 @@ class InputGraph:
     children: Array | Tensor
     samples: Array | Tensor
     types: Array | Tensor | None = None
+    heights: Array | Tensor | None = None
 
     def __post_init__(self) -> None:
         # What a nest takes apart it also puts together, of whatever leaves.
         if not isinstance(self.offsets, np.ndarray | list | tuple):
             return
-        edges = read_edges(*self._arrays())
+        parts = named_parts(self)
+        for part in parts.values():
+            if not isinstance(part, np.ndarray | list | tuple):
+                raise _no_array(part)
+        edges = read_edges(**cast("dict[str, Array]", parts))
         edges.check(None, None)
-        if not (edges.children < edges.parents).all():
-            breadth_first(edges)  # which finds a cycle
+        found = find_heights(edges)
+        if edges.heights is not None and (is_wrong := edges.heights != found).any():
+            vertex = int(is_wrong.argmax())
+            raise edges.error(vertex, f"is of height {found[vertex]}; got {edges.heights[vertex]}")
         types = None if edges.types is None else np.array(edges.types)
-        self._keep(np.array(edges.offsets), np.array(edges.children), np.array(edges.samples), types)
+        self._keep(np.array(edges.offsets), np.array(edges.children), np.array(edges.samples), types, found)
 
     @classmethod
     def from_edges(cls, n: int, edges: Array | Sequence[tuple[int, int]], types: Ints | None = None) -> InputGraph:
@@ -140,7 +150,8 @@ class InputGraph:
         samples = _starts(steps)
         counts = np.ones(samples[-1], np.int64)
         counts[samples[:-1][steps > 0]] = 0
-        return cls(_starts(counts), np.flatnonzero(counts) - 1, samples)
+        numbers = np.arange(samples[-1]) - samples[:-1].repeat(steps)
+        return cls._of(_starts(counts), np.flatnonzero(counts) - 1, samples, None, numbers)
 
     @classmethod
     def batch(cls, graphs: Iterable[InputGraph]) -> InputGraph:
@@ -150,36 +161,40 @@ class InputGraph:
             if not isinstance(graph, InputGraph):
                 raise GraphError(f"graph {number} of a batch is an af.InputGraph; got {brief(graph)}")
         parts = [graph._arrays() for graph in graphs]
-        typed = [types for *_, types in parts if types is not None]
+        typed = [part[3] for part in parts if part[3] is not None]
         if len(typed) not in (0, len(parts)):
             raise GraphError(f"of {len(parts)} graphs of a batch {len(typed)} have types: all have, or none")
-        vertices = _starts(np.array([len(offsets) - 1 for offsets, *_ in parts], np.int64))
-        edges = _starts(np.array([len(children) for _, children, *_ in parts], np.int64))
-        zero = [np.zeros(1, np.int64)]
-        batch = object.__new__(cls)  # nothing has to be checked again
-        batch._keep(
-            np.concatenate([*zero, *(part[0][1:] + start for part, start in zip(parts, edges, strict=False))]),
-            _joined([part[1] + start for part, start in zip(parts, vertices, strict=False)]),
-            np.concatenate([*zero, *(part[2][1:] + start for part, start in zip(parts, vertices, strict=False))]),
-            _joined(typed) if typed else None,
+        sizes = np.array(
+            [(len(levels), len(children), len(samples)) for _, children, samples, _, levels in parts], np.int64
         )
-        return batch
+        vertices, edges, ends = sizes.reshape(-1, 3).T
+        before = vertices.cumsum() - vertices
+        zero = np.zeros(1, np.int64)
+        offsets = _joined([zero, *(part[0][1:] for part in parts)])
+        offsets[1:] += (edges.cumsum() - edges).repeat(vertices)
+        children = _joined([part[1] for part in parts])
+        children += before.repeat(edges)
+        samples = _joined([zero, *(part[2][1:] for part in parts)])
+        samples[1:] += before.repeat(ends - 1)
+        types, heights = _joined(typed) if typed else None, _joined([part[4] for part in parts])
+        return cls._of(offsets, children, samples, types, heights)
 
     @classmethod
-    def placeholder(cls, *, types: bool = False, name: str = "graph") -> InputGraph:
+    def placeholder(cls, *, types: bool = False, heights: bool = True, name: str = "graph") -> InputGraph:
         """One whose tensors every run that needs them has to feed: ``feeds={**graph.feeds(data), x: rows}``.
 
         Args:
             types: whether vertices have types.
+            heights: whether heights are fed, as `feeds` does. Without them each run finds them, as it has to where
+                arrays are fed of which no `InputGraph` has been made.
             name: what names of the tensors begin with.
         """
-        names = [f"{name}_{part}" for part in ("offsets", "children", "samples", "types")[: 3 + types]]
-        return cls(*(placeholder(int64, (None,), part) for part in names))
+        return cls(**{part: placeholder(int64, (None,), f"{name}_{part}") for part in _names(types, heights)})
 
     @classmethod
-    def spec(cls, *, types: bool = False) -> InputGraph:
+    def spec(cls, *, types: bool = False, heights: bool = True) -> InputGraph:
         """One of specs, to trace a function for: ``f.trace(af.InputGraph.spec())``."""
-        return cls(*cast("list[Tensor]", [Spec(int64, (None,))] * (3 + types)))
+        return cls(**dict.fromkeys(_names(types, heights), cast("Tensor", Spec(int64, (None,)))))
 
     def feeds(self, data: InputGraph) -> Mapping[Tensor, Array]:
         """The feeds that give data to the tensors of this graph."""
@@ -188,9 +203,8 @@ class InputGraph:
         if (self.types is None) != (data.types is None):
             without, which = ("placeholders", "data") if self.types is None else ("data", "placeholders")
             raise GraphError(f"the {which} of a graph have types, and the {without} have none")
-        keys = self.offsets, self.children, self.samples, self.types
-        pairs = zip(keys, data._arrays(), strict=True)
-        return {key: array for key, array in pairs if isinstance(key, Tensor) and array is not None}
+        arrays = dict(zip(_NAMES, data._arrays(), strict=True))
+        return {key: arrays[name] for name, key in named_parts(self).items() if isinstance(key, Tensor)}  # type: ignore[misc]
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -207,23 +221,24 @@ class InputGraph:
         """
         if not isinstance(index, slice) and not -len(self) <= static_int(index, "graph[sample]: sample") < len(self):
             raise IndexError(f"graph[{index}]: a batch of {len(self)} samples has no sample {index}")
-        offsets, children, samples, types = self._arrays()
+        offsets, children, samples, types, heights = self._arrays()
         every = range(len(self))
         chosen = every[index] if isinstance(index, slice) else range(every[index], every[index] + 1)
         if chosen.step != 1 and chosen:
             return InputGraph.batch([self[sample] for sample in chosen])
         start, stop = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
         first, last = samples[start], samples[stop]
-        return InputGraph(
+        return InputGraph._of(
             offsets[first : last + 1] - offsets[first],
             children[offsets[first] : offsets[last]] - first,
             samples[start : stop + 1] - first,
             None if types is None else types[first:last],
+            heights[first:last],
         )
 
     def __repr__(self) -> str:
         if not isinstance(self.offsets, np.ndarray):
-            return f"InputGraph({self.offsets!r}, {self.children!r}, {self.samples!r}, {self.types!r})"
+            return f"InputGraph({', '.join(map(repr, named_parts(self).values()))})"
         return f"InputGraph({len(self)} samples, {self.n_vertices} vertices, {len(self._arrays()[1])} children)"
 
     @property
@@ -241,19 +256,40 @@ class InputGraph:
         """The vertices without children, ascending."""
         return np.flatnonzero(np.diff(self._arrays()[0]) == 0)
 
-    def _keep(self, offsets: Array, children: Array, samples: Array, types: Array | None) -> None:
-        """Takes arrays that are checked, and that nobody else has."""
-        for name, array in (("offsets", offsets), ("children", children), ("samples", samples), ("types", types)):
+    @classmethod
+    def _of(cls, *arrays: Array | None) -> InputGraph:
+        """Of arrays that are checked, and that nobody writes to."""
+        graph = object.__new__(cls)
+        graph._keep(*arrays)
+        return graph
+
+    def _keep(self, *arrays: Array | None) -> None:
+        for name, array in zip(_NAMES, arrays, strict=True):
             if array is not None:
                 array.flags.writeable = False
             object.__setattr__(self, name, array)
 
-    def _arrays(self) -> tuple[Array, Array, Array, Array | None]:
-        parts = self.offsets, self.children, self.samples, self.types
-        for part in parts:
-            if not isinstance(part, np.ndarray | list | tuple | None):
-                raise GraphError(f"an input graph holds a {type(part).__name__}: only one of arrays can be looked at")
-        return cast("tuple[Array, Array, Array, Array | None]", parts)
+    def _arrays(self) -> tuple[Array, Array, Array, Array | None, Array]:
+        parts = self.offsets, self.children, self.samples, self.types, self.heights
+        if not isinstance(self.heights, np.ndarray):  # which those of arrays have
+            raise _no_array(self.offsets)
+        return cast("tuple[Array, Array, Array, Array | None, Array]", parts)
+
+
+_NAMES: Final = tuple(field.name for field in fields(InputGraph))
+
+
+def _names(types: bool, heights: bool) -> list[str]:
+    return [name for name in _NAMES if {"types": types, "heights": heights}.get(name, True)]
+
+
+def _no_array(part: object) -> GraphError:
+    return GraphError(f"an input graph holds a {type(part).__name__}: only one of arrays can be looked at")
+
+
+def named_parts(graph: InputGraph) -> dict[str, Array | Tensor]:
+    """The vectors of a graph by name, in their order: all that there are."""
+    return {name: part for name in _NAMES if (part := getattr(graph, name)) is not None}
 
 
 def _starts(counts: Array) -> Array:

@@ -17,6 +17,28 @@ def parent_of_each(edges: Edges) -> Array | None:
     return above if np.count_nonzero(above != edges.size) == len(edges.children) else None
 
 
+def find_heights(edges: Edges) -> Array:
+    """The length of the longest path from each vertex down to a leaf.
+
+    Raises:
+        GraphError: there is a cycle.
+    """
+    above = parent_of_each(edges)
+    if above is None:
+        return steps(edges, edges.children, edges.parents)
+    # Leaves, which are half of the vertices, are left out of the passes over all paths.
+    inner = np.flatnonzero(edges.counts > 0)
+    number = np.full(edges.size + 1, len(inner))
+    number[inner] = np.arange(len(inner))
+    up = np.append(number[above[inner]], len(inner))
+    longest = np.zeros(len(up), np.int64)
+    for jump in jumps(edges, up, inner):
+        np.maximum.at(longest, up, longest + jump)
+    height = np.zeros(edges.size, np.int64)
+    height[inner] = longest[:-1] + 1
+    return height
+
+
 def jumps(edges: Edges, above: Array, vertices: Array) -> Iterator[int]:
     """1, 2, 4 and so on, with `above` leading so far up, until it leads out of all trees: a pass for each doubling.
 

@@ -26,7 +26,8 @@ from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.depth import depth
 from asyncflow.vertex.edges import Edges, owners, read_edges, roots
-from asyncflow.vertex.input_graph import InputGraph
+from asyncflow.vertex.equal_chains import are_equal_chains, order_chains
+from asyncflow.vertex.input_graph import InputGraph, named_parts
 
 POLICIES: Final[dict[str, Callable[[Edges], Array]]] = {
     "breadth_first": breadth_first,
@@ -104,11 +105,19 @@ def schedules(
     """
     if policy != BY_NUMBER:
         check_policy(policy)
-    arrays = (graph.offsets, graph.children, graph.samples, *(() if graph.types is None else (graph.types,)))
+    arrays = named_parts(graph)
     unknown = _of_unknown_rows(pulls, as_tensor(graph.offsets))
     rows = [shape(pulls[name]) for name in unknown]
     found = apply(
-        SCHEDULE, *arrays, *rows, policy=policy, arity=arity, n_types=n_types, parts=parts, pulls=tuple(unknown)
+        SCHEDULE,
+        *arrays.values(),
+        *rows,
+        policy=policy,
+        arity=arity,
+        n_types=n_types,
+        parts=parts,
+        known=tuple(arrays)[3:],
+        pulls=tuple(unknown),
     )
     each = len(found) // parts
     return [_schedule(found[first : first + each], graph, arity) for first in range(0, len(found), each)]
@@ -149,6 +158,7 @@ def _spec(
     arity: int | None,
     n_types: int | None,
     parts: int,
+    known: tuple[str, ...],
     pulls: tuple[str, ...],
 ) -> tuple[Spec, ...]:
     for spec in (offsets, children, *rest):
@@ -162,7 +172,7 @@ def _spec(
     per_child = Spec(int64, children.shape if children.shape and parts == 1 else (None,))
     table = (Spec(int64, (size, arity)),)
     ranks = table if arity is not None else (per_child, Spec(int64, (ends,)), per_child)
-    of_sets = (any_number,) * (len(rest) - len(pulls) - 1)
+    of_sets = (any_number,) * ("types" in known)
     return (per_vertex, per_vertex, any_number, any_number, *ranks, *of_sets) * parts
 
 
@@ -173,22 +183,28 @@ def _kernel(
     arity: int | None,
     n_types: int | None,
     parts: int = 1,
+    known: tuple[str, ...] = (),
     pulls: tuple[str, ...] = (),
 ) -> Kernel:
     def kernel(offsets: Array, children: Array, samples: Array, *more: Array) -> tuple[Array, ...]:
-        types, shapes = more[: len(more) - len(pulls)], more[len(more) - len(pulls) :]
-        edges = read_edges(offsets, children, samples, *types)
-        edges.check(arity, n_types)
-        for name, found in zip(pulls, shapes, strict=True):
-            if found[:1] != edges.size:
+        edges = None
+        if not may_be_chains or not are_equal_chains(offsets, children, samples):
+            edges = read_edges(offsets, children, samples, **dict(zip(known, more, strict=False)))
+            edges.check(arity, n_types)
+        size = len(offsets) - 1
+        for name, found in zip(pulls, more[len(known) :], strict=True):
+            if found[:1] != size:
                 raise ValueError(
-                    f"pulls[{name!r}] has a row for each vertex: the graph has {edges.size} vertices, and what is "
+                    f"pulls[{name!r}] has a row for each vertex: the graph has {size} vertices, and what is "
                     f"pulled is of shape {format_shape(found.tolist())}"
                 )
+        if edges is None:
+            return order_chains(len(samples) - 1, size, arity)
         if parts == 1:
             return _ordered(edges, policy, arity)
         return tuple(x for part in range(parts) for x in _ordered(edges.part(part, parts), policy, arity))
 
+    may_be_chains = parts == 1 and arity != 0 and policy != BY_NUMBER and "types" not in known
     return kernel
 
 
@@ -199,45 +215,72 @@ no_row_rule(SCHEDULE, because="it orders the vertices of a whole batch at once")
 
 def _ordered(edges: Edges, policy: str, arity: int | None) -> tuple[Array, ...]:
     numbers = np.zeros(edges.size, np.int64) if policy == BY_NUMBER else POLICIES[policy](edges)
-    sets, set_starts = _sets(edges, numbers)
-    order = np.argsort(sets, kind="stable")
+    order, set_starts = _sorted(edges, numbers)
     positions = np.empty_like(order)
     positions[order] = np.arange(edges.size)
+    # Those of the first set, often half of all, have no children.
+    first = 0 if policy == BY_NUMBER or not len(edges.children) else int(set_starts[1])
     if arity is None:
-        ranks: tuple[Array, ...] = _ranked(edges, order, positions)
+        found: tuple[Array, ...] = _ranked(edges, order, positions, first)
     else:
-        ranks = (_table(edges, positions, arity),)
+        found = (_table(edges, order, positions, first, arity),)
+    if first and edges.heights is not None:
+        _check_ranks(edges, set_starts, *found[:2])
     of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
     numbers = edges.first_vertex + order if edges.first_vertex else order
-    return numbers, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *ranks, *of_sets
+    return numbers, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *found, *of_sets
 
 
-def _sets(edges: Edges, numbers: Array) -> tuple[Array, Array]:
-    """The set of each vertex, in the smallest integers that will do, and where each begins."""
+def _sorted(edges: Edges, numbers: Array) -> tuple[Array, Array]:
+    """The vertices in the order of the numbers, and of types where there are some, and where each set begins."""
     if edges.types is not None:
         numbers = numbers * (edges.types.max(initial=0) + 1) + edges.types
         if numbers.max(initial=0) > 65535:
             numbers = np.unique(numbers, return_inverse=True)[1]
-    sizes = np.bincount(numbers)
     # NumPy sorts small integers by their digits, in a time that is linear.
-    kind = np.uint8 if len(sizes) <= 256 else np.uint16 if len(sizes) <= 65536 else np.int64
-    return numbers.astype(kind), np.concatenate([[0], sizes[sizes > 0].cumsum()])
+    numbers = numbers.astype(np.min_scalar_type(numbers.max(initial=0)))
+    order = numbers.argsort(kind="stable")
+    numbers = numbers.take(order)
+    (inner,) = (numbers[1:] != numbers[:-1]).nonzero()
+    set_starts = np.zeros(len(inner) + 1 + (len(numbers) > 0), np.int64)
+    set_starts[-1] = len(numbers)
+    np.add(inner, 1, out=set_starts[1:-1])
+    return order, set_starts
 
 
-def _table(edges: Edges, positions: Array, arity: int) -> Array:
+def _table(edges: Edges, order: Array, positions: Array, first: int, arity: int) -> Array:
     table = np.zeros((edges.size, arity), np.int64)
+    inner = order[first:]
+    if first and len(edges.children) == len(inner) * arity and not edges.counts.take(order[:first]).any():
+        # No child is missing, as in sequences and complete trees: children go from row to row.
+        rows = edges.children.reshape(-1, arity).take(edges.offsets.take(inner) // arity, axis=0)
+        np.add(positions.take(rows), 1, out=table[first:])
+        return table
     slots = (positions * arity - edges.offsets[:-1])[edges.parents] + np.arange(len(edges.children))
     table.reshape(-1)[slots] = positions[edges.children] + 1
     return table
 
 
-def _ranked(edges: Edges, order: Array, positions: Array) -> tuple[Array, Array, Array]:
-    starts = np.concatenate([[0], edges.counts[order].cumsum()])
-    parents = owners(starts)
-    first = edges.offsets[order]  # of the edges of each vertex, which stand in the order of their parents' numbers
-    first -= starts[:-1]
-    places = first[parents]
-    places += np.arange(len(parents))
-    ranks = positions[edges.children[places]]
+def _ranked(edges: Edges, order: Array, positions: Array, first: int) -> tuple[Array, Array, Array]:
+    inner, count = order[first:], len(edges.children)
+    starts = np.zeros(edges.size + 1, np.int64)
+    edges.counts.take(inner).cumsum(out=starts[first + 1 :])
+    if starts[-1] != count:
+        raise edges.too_low()
+    parents = owners(starts[first:])
+    moved = edges.offsets.take(inner)  # of the edges of each vertex, which stand in the order of their parents' numbers
+    moved -= starts[first:-1]
+    places = moved.take(parents)
+    places += np.arange(count)
+    ranks = positions.take(edges.children.take(places))
     ranks += 1
+    parents += first
     return ranks, starts, parents
+
+
+def _check_ranks(edges: Edges, set_starts: Array, ranks: Array, child_starts: Array | None = None) -> None:
+    """Looks for a child that does not stand before the set of its parent."""
+    starts = set_starts * ranks.shape[-1] if child_starts is None else child_starts.take(set_starts)
+    (filled,) = (starts[1:] > starts[:-1]).nonzero()
+    if (np.maximum.reduceat(ranks.reshape(-1), starts.take(filled)) > set_starts.take(filled)).any():
+        raise edges.too_low()

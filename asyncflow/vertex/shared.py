@@ -37,7 +37,7 @@ from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace, Value
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
 from asyncflow.vertex.function import TracedFunction
-from asyncflow.vertex.input_graph import InputGraph
+from asyncflow.vertex.input_graph import InputGraph, named_parts
 from asyncflow.vertex.schedule import schedule
 from asyncflow.vertex.split import FunctionParts
 
@@ -131,12 +131,12 @@ class SharedSets(SharedCode):
 
     def _ordering(self, data: InputGraph) -> BodyProgram:
         with Graph() as graph:
-            arrays = [placeholder(int64, (None,)) for _ in range(3 if data.types is None else 4)]
-            plan = schedule(InputGraph(*arrays), arity=self._arity, n_types=1)
+            arrays = {name: placeholder(int64, (None,)) for name in named_parts(data)}
+            plan = schedule(InputGraph(**arrays), arity=self._arity, n_types=1)
             starts = () if plan.child_starts is None else (plan.child_starts,)
             return BodyProgram(
                 graph,
-                tuple(arrays),
+                tuple(arrays.values()),
                 (plan.order, plan.positions, plan.set_starts, plan.root_ranks, plan.child_ranks, *starts),
             )
 
@@ -196,7 +196,7 @@ def add_shared_sets(
     Returns:
         The states of the roots, and, where the node gives them, rows of all vertices, both by number.
     """
-    arrays = [as_tensor(x) for x in (graph.offsets, graph.children, graph.samples, graph.types) if x is not None]
+    arrays = map(as_tensor, named_parts(graph).values())
     own = [*map(spread, shared.own.values()), *([numbers()] if shared.draws_numbers else [])]
     inputs = [*arrays, *(x.tensor for x in initial), *own, *shared.common.values()]
     attrs = {"shared": shared, **variables_of(shared.traced.body)}

@@ -12,6 +12,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cost import MeasuredCost
+from asyncflow.graph import nest
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from tests.conftest import OpenSession
@@ -25,9 +26,12 @@ WEIGHTS = np.linspace(-0.4, 0.4, H * H).reshape(H, H)
 class Program:
     """A vertex map, shared with other runs or not."""
 
-    def __init__(self, function: af.VertexFunction, *, share: bool = True, **options: Any) -> None:
+    def __init__(
+        self, function: af.VertexFunction, *, share: bool = True, heights: bool = True, **options: Any
+    ) -> None:
         with af.Graph(seed=5) as self.graph:
-            self.structure, self.x = af.InputGraph.placeholder(), af.placeholder("float64", (None, WIDTH), name="x")
+            self.structure = af.InputGraph.placeholder(heights=heights)
+            self.x = af.placeholder("float64", (None, WIDTH), name="x")
             found = af.vertex_map(function, self.structure, self.x, share=share, **options)
             roots = found.roots[0] if isinstance(found.roots, tuple) else found.roots
             self.fetches = [*found.pushes.values(), roots]
@@ -156,20 +160,22 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
         assert 1 <= counts.failed <= 4  # of five, of halves, and of the one
 
 
-async def test_88_a_run_whose_graph_is_none(open_session: OpenSession) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["heights", "no-heights"])
+async def test_88_a_run_whose_graph_is_none(open_session: OpenSession, known: bool) -> None:
     """It alone fails, and is told what is wrong with it, by its own sample and vertex; the others share all sets."""
-    program = Program(slotted)
+    program = Program(slotted, heights=known)
     chain = af.InputGraph.chain([3])
-    right = [chain.offsets, chain.children, chain.samples, np.ones((3, WIDTH))]
+    heights = [chain.heights] * known
+    right = [chain.offsets, chain.children, chain.samples, *heights, np.ones((3, WIDTH))]
     wrong = {
-        1: ([0, 1, 2, 3], [1, 2, 0], [0, 3], "vertex 0 of sample 0 is its own descendant"),
+        1: ([0, 1, 2, 3], [1, 2, 0], [0, 3], "vertex 0 of sample 0 is " + ("of height 0" if known else "its own")),
         2: ([0, 0, 1, 3], [0, 1, 9], [0, 3], "vertex 2 of sample 0 has a child 9"),
         4: ([1, 1, 2, 3], [0, 1, 1], [0, 3], "offsets of an input graph go from 0"),
         5: ([0, 0, 1], [0], [0, 2], "pulls\\['x'\\] has a row for each vertex: the graph has 2 vertices"),
         6: ([0, 0, 0, 3], [0, 1, 1], [0, 3], "vertex 2 of sample 0 has 3 children; 2 are the most"),
     }
-    arrays = [program.structure.offsets, program.structure.children, program.structure.samples, program.x]
-    asked = [[*map(np.array, wrong[each][:3]), right[3]] if each in wrong else right for each in range(8)]
+    arrays = [*nest.flatten(program.structure)[0], program.x]
+    asked = [[*map(np.array, wrong[each][:3]), *right[3:]] if each in wrong else right for each in range(8)]
     async with open_session(program.graph) as session:
         runs = (session.run(program.fetches, dict(zip(arrays, each, strict=True))) for each in asked)
         found = await asyncio.gather(*runs, return_exceptions=True)
@@ -180,7 +186,7 @@ async def test_88_a_run_whose_graph_is_none(open_session: OpenSession) -> None:
                 assert re.search(wrong[number][3], str(each.__cause__))
             else:
                 assert isinstance(each, list)
-                np.testing.assert_allclose(each[-1], slotted_alone(chain, right[3])[1])
+                np.testing.assert_allclose(each[-1], slotted_alone(chain, right[-1])[1])
         del found, each
         (counts,) = session.statistics().batches.values()
         assert counts.largest > 1

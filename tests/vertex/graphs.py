@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import asyncflow as af
+from asyncflow.vertex.input_graph import named_parts
 from asyncflow.vertex.schedule import SCHEDULE, VertexSchedule
 
 
@@ -56,11 +57,13 @@ def ordered(
     arity: int | None = None,
     n_types: int | None = None,
     part: tuple[int, int] = (0, 1),
+    without: str = "",
 ) -> Any:
-    """The schedule of a graph of arrays, or of a part of it, as the op's kernel gives it."""
-    arrays = [part for part in (graph.offsets, graph.children, graph.samples, graph.types) if part is not None]
+    """The schedule of a graph of arrays, or of a part of it, as the op's kernel gives it, `without` one of them."""
+    arrays = {name: x for name, x in named_parts(graph).items() if name != without}
     assert SCHEDULE.kernel is not None
-    found: Any = SCHEDULE.kernel(np, policy=policy, arity=arity, n_types=n_types, parts=part[1])(*arrays)
+    attrs = {"policy": policy, "arity": arity, "n_types": n_types, "parts": part[1], "known": tuple(arrays)[3:]}
+    found: Any = SCHEDULE.kernel(np, **attrs)(*arrays.values())
     each = len(found) // part[1]
     found = found[part[0] * each : (part[0] + 1) * each]
     starts, parents = found[5:7] if arity is None else (None, None)
@@ -75,7 +78,7 @@ def sets(found: Any) -> list[list[int]]:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two graphs of arrays are equal."""
-    parts = [(x.offsets, x.children, x.samples) for x in (a, b)]
+    parts = [(x.offsets, x.children, x.samples, x.heights) for x in (a, b)]
     if (a.types is None) != (b.types is None):
         return False
     return all(map(np.array_equal, *parts)) and (a.types is None or np.array_equal(a.types, b.types))

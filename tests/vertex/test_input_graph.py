@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import asyncflow as af
-from tests.vertex.graphs import batches, children_of, same, samples
+from tests.vertex.graphs import batches, children_of, heights, same, samples
 
 TREE = af.InputGraph.from_parents([2, 2, 4, 4, -1])
 """((0, 1), 3)"""
@@ -89,6 +89,16 @@ def test_slices_are_batches_of_samples(graph: af.InputGraph) -> None:
 
 
 @settings(max_examples=40)
+@given(graph=batches())
+def test_heights_are_known(graph: af.InputGraph) -> None:
+    """Of what is made of arrays, and of batches and slices."""
+    for part in (graph, graph[1:3], graph[::-1], af.InputGraph.chain([3, 0, 2])):
+        np.testing.assert_array_equal(part.heights, heights(part))
+    assert same(replace(graph, heights=None), graph)
+    assert same(af.InputGraph(graph.offsets, graph.children, graph.samples, None, graph.heights), graph)
+
+
+@settings(max_examples=40)
 @given(graph=samples())
 def test_edges_give_the_graph_back(graph: af.InputGraph) -> None:
     edges = [(vertex, child) for vertex, children in enumerate(children_of(graph)) for child in children]
@@ -129,6 +139,8 @@ def test_what_it_shows() -> None:
     assert "trees_offsets" in repr(graph)
     with pytest.raises(af.GraphError, match="holds a Tensor: only one of arrays can be looked at"):
         len(graph)
+    with pytest.raises(af.GraphError, match="holds a Tensor: only one of arrays can be looked at"):
+        replace(TREE, children=graph.children)
 
 
 def test_it_pickles_and_takes_types() -> None:
@@ -192,6 +204,16 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: af.InputGraph.from_parents([-1], [1, 2]),
         af.ShapeError,
         "type for each of its 1 vertices; got 2",
+    ),
+    "heights": (
+        lambda: af.InputGraph(TREE.offsets, TREE.children, TREE.samples, heights=np.array([0, 0, 1, 1, 2])),
+        af.GraphError,
+        "vertex 3 of sample 0 is of height 0; got 1",
+    ),
+    "heights of other children": (
+        lambda: af.InputGraph(TREE.offsets, np.array([0, 1, 0, 3]), TREE.samples, None, TREE.heights),
+        af.GraphError,
+        "vertex 4 of sample 0 is of height 1; got 2",
     ),
     "type": (lambda: af.InputGraph.from_parents([-1], [-1]), af.GraphError, "is of type -1; types are 0 to 65535"),
     "length": (lambda: af.InputGraph.chain([2, -1]), af.GraphError, "that of sample 1 is -1"),

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.errors import KernelError
+from asyncflow.vertex.equal_chains import are_equal_chains
 from asyncflow.vertex.schedule import POLICIES, SCHEDULE, schedule
 from tests.vertex.graphs import batches, children_of, heights, ordered, sets
 
@@ -19,6 +22,13 @@ every_policy = pytest.mark.parametrize("policy", list(POLICIES))
 def check(graph: Any, policy: str) -> None:
     """A schedule against a plain reading of it: the order, the sets, and what each vertex finds."""
     found, table = ordered(graph, policy), ordered(graph, policy, 40)
+    fewest = max(map(len, children_of(graph)), default=0)
+    slots = ordered(graph, policy, fewest)
+    assert (slots.child_ranks == table.child_ranks[:, :fewest]).all()
+    for one, other in ((found, None), (slots, fewest)):
+        for a, b in zip(one, ordered(graph, policy, other, without="heights"), strict=True):
+            assert (a is None) == (b is None)
+            np.testing.assert_array_equal(a, b)
     order = found.order.tolist()
     assert sorted(order) == list(range(graph.n_vertices))
     assert [order[position] for position in found.positions] == list(range(graph.n_vertices))
@@ -99,10 +109,26 @@ def test_agenda_waits_for_more_of_a_kind() -> None:
         af.InputGraph.from_parents([-1]),
         af.InputGraph.from_parents([-1] * 5),
         af.InputGraph.from_parents([30] * 30 + [-1]),
+        af.InputGraph.chain([4, 4, 4]),
+        af.InputGraph.chain([3]),
+        af.InputGraph.chain([1, 1, 1]),
+        af.InputGraph.chain([4, 4, 3]),
         af.InputGraph.from_edges(2, [(0, 1), (0, 1)]),
         af.InputGraph.from_edges(5, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (0, 4)]),
     ],
-    ids=["no samples", "empty samples", "a vertex", "roots alone", "a star", "a child twice", "shared children"],
+    ids=[
+        "no samples",
+        "empty samples",
+        "a vertex",
+        "roots alone",
+        "a star",
+        "chains",
+        "a chain",
+        "vertices",
+        "other chains",
+        "a child twice",
+        "shared children",
+    ],
 )
 def test_corners(policy: str, graph: af.InputGraph) -> None:
     check(graph, policy)
@@ -125,6 +151,31 @@ def test_a_deep_chain_with_a_second_way(policy: str) -> None:
     assert ordered(graph, policy).order.tolist() == list(range(n))
 
 
+@settings(max_examples=100)
+@given(lengths=st.lists(st.integers(0, 4), max_size=4), data=st.data())
+def test_what_is_nearly_chains_is_none(lengths: list[int], data: st.DataObject) -> None:
+    """Those of one length are told by their arrays, of which no number may be another."""
+    graph = af.InputGraph.chain(lengths)
+    arrays = [np.array(x) for x in (graph.offsets, graph.children, graph.samples)]
+    assert are_equal_chains(*arrays) == (len(set(lengths)) == 1 and lengths[0] > 0)
+    changed = data.draw(st.sampled_from([x for x in arrays if x.size]))
+    changed[data.draw(st.integers(0, len(changed) - 1))] += data.draw(st.sampled_from([-5, -1, 1, 2]))
+    assert not are_equal_chains(*arrays)
+
+
+@every_policy
+@settings(max_examples=25)
+@given(count=st.integers(1, 4), length=st.integers(1, 5))
+def test_equal_chains_are_ordered_as_any_graph(policy: str, count: int, length: int) -> None:
+    graph = af.InputGraph.chain([length] * count)
+    check(graph, policy)
+    typed = replace(graph, types=np.zeros(graph.n_vertices, np.int64))
+    for arity in (None, 1, 3):
+        alike = ordered(typed, policy, arity)._replace(set_types=None)  # which are ordered as any graph is
+        for one, other in zip(ordered(graph, policy, arity), alike, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_types_far_apart() -> None:
     graph = af.InputGraph.from_parents([1, 2, -1], [65535, 0, 65535])
     found = ordered(graph)
@@ -134,9 +185,17 @@ def test_types_far_apart() -> None:
 class Malformed:
     """Arrays that nobody has looked at."""
 
-    def __init__(self, offsets: list[int], children: list[int], samples: list[int], types: list[int] | None = None):
-        self.offsets, self.children, self.samples = map(np.array, (offsets, children, samples))
+    def __init__(
+        self,
+        offsets: list[int],
+        children: list[int],
+        samples: list[int],
+        types: list[int] | None = None,
+        heights: list[int] | None = None,
+    ) -> None:
+        self.offsets, self.children, self.samples = (np.array(x, np.int64) for x in (offsets, children, samples))
         self.types = None if types is None else np.array(types)
+        self.heights = None if heights is None else np.array(heights, np.int64)
 
 
 MALFORMED: dict[str, tuple[Malformed, str]] = {
@@ -167,8 +226,6 @@ MALFORMED: dict[str, tuple[Malformed, str]] = {
 @pytest.mark.parametrize("fault", MALFORMED)
 def test_what_is_wrong_is_named(policy: str, fault: str) -> None:
     graph, message = MALFORMED[fault]
-    for part in ("offsets", "children", "samples"):
-        setattr(graph, part, getattr(graph, part).astype(np.int64))
     with pytest.raises(af.GraphError, match=message):
         ordered(graph, policy, 2, 3)
 
@@ -176,12 +233,68 @@ def test_what_is_wrong_is_named(policy: str, fault: str) -> None:
 async def test_what_is_fed_is_checked(session: af.Session) -> None:
     fed, message = MALFORMED["itself"]
     with af.Graph():
-        graph = af.InputGraph.placeholder()
+        graph = af.InputGraph.placeholder(heights=False)
         found = schedule(graph, arity=2)
     keys = (graph.offsets, graph.children, graph.samples)
     feeds = dict(zip(keys, (fed.offsets, fed.children, fed.samples), strict=True))
     with pytest.raises(KernelError, match=message):
         await session.run(found.order, feeds)
+
+
+def tree(*heights: int) -> Malformed:
+    """((0, 1), 3), of heights that nobody has looked at."""
+    return Malformed([0, 0, 0, 2, 2, 4], [0, 1, 2, 3], [0, 5], heights=list(heights))
+
+
+WRONG_HEIGHTS: dict[str, tuple[Malformed, str]] = {
+    "all alike": (tree(0, 0, 0, 0, 0), "vertex 2 of sample 0 is of height 0, and has a child of height 0"),
+    "of one set": (tree(0, 0, 1, 0, 1), "vertex 4 of sample 0 is of height 1, and has a child of height 1"),
+    "lower": (tree(1, 1, 0, 1, 2), "vertex 2 of sample 0 is of height 0, and has a child of height 1"),
+    "a leaf above": (tree(0, 0, 1, 3, 2), "vertex 4 of sample 0 is of height 2, and has a child of height 3"),
+    "negative": (tree(0, -1, 1, 0, 2), "vertex 1 of sample 0 is of height -1; heights are 0 to 4"),
+    "too high": (tree(0, 0, 1, 0, 5), "vertex 4 of sample 0 is of height 5; heights are 0 to 4"),
+    "missing": (tree(0, 0, 1, 0), "a height for each of its 5 vertices; got 4"),
+    "upside down": (
+        Malformed([0, 2, 2], [1, 1], [0, 2], heights=[0, 1]),
+        "vertex 0 of sample 0 is of height 0, and has a child of height 1",
+    ),
+    "of a cycle": (
+        Malformed([0, 1, 2, 3], [1, 2, 0], [0, 3], heights=[0, 1, 2]),
+        "vertex 0 of sample 0 is of height 0, and has a child of height 1",
+    ),
+    "of a second sample": (
+        Malformed([0, 0, 0, 1], [1], [0, 1, 3], heights=[0, 1, 1]),
+        r"vertex 1 of sample 1 \(2 in the batch\) is of height 1, and has a child of height 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("arity", [None, 2, 3])
+@pytest.mark.parametrize("fault", WRONG_HEIGHTS)
+def test_heights_are_checked(fault: str, arity: int | None) -> None:
+    """Whatever numbers are fed, a vertex is never computed before its children."""
+    graph, message = WRONG_HEIGHTS[fault]
+    with pytest.raises(af.GraphError, match=message):
+        ordered(graph, arity=arity)
+
+
+@settings(max_examples=40)
+@given(graph=batches(), data=st.data())
+def test_any_heights_that_rise_will_do(graph: Any, data: st.DataObject) -> None:
+    """Those that stand lower are computed first, and an error is told if a child is not lower."""
+    assume(not are_equal_chains(graph.offsets, graph.children, graph.samples))  # whose heights nobody looks at
+    drawn = st.integers(0, max(graph.n_vertices - 1, 0))
+    heights = data.draw(st.lists(drawn, min_size=graph.n_vertices, max_size=graph.n_vertices))
+    fed = replace(graph, heights=None)
+    object.__setattr__(fed, "heights", np.array(heights, np.int64))
+    children = children_of(graph)
+    arity = data.draw(st.sampled_from([None, max(map(len, children), default=0), 40]))
+    if all(heights[child] < heights[vertex] for vertex, below in enumerate(children) for child in below):
+        wanted = [[v for v, at in enumerate(heights) if at == height] for height in sorted(set(heights))]
+        assert sets(ordered(fed, arity=arity)) == wanted
+    else:
+        with pytest.raises(af.GraphError, match="each is above those of its children"):
+            ordered(fed, arity=arity)
 
 
 @every_policy

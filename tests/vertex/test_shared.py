@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,10 @@ def built(function: af.VertexFunction, **options: Any) -> tuple[SharedSets, af.G
 
 def test_states_of_roots_are_all_that_is_given_where_nothing_comes_after() -> None:
     shared, *_ = built(roots_alone)
-    assert shared.counts == InputCounts(graph=3, states=1, own=1, common=0)
+    assert shared.counts == InputCounts(graph=4, states=1, own=1, common=0)
     assert (shared.pulls, shared.gives_rows) == (["x"], False)
     assert shared.node_specs() == (af.spec("float64", (None, H)),)
-    assert shared.has_rows == (True,) * 5
+    assert shared.has_rows == (True,) * 6
     assert shared.programs() == (shared.order, shared.program)
     assert [node.op for node in shared.order.graph.nodes].count(SCHEDULE) == 1
 
@@ -82,7 +83,7 @@ def test_variables_and_fed_values_are_common_or_own() -> None:
     shared = node.attrs["shared"]
     assert shared.counts.own == 2
     assert set(shared.pulls) == {"x", None}
-    assert shared.has_rows == (*(True,) * 6, *(False,) * shared.counts.common)
+    assert shared.has_rows == (*(True,) * 7, *(False,) * shared.counts.common)
 
 
 @pytest.mark.parametrize("n_vertices", [1, 3])
@@ -104,10 +105,10 @@ async def test_types_are_checked_and_otherwise_of_no_account() -> None:
         structure, x = af.InputGraph.placeholder(types=True), af.placeholder("float64", (None, 2))
         roots = af.vertex_map(slotted, structure, x, initial=0.0, share=True).roots
     chain = af.InputGraph.chain([3])
-    feeds = {structure.offsets: chain.offsets, structure.children: chain.children, structure.samples: chain.samples}
-    feeds[x] = np.ones((3, 2))
+    right = replace(chain, types=np.zeros(3, np.int64))
+    feeds = {**structure.feeds(right), x: np.ones((3, 2))}
     async with af.Session(graph, debug=True) as session:
-        found = await session.run(roots, {**feeds, structure.types: np.zeros(3, np.int64)})
+        found = await session.run(roots, feeds)
         np.testing.assert_allclose(found, slotted_alone(chain, np.ones((3, 2)))[1])
         with pytest.raises(af.KernelError, match="vertex 1 of sample 0 is of type 1; types are 0 to 0"):
             await session.run(roots, {**feeds, structure.types: np.array([0, 1, 0])})
