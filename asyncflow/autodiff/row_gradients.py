@@ -29,7 +29,7 @@ from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
-from asyncflow.ops.derivatives.scatter import add_at_rows, are_distinct, counted
+from asyncflow.ops.derivatives.scatter import add_at_rows
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.values import Array, Kernel, Namespace
 
@@ -139,10 +139,9 @@ class _RowSum:
 
     def _touch(self, untouched: Array, where: Array) -> bool:
         """Notes that something has come for these rows, all of which are untouched; whether none is there twice."""
-        if len(untouched) > 64 * len(where):
-            is_once = are_distinct(counted(where, len(untouched), 0), len(untouched))
+        if (rows := len(untouched)) > 64 * len(where):
             untouched[where] = False
-            return is_once
+            return len({row % rows for row in where.tolist()}) == len(where)
         before = np.count_nonzero(untouched)
         untouched[where] = False
         return bool(before - np.count_nonzero(untouched) == len(where))

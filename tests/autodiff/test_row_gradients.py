@@ -317,6 +317,15 @@ def test_what_is_kept_is_not_much_larger_than_the_store() -> None:
     assert total.range(0, 4).tolist() == [1, 1000, 0, 0]
 
 
+@pytest.mark.parametrize("rows", [[5, 199], [5, 5], [-1, 199], [-1, -2, 198]])
+def test_few_rows_of_a_long_store_may_be_named_twice(rows: list[int]) -> None:
+    """Also once from the front and once from the back: then they are added up, though nothing has come before."""
+    total = RowGradient.of(np, KIND, [added(200, rows, *range(1, 1 + len(rows)))])
+    expected = np.zeros(200)
+    np.add.at(expected, rows, np.arange(1.0, 1 + len(rows)))
+    np.testing.assert_array_equal(total.range(0, 200), expected)
+
+
 async def test_gradients_of_another_shape_are_refused(graph: af.Graph) -> None:
     x, g = af.placeholder("float64", (4, 3)), af.placeholder("float64", None)
 
