@@ -77,10 +77,9 @@ class _PlacedRun:
 
     async def staying(self) -> Sequence[Value]:
         """Those that stay, which are there once they have been launched: mostly by now."""
-        run = self._run
-        if run.is_stopped or not all(index in run.stayed for index in self._staying):
-            return (await self.values())[: len(self._staying)]
-        return [run.stayed[index] for index in self._staying]
+        if await self._run.wait_for_staying():
+            return [self._run.stayed[index] for index in self._staying]
+        return (await self.values())[: len(self._staying)]
 
 
 class PlacedSteps:

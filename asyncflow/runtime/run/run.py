@@ -133,6 +133,29 @@ class Run:
         self._is_busy = False
         self.on_quiet()
 
+    def stay(self, index: int, value: Value) -> None:
+        """A value of `staying` is there."""
+        self.stayed[index] = value
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)  # who waits looks what for
+
+    async def wait_for_staying(self) -> bool:
+        """Returns whether all values of `staying` are there, once they are, or the run has ended.
+
+        Cancellation: as of `wait`.
+        """
+        while not (self.is_stopped or all(index is None or index in self.stayed for index in self.staying)):
+            if self.is_finished:
+                return False
+            self._finished = self.turn.loop.create_future()
+            try:
+                await self._finished
+            except asyncio.CancelledError:
+                self.stop("cancelled")
+                await self.wait()
+                raise
+        return not self.is_stopped
+
     async def wait(self) -> list[Value]:
         """The fetched values.
 

@@ -214,7 +214,7 @@ class Ports:
             target for _, _, target in plain if target.kind == Kind.FETCH and target.fetch_index in self._run.staying
         ]
         for target in staying:
-            self._run.stayed[target.fetch_index] = value
+            self._run.stay(target.fetch_index, value)
         return not merges and len(staying) == len(plain)
 
     def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Value, ...]) -> None:
