@@ -1,12 +1,14 @@
 """What ordering the vertices of a batch takes (Cavs, fig. 9): by batch and by size of the graph, and beside a step.
 
 *schedule* is the host op that runs in each step: it checks the arrays, finds sets and ranks. *batch* is what a user
-calls before: it joins the graphs of a batch. DyNet's figure is that of building its graph, which takes the place of
-both; that it then looks for what is alike is part of its computation, and not in it.
+calls before: it joins the graphs of a batch. *make* comes once for each graph: it looks for cycles, and finds heights,
+which a schedule has only to sort; where heights are not fed, it finds them. DyNet's figure is that of building its
+graph, which takes the place of all; that it then looks for what is alike is part of its computation, and not in it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
 NAME: Final = "scheduling"
 SCHEDULE_TIME: Final = Figure("schedule", "us")
 BATCH_TIME: Final = Figure("batch", "us")
+MAKE_TIME: Final = Figure("make", "us")
 SHARE: Final = Figure("schedule, of a training step", "%")
 SORTS: Final = "numpy, one sort of as many bytes"
+WITHOUT_HEIGHTS: Final = "asyncflow, heights not known"
 DYNET_GRAPH: Final = "dynet, building the graph"
 BATCHES: Final = (1, 16, 32, 64, 128, 256)
 _MANY: Final = 20
@@ -68,16 +72,24 @@ async def measure(
     for size in vertices:
         case = f"random tree of depth {depth}, {size} vertices"
         numbers = np.random.default_rng(0).integers(0, depth, size).astype(np.uint8)
+        tree = random_tree(size, depth)
         trials = {
-            ASYNCFLOW: _timed(SCHEDULE_TIME, _scheduling(random_tree(size, depth), None)),
+            ASYNCFLOW: _timed(SCHEDULE_TIME, _scheduling(tree, None)),
+            WITHOUT_HEIGHTS: _timed(SCHEDULE_TIME, _scheduling(tree, None, known=())),
             SORTS: _timed(SCHEDULE_TIME, partial(np.argsort, numbers, kind="stable")),
         }
         results += await compare(NAME, case, trials, repeats=repeats, baselines=[SORTS])
+        making = {ASYNCFLOW: _timed(MAKE_TIME, partial(replace, tree, heights=None))}
+        results += await compare(NAME, case, making, repeats=repeats)
     for model in models:
         for batch in batches:
             graphs, arity = _graphs(sizes, model, batch)
             case = f"{model}, batch {batch}"
-            trials = {ASYNCFLOW: _timed(SCHEDULE_TIME, _scheduling(af.InputGraph.batch(graphs), arity))}
+            together = af.InputGraph.batch(graphs)
+            trials = {
+                ASYNCFLOW: _timed(SCHEDULE_TIME, _scheduling(together, arity)),
+                WITHOUT_HEIGHTS: _timed(SCHEDULE_TIME, _scheduling(together, arity, known=())),
+            }
             if peers.dynet is not None and model == "Tree-FC":
                 trials[DYNET_GRAPH] = _timed(SCHEDULE_TIME, _building(sizes, peers.dynet, batch), calls=2)
             results += await compare(NAME, case, trials, repeats=repeats)
@@ -113,10 +125,11 @@ def _building(sizes: Sizes, dy: Any, batch: int) -> Callable[[], Any]:
     return tree_peers.dynet_graph(dy, trees, by_hand)
 
 
-def _scheduling(graph: af.InputGraph, arity: int | None) -> Callable[[], Any]:
+def _scheduling(graph: af.InputGraph, arity: int | None, known: tuple[str, ...] = ("heights",)) -> Callable[[], Any]:
     assert SCHEDULE.kernel is not None
-    kernel = SCHEDULE.kernel(np, policy="breadth_first", arity=arity, n_types=None)
-    return lambda: kernel(graph.offsets, graph.children, graph.samples)
+    kernel = SCHEDULE.kernel(np, policy="breadth_first", arity=arity, n_types=None, known=known)
+    arrays = [getattr(graph, name) for name in ("offsets", "children", "samples", *known)]
+    return lambda: kernel(*arrays)
 
 
 def _timed(figure: Figure, work: Callable[[], Any], calls: int = _MANY) -> Trial:
