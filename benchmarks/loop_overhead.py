@@ -14,17 +14,7 @@ import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Trial, compare, timed, timed_await
-from benchmarks.peers import (
-    JAX,
-    NO_PEERS,
-    NUMPY,
-    PYTHON,
-    TENSORFLOW_1,
-    TENSORFLOW_2,
-    TENSORFLOW_EAGER,
-    TORCH,
-    Peers,
-)
+from benchmarks.peers import JAX, NO_PEERS, NUMPY, PYTHON, TENSORFLOW_1, TENSORFLOW_2, TENSORFLOW_EAGER, TORCH, Peers
 
 if TYPE_CHECKING:
     from benchmarks.peers import TensorFlow

@@ -15,16 +15,7 @@ from benchmarks.harness import ASYNCFLOW, Result, Trial, compare
 from benchmarks.peers import JAX, NO_PEERS, NUMPY, Peers
 from benchmarks.plots import draw_bars
 from benchmarks.trees import STEP, timed_sample
-from benchmarks.vertex_models import (
-    BY_LEVEL,
-    BY_NODE,
-    MODELS,
-    SIZES,
-    TOLERANCE,
-    Sizes,
-    case,
-    peer_works,
-)
+from benchmarks.vertex_models import BY_LEVEL, BY_NODE, MODELS, SIZES, TOLERANCE, Sizes, case, peer_works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -26,14 +26,7 @@ from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.rows import all as _rules
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.folded import FoldedRows
-from asyncflow.ops.rows.rule import (
-    CannotLift,
-    LiftedValue,
-    RowAxis,
-    gives_rows,
-    row_rule_of,
-    why_no_row_rule,
-)
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, gives_rows, row_rule_of, why_no_row_rule
 
 _RULES = (*_rules.__all__, arrays, reasons)
 

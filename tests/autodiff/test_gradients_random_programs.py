@@ -15,17 +15,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
-from tests.autodiff.programs import (
-    Block,
-    Graph,
-    If,
-    Let,
-    Loop,
-    Name,
-    Numbers,
-    Program,
-    evaluate,
-)
+from tests.autodiff.programs import Block, Graph, If, Let, Loop, Name, Numbers, Program, evaluate
 from tests.autodiff.strategies import programs, write_program
 
 if TYPE_CHECKING:
