@@ -7,18 +7,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
 import asyncflow as af
 from asyncflow.cli.main import main
 from asyncflow.devices.presets import parse_machine
+from tests.cli.conftest import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    Output: TypeAlias = Callable[[], tuple[str, str]]
 
 PROGRAM = '''
 """A program of the user's."""
@@ -122,17 +122,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "needy.py").write_text("import no_such_dependency\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def output(capsys: pytest.CaptureFixture[str]) -> Output:
-    """What was printed since the last call: stdout, stderr."""
-
-    def read() -> tuple[str, str]:
-        captured = capsys.readouterr()
-        return captured.out, captured.err
-
-    return read
 
 
 def events(path: Path) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
@@ -18,11 +18,11 @@ from asyncflow.devices.sim.machine import current_machine
 from asyncflow.runtime import loop as asyncflow_loops
 from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.cli.conftest import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    Output: TypeAlias = Callable[[], tuple[str, str]]
 
 PROGRAM = '''
 """A program of the user's."""
@@ -160,17 +160,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def output(capsys: pytest.CaptureFixture[str]) -> Output:
-    """What was printed since the last call: stdout, stderr."""
-
-    def read() -> tuple[str, str]:
-        captured = capsys.readouterr()
-        return captured.out, captured.err
-
-    return read
 
 
 def simulate(name: str, *arguments: str, devices: str = "2 x v100, nvlink2") -> int:

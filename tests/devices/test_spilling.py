@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,21 @@ async def test_a_value_saved_under_two_names_moves_once(tmp_path: Path) -> None:
     assert 0 < memory.moved_out <= STEPS * VALUE
 
 
+def watched(sessions: list[af.Session], held: list[tuple[int, int]]) -> Callable[[Any], Any]:
+    """The identity, whose gradient notes what the account holds, and what Python does."""
+
+    @af.op(outputs=af.spec("float64", (SIDE, SIDE)))
+    def look(grad: Any) -> Any:
+        held.append((sessions[0].statistics().memory["cpu:0"].held, traced_bytes()))
+        return grad
+
+    @af.custom_gradient
+    def looked_at(y: Any) -> Any:
+        return af.identity(y), look
+
+    return looked_at
+
+
 @pytest.mark.parametrize("regions", [True, False])
 async def test_a_gradient_loop_gives_back_what_it_has_read(regions: bool) -> None:
     """What the account holds is what Python holds, in each step of the gradient, and it falls."""
@@ -127,15 +143,7 @@ async def test_a_gradient_loop_gives_back_what_it_has_read(regions: bool) -> Non
     with af.Graph() as graph:
         x = af.placeholder("float64", (SIDE, SIDE))
         sessions: list[af.Session] = []
-
-        @af.op(outputs=af.spec("float64", (SIDE, SIDE)))
-        def look(grad: Any) -> Any:
-            held.append((sessions[0].statistics().memory["cpu:0"].held, traced_bytes()))
-            return grad
-
-        @af.custom_gradient
-        def looked_at(y: Any) -> Any:
-            return af.identity(y), look
+        looked_at = watched(sessions, held)
 
         def body(i: Any, y: Any) -> Any:
             return i + 1, looked_at(af.sin(y))
@@ -164,15 +172,7 @@ async def test_gradients_of_an_array_are_given_back_as_they_are_read(regions: bo
     with af.Graph() as graph:
         x = af.placeholder("float64", (SIDE, SIDE))
         sessions: list[af.Session] = []
-
-        @af.op(outputs=af.spec("float64", (SIDE, SIDE)))
-        def look(grad: Any) -> Any:
-            held.append((sessions[0].statistics().memory["cpu:0"].held, traced_bytes()))
-            return grad
-
-        @af.custom_gradient
-        def looked_at(y: Any) -> Any:
-            return af.identity(y), look
+        looked_at = watched(sessions, held)
 
         def write(i: Any, y: Any, array: Any) -> Any:
             return i + 1, y * 2.0, array.write(i, looked_at(y))

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import SessionClosedError
-from asyncflow.streams import Stream, ThreadEvent, ThreadStream
+from asyncflow.streams import ThreadEvent, ThreadStream
 from tests.patience import PATIENCE_S
+from tests.streams.outcomes import fail, outcome
 
 pytestmark = pytest.mark.every_loop
 
@@ -41,23 +42,6 @@ class Gate:
     def __call__(self) -> None:
         self.entered.set()
         assert self.opened.wait(PATIENCE_S)
-
-
-def outcome(stream: Stream, work: Callable[..., object], *args: object) -> asyncio.Future[tuple[object, object]]:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[object, object]] = loop.create_future()
-
-    def deliver(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
-        assert asyncio.get_running_loop() is loop
-        assert started_ns <= ended_ns
-        future.set_result((result, error))
-
-    stream.submit(work, args, deliver, loop)
-    return future
-
-
-def fail(error: BaseException) -> None:
-    raise error
 
 
 def thread_names() -> set[str]:

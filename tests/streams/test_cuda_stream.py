@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import InternalError, SessionClosedError
-from asyncflow.streams import Stream, ThreadStream
+from asyncflow.streams import ThreadStream
 from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.errors import CUDARuntimeError
 from tests.patience import PATIENCE_S
+from tests.streams.outcomes import fail, outcome
 
 
 @pytest.fixture
@@ -59,25 +60,8 @@ def ticket(stream: CudaStream, *holds: object) -> asyncio.Future[None]:
     return future
 
 
-def outcome(stream: Stream, work: Callable[..., object], *args: object) -> asyncio.Future[tuple[object, object]]:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[object, object]] = loop.create_future()
-
-    def deliver(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
-        assert asyncio.get_running_loop() is loop
-        assert started_ns <= ended_ns
-        future.set_result((result, error))
-
-    stream.submit(work, args, deliver, loop)
-    return future
-
-
 def current(cupy: FakeCupy) -> tuple[int, Any, CudaStream | None]:
     return cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream(), active.stream
-
-
-def fail(error: BaseException) -> None:
-    raise error
 
 
 class Held:

@@ -1,0 +1,27 @@
+"""Work given to a stream, and what has come of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from asyncflow.streams import Stream
+
+
+def outcome(stream: Stream, work: Callable[..., object], *args: object) -> asyncio.Future[tuple[object, object]]:
+    """The result and the error of what the stream runs, delivered on the loop that asks."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[tuple[object, object]] = loop.create_future()
+
+    def deliver(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
+        assert asyncio.get_running_loop() is loop
+        assert started_ns <= ended_ns
+        future.set_result((result, error))
+
+    stream.submit(work, args, deliver, loop)
+    return future
+
+
+def fail(error: BaseException) -> None:
+    """Work that raises."""
+    raise error
