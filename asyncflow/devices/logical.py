@@ -125,7 +125,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     charge: Callable[[Any, int], None] | None = None
     copy_state_out: Callable[[int, str, Deliver], None] | None = None
     handover_ns = 5_000.0  # streams wait for events by themselves
-    region_ns = launch_ns = view_ns = 0.0
+    region_ns = launch_ns = view_ns = step_ns = variable_ns = 0.0
     _spans: Spans | None = None
 
     @property

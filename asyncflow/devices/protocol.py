@@ -264,6 +264,14 @@ class AsynchronousDevice(Device, Protocol):
         """The expected time that making a view of an array takes the host."""
 
     @property
+    def step_ns(self) -> float:
+        """The expected time that a number takes which the host computes, or a value that is saved or found again."""
+
+    @property
+    def variable_ns(self) -> float:
+        """The expected time that handing a loop's variable on to the next iteration takes the host."""
+
+    @property
     def charge(self) -> Callable[[Any, int], None] | None:
         """Takes what the host does that no other call tells of, and how often, where that is simulated; else None.
 

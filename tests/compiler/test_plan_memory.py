@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from asyncflow.testing import virtual_clock
 SIDE, STEPS = 256, 40
 VALUE = SIDE * SIDE * 4
 """A value that may move: 256 KiB; the loops save two of them in an iteration."""
+
+QUICK_LINK = "k40, pcie5"
 
 
 def loop(x: af.Tensor, w: af.Tensor, n: Any = STEPS, **options: Any) -> af.Tensor:
@@ -57,6 +60,7 @@ class Outcome:
     moved: int
     text: str
     planned: tuple[Any, ...]
+    seconds: float
 
 
 async def train(build: Any = loop, *, devices: Any = "cpu:0", **options: Any) -> Outcome:
@@ -66,9 +70,11 @@ async def train(build: Any = loop, *, devices: Any = "cpu:0", **options: Any) ->
         fed = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32) / 20
         async with af.Session(devices=[devices], **options) as session:
             plan = session.plan(grads, [x, w])
+            started = asyncio.get_running_loop().time()
             values = await session.run(grads, {x: fed, w: fed})
+            seconds = asyncio.get_running_loop().time() - started
             memory = session.statistics().memory[devices]
-            return Outcome(values, memory.peak, memory.moved_out, plan.explain(memory=True), plan.memory)
+            return Outcome(values, memory.peak, memory.moved_out, plan.explain(memory=True), plan.memory, seconds)
 
 
 def on_card(build: Any = loop, card: str = "k40", host: str = "c++", **options: Any) -> Outcome:
@@ -172,9 +178,16 @@ async def test_why_nothing_is_predicted_is_said() -> None:
 # -- on a simulated card ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def computes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a k40 takes longer for an iteration than its host, and than copies of what it saves."""
+    monkeypatch.setattr(sys.modules[__name__], "SIDE", 320)
+
+
+@pytest.mark.usefixtures("computes_long")
 def test_values_move_where_a_link_is_quick() -> None:
-    usual = on_card(memory_limit=1 << 30)
-    less = on_card(memory_limit=usual.peak // 2)
+    usual = on_card(card=QUICK_LINK, memory_limit=1 << 30)
+    less = on_card(card=QUICK_LINK, memory_limit=usual.peak // 2)
     (planned,) = less.planned
     assert [value.choice for value in planned.values].count("swap") > 0
     assert less.moved > 0
@@ -220,6 +233,14 @@ def test_nothing_moves_where_starting_a_copy_takes_longer_than_computing_again()
     assert "run again for the gradient" in less.text
 
 
+@pytest.mark.parametrize("host", ["c++", "asyncflow"])
+def test_the_time_of_an_iteration_is_predicted(host: str) -> None:
+    """Where the host is what is busy, too: numbers, values that are saved and loops' variables take it some time."""
+    short, long = [on_card(partial(loop, n=n), "h100", host, memory_limit=1 << 30) for n in (20, 60)]
+    predicted_ns = long.planned[0].way.ns - short.planned[0].way.ns
+    assert predicted_ns / 1e9 == pytest.approx(long.seconds - short.seconds, rel=0.01)
+
+
 def test_a_loop_that_was_asked_to_move_everything_does() -> None:
     def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
         return loop(x, w, swap_memory=True)
@@ -241,10 +262,11 @@ def test_what_was_asked_to_move_and_has_no_place_runs_again() -> None:
     assert less.peak <= usual.peak // 2
 
 
+@pytest.mark.usefixtures("computes_long")
 def test_a_loop_of_unknown_length_moves_its_values_where_a_link_is_quick() -> None:
     """Once memory is short, or from the first byte on where that was asked for."""
-    usual = on_card(of_unknown_length, memory_limit=1 << 30)
-    less = on_card(of_unknown_length, memory_limit=usual.peak // 2)
+    usual = on_card(of_unknown_length, QUICK_LINK, memory_limit=1 << 30)
+    less = on_card(of_unknown_length, QUICK_LINK, memory_limit=usual.peak // 2)
     assert "move once memory is short, as that takes less time than running iterations again" in less.text
     assert less.moved > usual.moved == 0
     assert less.peak <= usual.peak // 2

@@ -35,11 +35,15 @@ class LoopCosts:
         self._costs = NodeCosts([device], measured)
         self._fuses = fuses
         launching = device.asynchronous
-        self._launch_ns, self._view_ns = (0.0, 0.0) if launching is None else (launching.launch_ns, launching.view_ns)
+        self._launch_ns = self._view_ns = self._step_ns = self._variable_ns = 0.0
+        if launching is not None:
+            self._launch_ns, self._view_ns = launching.launch_ns, launching.view_ns
+            self._step_ns, self._variable_ns = launching.step_ns, launching.variable_ns
 
     def iteration(self, loop: WhileNode) -> Work:
         """One iteration."""
-        return self._of_body(loop.predicate).plus(self._of_body(loop.body))
+        handed_on = Work(0.0, self._variable_ns * len(loop.body.results))
+        return self._of_body(loop.predicate).plus(self._of_body(loop.body)).plus(handed_on)
 
     def of_nodes(self, nodes: Iterable[Node], wanted: Collection[Tensor] = ()) -> Work:
         """Some nodes of a body, of whose values others want these."""
@@ -61,8 +65,10 @@ class LoopCosts:
         if isinstance(node, WhileNode):
             count = trip_count(node)
             return self.iteration(node).times(ASSUMED_ITERATIONS if count is None else count)
-        if _is_on_host(node) or node.op in (PARAMETER, CONSTANT) or has_variants(node.inputs):
+        if node.op in (PARAMETER, CONSTANT):
             return Work()
+        if _is_on_host(node) or has_variants(node.inputs):
+            return Work(0.0, self._step_ns)
         if self._costs.work(node)[0] == 0.0:
             return Work(0.0, self._view_ns)
         (ns,) = self._costs.times(node)

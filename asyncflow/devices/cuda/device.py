@@ -72,7 +72,7 @@ class CudaDevice(Progress):
     """
 
     region_ns = DEFAULT_HOST.region_s * 1e9  # measured on the host of another card, as are these
-    launch_ns, view_ns = DEFAULT_HOST.launch_s * 1e9, DEFAULT_HOST.view_s * 1e9
+    launch_ns, view_ns, step_ns = DEFAULT_HOST.launch_s * 1e9, DEFAULT_HOST.view_s * 1e9, DEFAULT_HOST.step_s * 1e9
     swapping: CudaSwapping
 
     def __init__(

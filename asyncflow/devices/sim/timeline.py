@@ -18,6 +18,9 @@ from asyncflow.values import Value
 
 _NS_PER_S = 1e9
 
+_PRIMITIVES = 3
+"""A loop's variable passes so many an iteration: Merge, Switch and NextIteration."""
+
 
 class Timeline(LaunchingDevice[SimStream]):
     """The streams of a simulated device, the thread of the host that gives them work, and the record of that.
@@ -39,9 +42,13 @@ class Timeline(LaunchingDevice[SimStream]):
         super().__init__(kind, index, capabilities, compute_streams)
         driver = machine.driver
         self.region_ns = driver.region_s * _NS_PER_S
-        if machine.launches != "graphs":
-            self.launch_ns = (driver.launch_s + (0.0 if runs_regions else driver.node_s)) * _NS_PER_S
-            self.view_ns = driver.view_s * _NS_PER_S
+        if not runs_regions:
+            self.launch_ns = (driver.launch_s + driver.node_s) * _NS_PER_S
+            self.view_ns = self.step_ns = driver.node_s * _NS_PER_S
+            self.variable_ns = _PRIMITIVES * driver.primitive_s * _NS_PER_S
+        elif machine.launches != "graphs":
+            self.launch_ns, self.view_ns = driver.launch_s * _NS_PER_S, driver.view_s * _NS_PER_S
+            self.step_ns = driver.step_s * _NS_PER_S
         if not self._is_card:
             self.handover_ns = LogicalDevice.handover_ns
         self.machine = machine
