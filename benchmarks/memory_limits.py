@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NAME = "memory_limits"
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "keeping": {},
-    "limit 0.56": {"share": 0.56},
+    "limit 0.62": {"share": 0.62},
     "limit 1/2": {"share": 0.5},
     "limit 1/4": {"share": 0.25},
     "limit 1/2, with a file": {"share": 0.5, "spills": True},

@@ -11,12 +11,15 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.program.request import PlanRequest
+from asyncflow.devices.cost import MeasuredCost
 from asyncflow.runtime.session import plans
 from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from asyncflow.compiler.plan import Plan
 
 
@@ -127,3 +130,51 @@ def test_a_timeout_counts_from_the_first_time_that_a_graph_is_compiled(monkeypat
     monkeypatch.setattr(plans, "is_virtual", lambda _: False)
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         runner.run(main())
+
+
+def trained(steps: Any = 40) -> tuple[af.Tensor, af.Tensor, af.Tensor]:
+    """The input of a loop over products, what it gives, and the gradient, for which it saves 256 KiB an iteration."""
+    x = af.placeholder("float32", (256, 256))
+    y = af.while_loop(lambda i, _: i < steps, lambda i, y: (i + 1, af.tanh(y @ x)), (0, x * 1.0))[1]
+    return x, y, af.gradients(af.sum(y), x)
+
+
+def measured(ns: int) -> MeasuredCost:
+    """As a run leaves it."""
+    cost = MeasuredCost()
+    cost.observe(1, ns)
+    return cost
+
+
+@pytest.mark.parametrize(("product_ns", "choice"), [(10_000, "recompute"), (100_000_000, "swap")])
+async def test_later_plans_know_what_earlier_runs_have_measured(product_ns: int, choice: str, tmp_path: Path) -> None:
+    """Where products take long, values go to a file that a plan from estimates alone would compute again."""
+    with af.Graph() as graph:
+        x, y, gradient = trained()
+    async with af.Session(graph, regions=False, memory_limit=8 << 20, spill_directory=str(tmp_path)) as session:
+        (partition,) = session.plan(y, [x]).partitions
+        (product,) = [node for node in partition.nodes if node.name.endswith("matmul")]
+        product.cost = measured(product_ns)
+        (planned,) = session.plan(gradient, [x]).memory
+        assert planned.figures.forward.device_ns >= product_ns
+        is_moving, runs_again = planned.way.moved > 0, planned.way.kept < planned.figures.iterations
+        assert (is_moving, runs_again) == (choice == "swap", choice == "recompute")
+
+
+async def test_the_time_of_a_region_is_shared_out_over_all_iterations_of_its_loops() -> None:
+    """What a node takes is known for one firing; nothing, where only a run knows how many there are."""
+    with af.Graph() as graph:
+        x, y, _ = trained()
+        n = af.placeholder("int32", ())
+        of_unknown_length = trained(n)
+    async with af.Session(graph, memory_limit=1 << 30) as session:
+        (partition,) = session.plan(y, [x]).partitions
+        (region,) = [node for node in partition.nodes if node.region is not None]
+        region.cost = measured(80_000_000)
+        costs = dict(session._plans.of(graph).learn_costs())
+        in_loop = sum(ns for name, ns in costs.items() if name.startswith("while/body/"))
+        assert 1.9e6 < in_loop < 2e6
+        (partition,) = session.plan(of_unknown_length[1], [of_unknown_length[0], n]).partitions
+        (region,) = [node for node in partition.nodes if node.region is not None]
+        region.cost = measured(80_000_000)
+        assert session._plans.of(graph).learn_costs() == costs

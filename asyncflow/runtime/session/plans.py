@@ -10,12 +10,14 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
+from asyncflow.compiler.memory.segments import trip_count
 from asyncflow.compiler.placement.node_costs import assumed_ns
 from asyncflow.compiler.plan import Plan, PlanNode
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.structured import WhileNode
 from asyncflow.runtime.loop import is_virtual
 from asyncflow.streams.beside import background, call_beside
 
@@ -204,15 +206,32 @@ def _compiles_soon(graph: Graph) -> bool:
 
 
 def _shared_out(node: PlanNode) -> dict[str, float]:
-    """The measured time of a node; of a region, shared out to its nodes as they were expected to take."""
+    """The measured time of a node; of a region, shared out to its nodes as they were expected to take.
+
+    Nothing, where only a run knows how many iterations a loop in it has.
+    """
     measured: float = node.cost.mean_ns
     if node.region is None:
         return {node.name: measured}
-    expected = {
-        inner.name: assumed_ns(inner) for inner in node.source.attrs["region"].nodes if inner.op.kernel is not None
-    }
-    in_all = sum(expected.values())
-    return {name: measured * share / in_all for name, share in expected.items()}
+    region = node.source.attrs["region"]
+    expected_ns = _expected_ns(region)
+    if not expected_ns:
+        return {}
+    share = measured / expected_ns
+    return {inner.name: share * assumed_ns(inner) for inner in region.walk() if inner.op.kernel is not None}
+
+
+def _expected_ns(body: Subgraph) -> float | None:
+    """The time that all nodes of a body are expected to take; None if only a run knows."""
+    total = 0.0
+    for node in body.nodes:
+        count = trip_count(node) if isinstance(node, WhileNode) else 1
+        parts = [_expected_ns(inner) for inner in node.subgraphs]
+        if count is None or None in parts:
+            return None
+        total += count * sum(part for part in parts if part is not None)
+        total += assumed_ns(node) if node.op.kernel is not None else 0.0
+    return total
 
 
 async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:

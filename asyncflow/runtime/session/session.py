@@ -108,12 +108,14 @@ class Session(CheckpointedSession, NotPickled):
         # A variable stays on the device whose memory it is in, whatever else a later plan runs.
         has_memories = any(device.capabilities.own_memory for device in self.devices)
         homes: dict[Hashable, str] | None = {} if has_memories else None
+        # Only then is there a choice that depends on what nodes cost.
+        is_limited = any(device.memory.limit is not None for device in self.devices)
+        has_choices = is_limited or len(self.devices) > 1 or options.compute_streams > 1
         # Bound to no session: what runs hold must not keep one alive that was dropped.
         self._compile = partial(
             _compile,
             context=Context(devices=self.devices, options=options.for_plans(), resolve=self.state.lookup, homes=homes),
-            # Only then is there a choice that depends on what nodes cost.
-            measured=self._plans if len(self.devices) > 1 or options.compute_streams > 1 else None,
+            measured=self._plans if has_choices else None,
         )
         self._calls = CallCache(options.graph, self._plans, regions=options.regions)
         self._runs = Runs(
