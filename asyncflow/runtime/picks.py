@@ -1,19 +1,25 @@
 """In which order the nodes of one run were taken when they were ready: written down, and kept to in another run.
 
 What a run computes depends on that order alone, if on any: state is read and written by the firing that is taken, on
-the event loop, before the next one is. Which coroutine or thread ends first shows in what can be taken after it.
+the event loop, before the next one is. Which coroutine or thread ends first shows in what can be taken after it. What
+other runs and the world hand to a firing, such as an element of a queue, is written down as well: its *answer*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
 from asyncflow.compiler.plan import Kind, PlanNode
-from asyncflow.errors import ReplayError
+from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
+from asyncflow.graph.dtypes import string
+from asyncflow.graph.ir import Node
+from asyncflow.graph.resource import resources_of, waits_in_line
+from asyncflow.state.table import Table
+from asyncflow.state.variable import Variable
 
 if TYPE_CHECKING:
     from asyncflow.runtime.scheduler.frame import Iteration
@@ -22,6 +28,43 @@ if TYPE_CHECKING:
     _Ready: TypeAlias = Sequence[tuple[PlanNode, Iteration]]
 
 _MOST_SHOWN = 5
+
+COMPUTED: Final = object()
+"""In place of an answer: the firing is to be computed."""
+
+UNANSWERED: Final = object()
+"""In place of an answer: the recorded run has ended before one came."""
+
+
+ELSEWHERE: Final = object()
+"""In place of an answer: it was given to a card, and no record holds it."""
+
+
+class Refusal(NamedTuple):
+    """The answer of what is closed, or at its end.
+
+    Attributes:
+        reason: of the error.
+        queue: the name of the queue, with the number of elements that are `left`; empty for an input.
+    """
+
+    reason: str
+    queue: str = ""
+    left: int = 0
+
+    def error(self) -> EndOfInput | QueueClosedError:
+        """The same error again."""
+        if self.queue:
+            return QueueClosedError(self.reason, queue=self.queue, left=self.left)
+        return EndOfInput(self.reason)
+
+
+def asks_others(node: Node) -> bool:
+    """Whether other runs, or the world, have a part in what a node gives: those that know queues, inputs and batches.
+
+    Variables and tables are as the record has them, and a function of the user's is called again.
+    """
+    return waits_in_line(node) or any(not isinstance(each, Variable | Table) for each in resources_of(node))
 
 
 class Pick(NamedTuple):
@@ -48,10 +91,13 @@ class PickLog:
 
     Attributes:
         picks: so far, in order, over all partitions.
+        answers: of those that `asks_others` names and that have ended, by their places among the picks; or `COMPUTED`,
+            or `ELSEWHERE`.
     """
 
     def __init__(self) -> None:
         self.picks: list[Pick] = []
+        self.answers: dict[int, object] = {}
         self._places: dict[Pick, int] = {}
 
     def position(self, partition: int, ready: _Ready) -> int | None:
@@ -70,10 +116,34 @@ class PickLog:
         self._places[pick] = len(self.picks)
         self.picks.append(pick)
 
-    def ended(self, partition: int, node: PlanNode, iteration: Iteration, result: Value) -> None:
-        """A firing gave its result."""
+    def ended(
+        self, partition: int, node: PlanNode, iteration: Iteration, result: Value, *, on_card: bool = False
+    ) -> None:
+        """A firing gave its result; on a card it may be one that only the card has."""
         place = self._places[Pick(partition, node.name, iteration.tag())]
-        self.picks[place] = self.picks[place]._replace(checksum=checksum(result))
+        found = checksum(result)
+        self.picks[place] = self.picks[place]._replace(checksum=found)
+        if asks_others(node.source):
+            self.answers[place] = ELSEWHERE if found is None or on_card else _copied(result)
+
+    def failed(self, partition: int, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
+        """A firing raised."""
+        place = self._places.get(Pick(partition, node.name, iteration.tag()))
+        if place is None or not asks_others(node.source):
+            return
+        self.answers[place] = COMPUTED
+        if isinstance(error, QueueClosedError):
+            self.answers[place] = Refusal(error.reason, error.queue, error.left)
+        elif isinstance(error, EndOfInput):
+            self.answers[place] = Refusal(error.reason)
+
+    def answer(self, partition: int, node: PlanNode, iteration: Iteration) -> object:
+        """What others have given a firing that was taken: its result, `COMPUTED` or `UNANSWERED`.
+
+        Raises:
+            EndOfInput, QueueClosedError: that was the answer.
+        """
+        return COMPUTED
 
     def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
         """A partition takes part.
@@ -90,16 +160,18 @@ class PickGuide(PickLog):
 
     Args:
         expected: what that one took.
+        given: the answers that it got.
         is_whole: it came to its end; else this one is stopped where that one was.
 
     Attributes:
         difference: where this run differs; None if it does not, so far.
     """
 
-    def __init__(self, expected: Sequence[Pick], *, is_whole: bool) -> None:
+    def __init__(self, expected: Sequence[Pick], given: Mapping[int, object], *, is_whole: bool) -> None:
         super().__init__()
         self.difference: ReplayError | None = None
         self._expected = expected
+        self._given = given
         self._is_whole = is_whole
         self._wakes: dict[int, Callable[[], object]] = {}
         self._stop: Callable[[], object] | None = None
@@ -134,13 +206,15 @@ class PickGuide(PickLog):
         elif (following := self._expected[len(self.picks)].partition) != partition and following in self._wakes:
             self._wakes[following]()
 
-    def ended(self, partition: int, node: PlanNode, iteration: Iteration, result: Value) -> None:
+    def ended(
+        self, partition: int, node: PlanNode, iteration: Iteration, result: Value, *, on_card: bool = False
+    ) -> None:
         """A firing gave its result.
 
         Raises:
             ReplayError: another than the one it gave then.
         """
-        super().ended(partition, node, iteration, result)
+        super().ended(partition, node, iteration, result, on_card=on_card)
         place = self._places[Pick(partition, node.name, iteration.tag())]
         given, expected = self.picks[place], self._expected[place]
         if expected.checksum is None:  # that run was stopped, or failed, before this firing gave its result
@@ -151,6 +225,21 @@ class PickGuide(PickLog):
                 f"{result!r:.200}\n  built at {node.source.location}"
             )
             raise self.difference
+
+    def answer(self, partition: int, node: PlanNode, iteration: Iteration) -> object:
+        """What the record has for a firing."""
+        if not asks_others(node.source):
+            return COMPUTED
+        found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
+        if isinstance(found, Refusal):
+            raise found.error()
+        if found is ELSEWHERE:
+            self.difference = ReplayError(
+                f"what {node.name} was given is not in the record, as it was given to a card; record the run on "
+                f"CPU devices\n  built at {node.source.location}"
+            )
+            raise self.difference
+        return found
 
     def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
         """A partition takes part."""
@@ -170,14 +259,21 @@ class PickGuide(PickLog):
         )
 
 
+def _copied(result: Value) -> Value:
+    """What stays as it is, whoever gets the memory of the result."""
+    if isinstance(result, tuple):
+        return tuple(map(_copied, result))
+    return result.copy() if isinstance(result, np.ndarray) else result
+
+
 def checksum(result: Value) -> int | None:
     """Tells results apart by their bits; None for what is not on the host."""
     values = result if isinstance(result, tuple) else (result,)
     total = 0
     for value in values:
-        if not isinstance(value, np.ndarray | np.generic):
+        if not isinstance(value, np.ndarray | np.generic | str):
             return None
-        array = np.asarray(value)
+        array = np.asarray(value, string if isinstance(value, str) else None)
         data = repr(array.tolist()).encode() if array.dtype.hasobject or array.dtype.kind == "T" else array.tobytes()
         total = crc32(data, crc32(f"{array.dtype}{array.shape}".encode(), total))
     return total

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.runtime.picks import Pick
+from asyncflow.runtime.picks import COMPUTED, Pick, Refusal
 from asyncflow.runtime.session.record import Record
 
 VALUES: dict[str, Any] = {
@@ -24,19 +24,30 @@ VALUES: dict[str, Any] = {
     "open": af.spec("complex64", (None, 2)),
 }
 
+ANSWERS = {
+    0: (np.float32(0.5), "ü"),
+    1: (),
+    2: np.array("ä", np.dtypes.StringDType()),
+    3: COMPUTED,
+    4: Refusal("is closed", "q", 2),
+}
+
 
 def record() -> Record:
     return Record(
         graph="graph effects=ordered seed=none\n",
         why_no_graph="",
+        lines={"a": "train.py:3"},
         fetches=["a:0", "@v"],
         feeds={name: value for name, value in VALUES.items() if name != "open"},
         variables=VALUES,
+        tables={"seen": {"rows": np.arange(3.0)}},
         devices=["cpu:0"],
         options={"seed": 3, "without": ["fold"]},
         run=4,
         random_seed=2**62,
         picks=[Pick(0, "a", "", 7), Pick(1, "b", "while/3", None)],
+        answers=ANSWERS,
         status="ok",
         checksums=[1, None],
     )
@@ -49,6 +60,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.picks == record().picks
     assert found.options == record().options
     assert found.variables["open"] == VALUES["open"]
+    np.testing.assert_array_equal(found.tables["seen"]["rows"], np.arange(3.0))
+    assert found.answers.keys() == ANSWERS.keys()
+    for place, answer in found.answers.items():
+        assert type(answer) is type(ANSWERS[place])
+        assert repr(answer) == repr(ANSWERS[place])
     for name, value in found.feeds.items():
         assert value.dtype == VALUES[name].dtype
         assert value.shape == VALUES[name].shape

@@ -23,6 +23,7 @@ from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans, recording
 from asyncflow.errors import DeviceLostError, KernelError
 from asyncflow.graph.op import KernelContext
+from asyncflow.runtime.picks import COMPUTED, UNANSWERED
 from asyncflow.runtime.scheduler.coroutines import Coroutines
 from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.ports import Ports
@@ -389,6 +390,13 @@ class Executor:
                 KernelContext(seed=run.seed, run=run.number, tag=iteration.counters(), at_end=run.at_end),
                 *inputs,
             )
+        if self.recorder is not None and self.recorder.order is not None:
+            answer = self.recorder.answer(node, iteration)
+            if answer is UNANSWERED:
+                return  # nor was it in the run that is done again
+            if answer is not COMPUTED:
+                self.complete(node, iteration, inputs, answer)
+                return
         if node.waits_in_line:
             began = 0 if self.recorder is None else self.recorder.now()
             result = self.run.context.run(node.kernel, *inputs)  # type: ignore[arg-type]
@@ -520,6 +528,8 @@ class Executor:
         self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]
     ) -> None:
         """Ends the run because a firing failed."""
+        if self.recorder is not None:
+            self.recorder.failed(node, iteration, error)
         self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self.device.name), node.id)
 
     def _rule_broken(self, error: SchedulingError) -> None:

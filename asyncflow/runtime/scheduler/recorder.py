@@ -10,7 +10,7 @@ from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
 from asyncflow.devices.swapping import SwapCopy, memory_sample
-from asyncflow.runtime.picks import PickLog
+from asyncflow.runtime.picks import COMPUTED, UNANSWERED, PickLog
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
@@ -65,10 +65,25 @@ class Recorder:
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
         if self.order is not None and status == "ok":
-            self.order.ended(self._partition, node, iteration, result)
+            on_card = self._device.asynchronous is not None
+            self.order.ended(self._partition, node, iteration, result, on_card=on_card)
         ready = self._since(node, iteration, started)
         fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
         self._add(fired._replace(status=status, queued_ns=queued_ns))
+
+    def answer(self, node: PlanNode, iteration: Iteration) -> object:
+        """What the record of the run that is done again has for a firing; see `PickLog.answer`."""
+        assert self.order is not None
+        found = self.order.answer(self._partition, node, iteration)
+        if found is not COMPUTED and found is not UNANSWERED:
+            now = self.now()
+            self.firing(node, iteration, "inline", now, now, found, "ok")
+        return found
+
+    def failed(self, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
+        """A firing raised."""
+        if self.order is not None:
+            self.order.failed(self._partition, node, iteration, error)
 
     def region(
         self,

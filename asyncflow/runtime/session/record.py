@@ -1,17 +1,17 @@
 """Records of runs: all that is needed to do a run again, firing by firing, in another process.
 
-A record is one JSON file: the graph's text, what was fed, the variables as they were before, the session's options, the
-order in which nodes were taken (`asyncflow.runtime.picks`), and how the run ended.
+A record is one JSON file: the text of the graph, what was fed, the variables and tables as they were before, options of
+the session, the order in which nodes were taken, what others gave them (`asyncflow.runtime.picks`), and how it ended.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict, cast
 
 import numpy as np
 
@@ -26,21 +26,22 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
-from asyncflow.runtime.picks import Pick, PickLog, checksum
+from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, Pick, PickLog, Refusal, checksum
 from asyncflow.runtime.session.calls import Call
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.runtime.trace import Trace
+from asyncflow.state.table_state import TableCapture, TableState
 from asyncflow.state.variable_state import VariableState
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Nest, Value
 
-_FORMAT: Final = "asyncflow record 1"
+_FORMAT: Final = "asyncflow record 2"
 
 _KINDS: Final = (
     dict.fromkeys(("graph", "why_no_graph", "status"), str)
     | dict.fromkeys(("fetches", "devices", "checksums"), list)
     | dict.fromkeys(("run", "random_seed"), int)
-    | {"options": dict}
+    | dict.fromkeys(("options", "lines"), dict)
 )
 """Of fields that are read as they are written."""
 
@@ -76,28 +77,34 @@ class Record:
     Attributes:
         graph: its text; empty if it has none.
         why_no_graph: why it has none.
+        lines: of the user's code, by the names of the nodes that they built.
         fetches: names; a variable's begins with "@".
         feeds: values by the names of tensors.
         variables: values before the run, or specs where there was none, by their names in the text.
+        tables: the arrays of each table before the run.
         devices: names of the session's.
         options: of the session.
         run: its number in the session.
         random_seed: of the session.
         picks: in which order nodes were taken.
+        answers: what others gave to some of them, by their places.
         status: "ok", or the type of what it raised, with its first line.
         checksums: of the fetched values.
     """
 
     graph: str
     why_no_graph: str
+    lines: Mapping[str, str]
     fetches: Sequence[str]
     feeds: Mapping[str, Array]
     variables: Mapping[str, Array | Spec]
+    tables: Mapping[str, Mapping[str, Array]]
     devices: Sequence[str]
     options: Mapping[str, object]
     run: int
     random_seed: int
     picks: Sequence[Pick]
+    answers: Mapping[int, object]
     status: str
     checksums: Sequence[int | None]
 
@@ -105,7 +112,9 @@ class Record:
         """Writes the file."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("feeds", "variables"):
-            found[name] = {key: _written(value) for key, value in found[name].items()}
+            found[name] = _each(_written, found[name])
+        found["tables"] = {name: _each(_written, arrays) for name, arrays in self.tables.items()}
+        found["answers"] = [[place, *_written_answer(answer)] for place, answer in self.answers.items()]
         path.write_text(json.dumps({"format": _FORMAT, **found}) + "\n", encoding="utf-8")
 
     @classmethod
@@ -120,8 +129,10 @@ class Record:
             if found.pop("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT!r}")
             for name in ("feeds", "variables"):
-                found[name] = {key: _read(value) for key, value in found[name].items()}
+                found[name] = _each(_read, found[name])
+            found["tables"] = {name: _each(_read, arrays) for name, arrays in found["tables"].items()}
             found["picks"] = [Pick(*pick) for pick in found["picks"]]
+            found["answers"] = {place: _read_answer(*answer) for place, *answer in found["answers"]}
             for name, kind in _KINDS.items():
                 if not isinstance(found[name], kind):
                     raise ValueError(f"its {name} is {found[name]!r:.50}")
@@ -151,7 +162,10 @@ async def recorded(
     graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0)
     trace.order = log
     resources = resources_by_label(graph)
-    before = await call_beside(_start_values, {label: about.lookup(it) for label, it in resources.items()})
+    states = {label: about.lookup(it) for label, it in resources.items()}
+    captures = {label: state.capture() for label, state in states.items() if isinstance(state, TableState)}
+    before = await call_beside(_start_values, states)
+    tables = await call_beside(_each, TableCapture.arrays, captures)
     status, results = "ok", None
     try:
         results = await run(trace)
@@ -160,20 +174,24 @@ async def recorded(
         status = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise
     finally:
-        text, why = _text_of(graph)
+        text, why = _text_of(graph, resources.values())
+        leaves = [] if status != "ok" else nest.flatten_like(call.structure, results, nested_leaves=True)
         record = Record(
             graph=text,
             why_no_graph=why,
+            lines={node.name: str(node.location) for node in graph.walk()},
             fetches=[_name(fetch, resources) for fetch in call.request.fetches],
             feeds={tensor.name: np.asarray(value) for tensor, value in zip(call.request.feeds, values, strict=True)},
             variables=before,
+            tables=tables,
             devices=about.devices,
             options=_plain_options(about.options),
             run=about.run,
             random_seed=about.random_seed,
             picks=log.picks,
+            answers=log.answers,
             status=status,
-            checksums=[checksum(value) for value in nest.flatten(results)[0]] if status == "ok" else [],
+            checksums=[checksum(value) for value in leaves],
         )
         await call_beside(record.save, path)
 
@@ -199,8 +217,11 @@ def _start_values(states: Mapping[str, object]) -> dict[str, Array | Spec]:
     return {label: state.spec if state.value is None else state.read() for label, state in variables.items()}
 
 
-def _text_of(graph: Graph) -> tuple[str, str]:
+def _text_of(graph: Graph, resources: Iterable[Resource]) -> tuple[str, str]:
     """The graph's text; or none, and why."""
+    other = next((each for each in resources if each.described() is None), None)
+    if other is not None:
+        return "", f"it uses {other!r}, which has no text form"
     users = next((node for node in graph.walk() if node.op.is_user), None)
     if users is not None:
         return "", f"it uses {users.op.name}, an op of your own, at {users.location}"
@@ -222,6 +243,36 @@ def _plain_options(options: SessionOptions) -> dict[str, object]:
     return {
         name: list(value) if name == "without" else value for name, value in found.items() if name not in _OF_ITS_PLACE
     }
+
+
+def _each(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, changed, by their names."""
+    return {name: change(value) for name, value in values.items()}
+
+
+def _written_answer(answer: object) -> tuple[str, object]:
+    """The kind of an answer, and what it says, as JSON."""
+    if answer is COMPUTED or answer is ELSEWHERE:
+        return "computed" if answer is COMPUTED else "elsewhere", None
+    if isinstance(answer, Refusal):
+        return "refusal", answer
+    values = answer if isinstance(answer, tuple) else (answer,)
+    texts = [(isinstance(value, np.ndarray), _written(_as_array(value))) for value in values]
+    return ("values" if isinstance(answer, tuple) else "value"), texts
+
+
+def _read_answer(kind: str, found: Any) -> object:
+    if kind in ("computed", "elsewhere"):
+        return COMPUTED if kind == "computed" else ELSEWHERE
+    if kind == "refusal":
+        return Refusal(*found)
+    arrays = [(is_array, cast("Array", _read(text))) for is_array, text in found]
+    values = tuple([array if is_array else array[()] for is_array, array in arrays])
+    return values if kind == "values" else values[0]
+
+
+def _as_array(value: Value) -> Array:
+    return np.asarray(value, string if isinstance(value, str) else None)
 
 
 class _ArrayText(TypedDict):

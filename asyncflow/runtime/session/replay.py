@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from asyncflow.errors import AsyncflowError, GraphError, InternalError, ReplayError
+from asyncflow.errors import AsyncflowError, GraphError, InternalError, ReplayError, SourceLocation
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.resource import Resource
@@ -14,6 +14,7 @@ from asyncflow.runtime.picks import PickGuide, checksum
 from asyncflow.runtime.session.record import Record, resources_by_label
 from asyncflow.runtime.session.session import Session
 from asyncflow.runtime.trace import Trace
+from asyncflow.semantics.races import allow_races
 from asyncflow.state.variable import Variable
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Value
@@ -28,7 +29,8 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
     Args:
         path: what ``session.run(..., record=path)`` wrote.
         graph: the program. None for that in the record, which has it unless it uses ops of your own or other resources
-            than variables. Variables of yours in containers take the values that they had.
+            than variables. Variables and tables of yours in containers take the values that they had. Queues, inputs
+            and savers are left alone: what they gave is in the record, unless they gave it to a card.
 
     Returns:
         The fetched values by name; none of a run that was stopped from outside, which is done as far as it came.
@@ -37,17 +39,14 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
         ReplayError: the file is no record, or the run went another way; the message says at which firing.
         AsyncflowError: what the recorded run raised, too.
     """
+    if not isinstance(graph, Graph | None):
+        raise TypeError(f"replay takes a graph, or None for that in the record; got {graph!r:.100}")
     record = await call_beside(Record.load, Path(path))
     if graph is None:
-        if record.why_no_graph:
-            raise ReplayError(f"{path} has no graph, as {record.why_no_graph}; give replay() the graph of the program")
-        given: Mapping[str, Resource] = {label: Variable(it, name=label) for label, it in record.variables.items()}
-        try:
-            graph = parse_graph(record.graph, resources=given)
-        except GraphError as error:
-            raise ReplayError(f"the graph in {path} cannot be read; give replay() the program's: {error}") from error
+        graph, given = _recorded_graph(record, path)
     else:
         given = resources_by_label(graph)
+        _check_graph(record, path, graph, given)
     try:
         opened = Session(graph, record.devices, **record.options)  # type: ignore[arg-type]
     except (TypeError, ValueError, AsyncflowError) as error:
@@ -56,12 +55,44 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
         for label, value in record.variables.items():
             if not isinstance(value, Spec):
                 session.state.lookup(given[label]).assign(value)
+        for label, arrays in record.tables.items():
+            session.state.lookup(given[label]).restore(arrays)
         return await _follow(session, record, given)
+
+
+def _recorded_graph(record: Record, path: str | Path) -> tuple[Graph, Mapping[str, Resource]]:
+    """The graph in a record, built where the recorded one was, and its variables by label."""
+    if record.why_no_graph:
+        raise ReplayError(f"{path} has no graph, as {record.why_no_graph}; give replay() the graph of the program")
+    given = {label: Variable(value, name=label) for label, value in record.variables.items()}
+    allow_races(*given.values())  # whoever ran it has been warned, and here one order is kept to
+    try:
+        graph = parse_graph(record.graph, resources=given)
+    except GraphError as error:
+        raise ReplayError(f"the graph in {path} cannot be read; give replay() the program's: {error}") from error
+    for node in graph.walk():
+        file, _, line = record.lines.get(node.name, "").rpartition(":")
+        if line.isdecimal():
+            node.location = SourceLocation(file, int(line), node.location.function)
+    return graph, given
+
+
+def _check_graph(record: Record, path: str | Path, graph: Graph, resources: Mapping[str, Resource]) -> None:
+    """Refuses a graph that has not what the recorded run was given, and gave."""
+    nodes = {node.name for node in graph.walk()}
+    known = {*nodes, *(f"@{label}" for label in resources)}
+    asked = [*record.fetches, *record.feeds, *(f"@{label}" for label in (*record.variables, *record.tables))]
+    missing = next((name for name in asked if name.partition(":")[0] not in known and name not in known), None)
+    if missing is not None:
+        raise ReplayError(
+            f"{path} was recorded with another graph: the one given has no {missing.removeprefix('@')!r}, which it "
+            f"names; give replay() the graph of the program as it was"
+        )
 
 
 async def _follow(session: Session, record: Record, resources: Mapping[str, Resource]) -> dict[str, Value]:
     kind = record.status.partition(":")[0]
-    guide, trace = PickGuide(record.picks, is_whole=kind not in _STOPPED), Trace(capacity=0)
+    guide, trace = PickGuide(record.picks, record.answers, is_whole=kind not in _STOPPED), Trace(capacity=0)
     trace.order = guide
     fetches = [resources[name[1:]] if name.startswith("@") else name for name in record.fetches]
     try:
@@ -71,6 +102,8 @@ async def _follow(session: Session, record: Record, resources: Mapping[str, Reso
             raise guide.difference from None
         if kind in _STOPPED and guide.is_at_end:
             return {}  # it was stopped, or ran dry before it was
+        if not isinstance(error, Exception) and type(error).__name__ != kind:
+            raise  # whoever waits here is stopped
         if isinstance(error, InternalError):
             raise guide.stalled() from error
         if type(error).__name__ != kind:
