@@ -40,7 +40,7 @@ ELSEWHERE: Final = object()
 """In place of an answer: it was given to a card, and no record holds it."""
 
 
-class Refusal(NamedTuple):
+class RecordedEnd(NamedTuple):
     """The answer of what is closed, or at its end.
 
     Attributes:
@@ -133,12 +133,12 @@ class PickLog:
             return
         self.answers[place] = COMPUTED
         if isinstance(error, QueueClosedError):
-            self.answers[place] = Refusal(error.reason, error.queue, error.left)
+            self.answers[place] = RecordedEnd(error.reason, error.queue, error.left)
         elif isinstance(error, EndOfInput):
-            self.answers[place] = Refusal(error.reason)
+            self.answers[place] = RecordedEnd(error.reason)
 
     def answer(self, partition: int, node: PlanNode, iteration: Iteration) -> object:
-        """What others have given a firing that was taken: its result, `COMPUTED` or `UNANSWERED`.
+        """Gives the answer that a firing got: its result, `COMPUTED` or `UNANSWERED`.
 
         Raises:
             EndOfInput, QueueClosedError: that was the answer.
@@ -227,11 +227,11 @@ class PickGuide(PickLog):
             raise self.difference
 
     def answer(self, partition: int, node: PlanNode, iteration: Iteration) -> object:
-        """What the record has for a firing."""
+        """Gives what the record has for a firing."""
         if not asks_others(node.source):
             return COMPUTED
         found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
-        if isinstance(found, Refusal):
+        if isinstance(found, RecordedEnd):
             raise found.error()
         if found is ELSEWHERE:
             self.difference = ReplayError(
@@ -260,7 +260,7 @@ class PickGuide(PickLog):
 
 
 def _copied(result: Value) -> Value:
-    """What stays as it is, whoever gets the memory of the result."""
+    """A result that stays as it is, whoever gets the memory of this one."""
     if isinstance(result, tuple):
         return tuple(map(_copied, result))
     return result.copy() if isinstance(result, np.ndarray) else result

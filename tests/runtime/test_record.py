@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.runtime.picks import COMPUTED, Pick, Refusal
+from asyncflow.runtime.picks import COMPUTED, Pick, RecordedEnd
 from asyncflow.runtime.session.record import Record
 
 VALUES: dict[str, Any] = {
@@ -29,7 +29,7 @@ ANSWERS = {
     1: (),
     2: np.array("ä", np.dtypes.StringDType()),
     3: COMPUTED,
-    4: Refusal("is closed", "q", 2),
+    4: RecordedEnd("is closed", "q", 2),
 }
 
 

@@ -72,7 +72,7 @@ class Recorder:
         self._add(fired._replace(status=status, queued_ns=queued_ns))
 
     def answer(self, node: PlanNode, iteration: Iteration) -> object:
-        """What the record of the run that is done again has for a firing; see `PickLog.answer`."""
+        """Gives what the record of the run that is done again has for a firing; see `PickLog.answer`."""
         assert self.order is not None
         found = self.order.answer(self._partition, node, iteration)
         if found is not COMPUTED and found is not UNANSWERED:

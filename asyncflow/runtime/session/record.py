@@ -26,7 +26,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
-from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, Pick, PickLog, Refusal, checksum
+from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, Pick, PickLog, RecordedEnd, checksum
 from asyncflow.runtime.session.calls import Call
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.runtime.trace import Trace
@@ -254,7 +254,7 @@ def _written_answer(answer: object) -> tuple[str, object]:
     """The kind of an answer, and what it says, as JSON."""
     if answer is COMPUTED or answer is ELSEWHERE:
         return "computed" if answer is COMPUTED else "elsewhere", None
-    if isinstance(answer, Refusal):
+    if isinstance(answer, RecordedEnd):
         return "refusal", answer
     values = answer if isinstance(answer, tuple) else (answer,)
     texts = [(isinstance(value, np.ndarray), _written(_as_array(value))) for value in values]
@@ -265,7 +265,7 @@ def _read_answer(kind: str, found: Any) -> object:
     if kind in ("computed", "elsewhere"):
         return COMPUTED if kind == "computed" else ELSEWHERE
     if kind == "refusal":
-        return Refusal(*found)
+        return RecordedEnd(*found)
     arrays = [(is_array, cast("Array", _read(text))) for is_array, text in found]
     values = tuple([array if is_array else array[()] for is_array, array in arrays])
     return values if kind == "values" else values[0]
