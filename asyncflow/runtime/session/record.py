@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypedDict, cast
+from typing import Final, NamedTuple, TypedDict, TypeVar, cast
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from asyncflow.state.table_state import TableCapture, TableState
 from asyncflow.state.variable_state import VariableState
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Nest, Value
+
+_V = TypeVar("_V")
+_W = TypeVar("_W")
 
 _FORMAT: Final = "asyncflow record 2"
 
@@ -245,7 +248,7 @@ def _plain_options(options: SessionOptions) -> dict[str, object]:
     }
 
 
-def _each(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _each(change: Callable[[_V], _W], values: Mapping[str, _V]) -> dict[str, _W]:
     """The values, changed, by their names."""
     return {name: change(value) for name, value in values.items()}
 
@@ -261,12 +264,13 @@ def _written_answer(answer: object) -> tuple[str, object]:
     return ("values" if isinstance(answer, tuple) else "value"), texts
 
 
-def _read_answer(kind: str, found: Any) -> object:
+def _read_answer(kind: str, found: object) -> object:
     if kind in ("computed", "elsewhere"):
         return COMPUTED if kind == "computed" else ELSEWHERE
     if kind == "refusal":
-        return RecordedEnd(*found)
-    arrays = [(is_array, cast("Array", _read(text))) for is_array, text in found]
+        return RecordedEnd(*cast("tuple[str, str, int]", found))
+    texts = cast("list[tuple[bool, _ArrayText]]", found)
+    arrays = [(is_array, cast("Array", _read(text))) for is_array, text in texts]
     values = tuple([array if is_array else array[()] for is_array, array in arrays])
     return values if kind == "values" else values[0]
 
