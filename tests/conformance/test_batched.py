@@ -550,6 +550,34 @@ async def test_who_is_due_a_moment_after_it_was_asked_is_computed(monkeypatch: p
     assert len(until) > 1
 
 
+async def test_f20_who_waits_while_a_call_that_nobody_wants_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS F20: all members of a call leave before it has a plan, and the next call is made nevertheless."""
+    is_asked, goes_on = asyncio.Event(), asyncio.Event()
+    plan_of = Batches.plan_of
+
+    async def held(batches: Batches, program: Any) -> Any:
+        is_asked.set()
+        await goes_on.wait()
+        return await plan_of(batches, program)
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, _ = af.batched(layer)(x)
+    value = np.ones(4, np.float32)
+    async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
+        monkeypatch.setattr(Batches, "plan_of", held)
+        leaving = asyncio.ensure_future(session.run(y, {x: value}))
+        await is_asked.wait()
+        waiting = [asyncio.ensure_future(session.run(y, {x: value})) for _ in range(3)]
+        for _ in range(100):  # until they are in line
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        goes_on.set()
+        for found in await asyncio.gather(*waiting):
+            np.testing.assert_allclose(found, layer_of(value)[0], rtol=1e-5, atol=1e-6)
+
+
 async def test_f41_a_function_that_gives_other_rows(open_session: OpenSession) -> None:
     """FAULTS F41: a function of rows that gives too few fails with what it should have given; no row goes astray."""
 

@@ -384,6 +384,7 @@ class Batches(TellingState):
             staying = [member for member in call.members if not member.is_gone]
             if not staying:
                 self._batcher.failed(call, divisible=False)
+                self.turn.wake()
                 return
             if shared.is_for_many(len(staying)) != shared.is_for_many(len(call.members)):
                 plan = await self._plan(shared, is_many=shared.is_for_many(len(staying)))
