@@ -61,6 +61,8 @@ class Admission:
         self.refused = 0
         self.late = 0
         self._accounts = accounts if options.memory_limit is not None else ()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """That of all runs, once one has asked; to look for it costs more than the time does."""
         self._held: list[int] = []
         """Bytes of each that are there without runs."""
 
@@ -78,7 +80,7 @@ class Admission:
         Raises:
             OverloadedError: it may not even wait.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         ticket = AdmissionTicket(
             None if plan is None else plan.cost, priority, inf if deadline_s is None else deadline_s
         )
@@ -120,8 +122,8 @@ class Admission:
 
     def leave(self, ticket: AdmissionTicket, *, is_whole: bool = False) -> None:
         """A run has ended, or will not start; `is_whole` says that it came to its end."""
-        queue = self.queue
-        now_s = asyncio.get_running_loop().time()
+        assert self._loop is not None
+        queue, now_s = self.queue, self._loop.time()
         if ticket not in queue.in_flight:
             queue.withdraw(ticket)
         else:
