@@ -34,14 +34,26 @@ def steps(root: Path) -> list[int]:
     Raises:
         CheckpointError: it cannot be read, or is a file.
     """
+    return sorted(int(match[1]) for match in _named(root) if (root / match[0] / NAME).is_file())
+
+
+def next_step(root: Path) -> int:
+    """One more than the highest number that is taken under `root`, be it by what is no complete step.
+
+    Raises:
+        CheckpointError: see `steps`.
+    """
+    return max((int(match[1]) for match in _named(root)), default=-1) + 1
+
+
+def _named(root: Path) -> list[re.Match[str]]:
     try:
         names = os.listdir(root)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{root}: is no directory that can be read: {error.strerror}") from error
-    found = (_STEP.fullmatch(name) for name in names)
-    return sorted(int(match[1]) for match in found if match and (root / match[0] / NAME).is_file())
+    return [match for name in names if (match := _STEP.fullmatch(name))]
 
 
 def find_step(path: Path) -> Path:
@@ -69,9 +81,10 @@ def begin_step(root: Path, step: int) -> Path:
     os.makedirs(root, exist_ok=True)
     target = step_path(root, step)
     if target.exists():
+        is_complete = (target / NAME).is_file()
+        why = "what is complete is never overwritten" if is_complete else f"is no complete step, as it has no {NAME}"
         raise CheckpointError(
-            f"{target}: is there already, and what is complete is never overwritten; save under another step, or "
-            "delete this one first"
+            f"{target}: is there already, and {why}; save under another step, or delete this one first"
         )
     clean(root)
     temporary = _temporary(root, step)

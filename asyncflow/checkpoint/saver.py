@@ -82,7 +82,7 @@ class Saver(Resource):
         """Publishes a checkpoint now, between runs, and returns its directory once it is on the disk.
 
         Args:
-            step: its number; None for one more than the latest.
+            step: its number; None for the next one that is free.
 
         Raises:
             CheckpointError: it cannot be written; what was there is as it was.

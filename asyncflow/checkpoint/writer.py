@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from asyncflow.checkpoint.checksum import BLOCK
-from asyncflow.checkpoint.directory import begin_step, drop, keep_latest, publish, steps, sync_directory
+from asyncflow.checkpoint.directory import begin_step, drop, keep_latest, next_step, publish, sync_directory
 from asyncflow.checkpoint.manifest import (
     NAME,
     FileFormat,
@@ -51,7 +51,7 @@ def write_checkpoint(
 
     Args:
         root: the directory of the steps, which is made if need be.
-        step: its number; None for one more than the latest.
+        step: its number; None for the next one that is free.
         content: of the step.
         keep: None for all.
         check: called before each chunk, and before the step gets its name; what it raises ends the writing.
@@ -61,7 +61,7 @@ def write_checkpoint(
     """
     try:
         if step is None:
-            step = max(steps(root), default=-1) + 1
+            step = next_step(root)
         temporary = begin_step(root, step)
         try:
             _write_files(temporary, step, content, check)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from asyncflow.checkpoint.directory import begin_step, clean, drop, find_step, steps
+from asyncflow.checkpoint.manifest import NAME
 from asyncflow.errors import CheckpointError
 from tests.checkpoint.steps import read, write
 from tests.patience import PATIENCE_S
@@ -33,6 +34,14 @@ def test_a_step_without_a_number_is_the_next_one(tmp_path: Path) -> None:
     assert write(tmp_path, None, x=1).name == "step-0"
     write(tmp_path, 41, x=1)
     assert write(tmp_path, None, x=1).name == "step-42"
+
+
+def test_a_step_that_has_lost_its_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
+    (write(tmp_path, 7, x=1) / NAME).unlink()
+    with pytest.raises(CheckpointError, match=rf"step-7: is there already, and is no complete step, as .* {NAME}"):
+        write(tmp_path, 7, x=2)
+    assert write(tmp_path, None, x=2).name == "step-8"
+    assert steps(tmp_path) == [8]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class CheckpointedSession(ABC):
             path: the directory of the steps; made if need be.
             variables: what to save; None for the state of all that the session's graph and its runs have to do with,
                 and the counters of its random numbers.
-            step: the number of the step; None for one more than the latest one there.
+            step: the number of the step; None for the next one that is free there.
 
         Raises:
             CheckpointError: it cannot be written, or two variables have one name; the steps there are as they were.
