@@ -222,7 +222,7 @@ class Checkpoints:
             compared.faults += damaged
             new = [name async for name, parts in _in_turns(arrays.items()) if _fits(compared, name, parts, found)]
         if strict:
-            _refuse(compared)
+            _refuse(compared, _NO_GRAPH if self._graph is None and variables is None else "")
 
         old: list[Capture] = []
 
@@ -400,11 +400,17 @@ def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: 
     return True
 
 
-def _refuse(compared: _Comparison) -> None:
+_NO_GRAPH = (
+    "\n  the session has no graph, and knows the variables alone that it has run: open it with af.Session(graph), or "
+    "begin it with af.Session(restore=path), which keeps values for those that come"
+)
+
+
+def _refuse(compared: _Comparison, no_graph: str) -> None:
     if compared.faults:
-        hint = ""
+        hint = no_graph if len(compared.known) < len(compared.manifest.states) else ""
         if any(_UNNAMED.search(fault) for fault in compared.faults):
-            hint = "\n  names such as 'variable_2' depend on what else a process has made: give variables names"
+            hint += "\n  names such as 'variable_2' depend on what else a process has made: give variables names"
         raise CheckpointError(
             f"nothing was restored: {_listed(compared.faults)}{hint}\n  restore(..., strict=False) takes what fits, "
             "and says what it skips"

@@ -193,7 +193,8 @@ def _check_parts(table: Table, leading: Shape, parts: tuple[Spec, ...]) -> None:
             raise DTypeError(f"{path} of table {table.name!r} is {spec} and cannot hold {part}; convert with af.astype")
         expected = None if leading is None else (*leading, *(spec.shape or ()))
         if not is_compatible(part.shape, expected):
-            raise ShapeError(f"{path} of table {table.name!r} takes {format_shape(expected)} here; got {part}")
+            takes = f"takes {format_shape(expected)} here; got {format_shape(part.shape)}"
+            raise ShapeError(f"{path} of table {table.name!r} {takes}")
 
 
 def _check_index(table: Table, index: Spec) -> None:
@@ -215,6 +216,12 @@ def _append_spec(*parts: Spec, table: Table) -> Spec:
     }
     if not extra:
         raise ShapeError(f"append to table {table.name!r} takes parts whose rank is known, such as that of af.reshape")
+    if extra not in ({0}, {1}):
+        paths = table.structure.paths("row")
+        row = ", ".join(f"{path} {spec}" for path, spec in zip(paths, table.row_specs, strict=True))
+        raise ShapeError(
+            f"append to table {table.name!r} takes a row ({row}), or several, with an axis more in front of each part"
+        )
     leading: Shape = () if extra == {0} else (None,)
     _check_parts(table, leading, parts)
     return Spec(int64, leading)

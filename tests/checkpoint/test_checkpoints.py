@@ -291,6 +291,17 @@ async def test_a_session_that_restores_is_entered_first(tmp_path: Path) -> None:
             await session.save(tmp_path)
 
 
+async def test_a_session_without_a_graph_is_told_how_values_get_in(tmp_path: Path) -> None:
+    async with saved(tmp_path) as (model, with_graph), af.Session() as session:
+        message = r"tensor 'n' is none of the session's(.|\n)*has no graph.* af.Session\(graph\), .*\(restore=path\)"
+        with pytest.raises(af.CheckpointError, match=message):
+            await session.restore(tmp_path)
+        for known, given in ((session, [model.w]), (with_graph, [model.w])):  # these are what the user asked for
+            with pytest.raises(af.CheckpointError) as caught:
+                await known.restore(tmp_path, given)
+            assert "has no graph" not in str(caught.value)
+
+
 async def test_nothing_to_begin_with(tmp_path: Path) -> None:
     with pytest.raises(af.CheckpointError, match=r"is no checkpoint: there is no such directory"):
         async with af.Session(restore=tmp_path / "nowhere"):

@@ -56,7 +56,16 @@ def row(number: Any) -> dict[str, Any]:
             af.DTypeError,
             r"row\['x'\] .* convert with af.asty",
         ),
-        (lambda: af.Table(2, ROW).append({"x": [1.0, 2.0], "n": [1]}), af.ShapeError, r"takes \[\?,2\] here"),
+        (
+            lambda: af.Table(2, ROW).append({"x": [1.0, 2.0], "n": [1]}),
+            af.ShapeError,
+            r"takes a row .*, or several, with",
+        ),
+        (
+            lambda: af.Table(2, ROW).append({"x": [1.0], "n": 1}),
+            af.ShapeError,
+            r"row\['x'\] of table 'table_\d+' takes \[2\] here; got \[1\]",
+        ),
         (lambda: af.Table(2, ROW).write([0, 1], {"x": [1.0, 2.0], "n": [1, 2]}), af.ShapeError, r"takes \[2,2\] here"),
         (lambda: af.Table(2, ROW).write(0.5, {"x": [1.0, 2.0], "n": 1}), af.DTypeError, "found by integers"),
         (lambda: af.Table(2, ROW).gather([True]), af.DTypeError, "found by integers"),
@@ -131,8 +140,9 @@ async def test_conformance_22_and_72_what_does_not_run_writes_nothing(graph: af.
     assert await run((kept, drawn), {flag: False}) == (-1, -2)
     with pytest.raises(af.KernelError):
         await run(bad, {i: 7})
-    with pytest.raises(af.KernelError, match="'t' is sampled before it has a row"):
-        await run(table.sample(2))
+    with pytest.raises(af.KernelError, match="'t' is sampled before it has a row") as caught:
+        await run(table.sample(table.size() + 2))
+    assert "KernelContext" not in str(caught.value)
     assert await run(table.size()) == 0
     assert await run((kept, drawn), {flag: True}) == (0, 1)
 

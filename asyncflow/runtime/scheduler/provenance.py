@@ -23,6 +23,7 @@ from asyncflow.errors import (
     told,
 )
 from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.op import KernelContext
 from asyncflow.graph.shapes import format_shape
 from asyncflow.ops.rows.positions import name_row
 from asyncflow.values import Value
@@ -33,6 +34,11 @@ def describe(value: object) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # of whichever device
         return f"{dtype_name(value.dtype)}{format_shape(value.shape)}"
     return type(value).__name__
+
+
+def _described(values: Sequence[object]) -> tuple[str, ...]:
+    """The inputs of a firing as users know them: its context is none."""
+    return tuple(describe(value) for value in values if not isinstance(value, KernelContext))
 
 
 def as_kernel_error(
@@ -49,7 +55,7 @@ def as_kernel_error(
         # No fault of the node's: whatever came next would have failed.
         error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
         return error
-    described = tuple(describe(value) for value in inputs)
+    described = _described(inputs)
     # Our own errors are told by their message alone, another run's `KernelError` and everybody else's with their kind.
     is_ours = isinstance(error, AsyncflowError | TooManyIterations | MemoryLimitExceeded)
     reason = str(error) if is_ours and not isinstance(error, KernelError) else told(error)
@@ -97,7 +103,7 @@ def _place_in_region(
         node=place.node.name,
         op=place.node.op.name,
         tag="/".join(filter(None, (wrapped.tag, inner))),
-        inputs=tuple(describe(value) for value in values),
+        inputs=_described(values),
         location=place.node.location,
     )
 
