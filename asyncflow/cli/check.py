@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 
-from asyncflow.cli.program import FAILED, run_program
+from asyncflow.cli.program import INTERRUPTED, run_program
 from asyncflow.cli.target import Target
 from asyncflow.compiler.program.request import PlanRequest, watching
 from asyncflow.errors import GraphError, RaceWarning
@@ -14,6 +14,9 @@ from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Tensor
 from asyncflow.semantics.report import describe_races
 from asyncflow.values import Nest, Value
+
+_RACES = 1
+_PROGRAM_FAILED = 3
 
 
 def check(target: str, arguments: Sequence[str], *, runs: int = 1) -> int:
@@ -26,7 +29,8 @@ def check(target: str, arguments: Sequence[str], *, runs: int = 1) -> int:
         runs: 2 also looks for races between two runs of one session.
 
     Returns:
-        0 if there are none; 1 if there are; as `asyncflow.cli.profile.profile` if the program fails.
+        1 if there are some; else 0, 3 if the program raised or exited with a code other than 0, or 130 if it was
+        interrupted.
 
     Raises:
         TargetError: `target` names neither a graph nor what can be called without arguments.
@@ -35,7 +39,7 @@ def check(target: str, arguments: Sequence[str], *, runs: int = 1) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RaceWarning)  # told below, and only once
         code = run_program(Target.parse(target), arguments, watching(checking.add), checking.add_graph)
-    return checking.report() or code
+    return checking.report() or (code if code in (0, INTERRUPTED) else _PROGRAM_FAILED)
 
 
 class _Checking:
@@ -71,7 +75,7 @@ class _Checking:
             print("no graph was run; name one, such as train.py:graph, or a function that runs it")
         elif not told:
             print("no races")
-        return FAILED if told else 0
+        return _RACES if told else 0
 
     def _told(self, request: PlanRequest, given: Mapping[Tensor, Value] | None, known: Collection[str]) -> list[str]:
         try:

@@ -16,7 +16,7 @@ from asyncflow.errors import CheckpointError
 from asyncflow.values import Array
 
 ACTIONS = {
-    "list": "the steps in a directory",
+    "list": "the steps in a directory, or one step",
     "show": "what is in a step",
     "verify": "read all of a step, and check every byte",
     "diff": "compare two steps, or the latest two of a directory",
@@ -44,13 +44,11 @@ def checkpoint(action: str, paths: Sequence[Path]) -> int:
 
 
 def _listed(root: Path) -> Iterator[str]:
-    found = steps(root)
-    if not found:
-        find_step(root)  # which says what is wrong with it, or that it is a step
-    for step in found:
-        path = step_path(root, step)
+    # Where there are none, `find_step` says what is wrong, or that it is a step itself.
+    for path in [step_path(root, step) for step in steps(root)] or [find_step(root)]:
         manifest = read_manifest(path)
-        yield f"{path}  {len(manifest.states)} states, {format_bytes(_nbytes(manifest))}"
+        count = len(manifest.states)
+        yield f"{path}  {count} {'state' if count == 1 else 'states'}, {format_bytes(_nbytes(manifest))}"
 
 
 def _shown(path: Path) -> Iterator[str]:

@@ -50,7 +50,8 @@ examples:
   asyncflow check train.py:main --epochs 3       a program is run, and every kind of run in it checked
   asyncflow check serve.py:graph --runs 2        requests that are served at the same time
 
-The exit code is 0 without races, 1 with some, 2 if the target makes no sense.
+The exit code is 0 without races, 1 with some, 2 if the target makes no sense, 3 if there are none as far as the program
+came, but it failed.
 """
 
 _CHECKPOINT_EXAMPLES = f"""\

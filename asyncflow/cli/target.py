@@ -71,7 +71,7 @@ class Target:
         """
         if not self.attribute:
             return partial(runpy.run_path, str(self.file), run_name=self.module)
-        found = self.find()
+        found = self.find(graphs=on_graph is not None)
         if on_graph is not None and isinstance(found, Graph):
             return partial(on_graph, found)
         if not callable(found):
@@ -80,8 +80,8 @@ class Target:
         _check_no_arguments(self.attribute, found)
         return found
 
-    def find(self) -> object:
-        """Imports the module and gives what is named in it.
+    def find(self, *, graphs: bool = True) -> object:
+        """Imports the module and gives what is named in it; `graphs` says whether a graph may be meant.
 
         Raises:
             TargetError: no such module, or no such name in it.
@@ -91,7 +91,7 @@ class Target:
         try:
             return reduce(getattr, self.attribute.split(".") if self.attribute else (), module)
         except AttributeError:
-            raise TargetError(f"{self.program} has no {self.attribute!r}; {_offers(module)}") from None
+            raise TargetError(f"{self.program} has no {self.attribute!r}; {_offers(module, graphs=graphs)}") from None
 
 
 def _existing(place: str) -> Path:
@@ -125,12 +125,16 @@ def _import_file(name: str, file: Path) -> ModuleType:
     return module
 
 
-def _offers(module: ModuleType) -> str:
+def _offers(module: ModuleType, *, graphs: bool) -> str:
     """The names in the module that could have been meant."""
     names = [
         name
         for name, value in vars(module).items()
-        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        if not name.startswith("_")
+        and (
+            (graphs and isinstance(value, Graph))
+            or (callable(value) and getattr(value, "__module__", None) == module.__name__)
+        )
     ]
     return f"it defines {', '.join(names)}" if names else "it defines nothing to call"
 

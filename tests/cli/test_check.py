@@ -47,6 +47,10 @@ async def fails():
     raise LookupError("the program's own fault")
 
 
+def exits():
+    sys.exit(1)
+
+
 def nothing():
     pass
 """
@@ -94,9 +98,11 @@ def test_races_between_runs_are_asked_for(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_programs_that_fail_or_run_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "train.py:fails"]) == 1
+    assert main(["check", "train.py:fails"]) == 3
     out, err = capsys.readouterr()
     assert out == "no races\n" and err.rstrip().endswith("LookupError: the program's own fault")
+    assert main(["check", "train.py:exits"]) == 3
+    capsys.readouterr()
     assert main(["check", "train.py:nothing"]) == 0
     assert capsys.readouterr().out.startswith("no graph was run; name one, such as train.py:graph")
     assert main(["check", "train.py:by_hand"]) == 0
@@ -107,7 +113,9 @@ def test_targets_and_options_that_make_no_sense(capsys: pytest.CaptureFixture[st
     assert main(["check", "train.py:w"]) == 2
     assert "w of " in capsys.readouterr().err
     assert main(["check", "train.py:grahp"]) == 2
-    assert "has no 'grahp'" in capsys.readouterr().err
+    assert "has no 'grahp'; it defines graph, ordered, by_hand, main, serve" in capsys.readouterr().err
+    assert main(["profile", "train.py:grahp"]) == 2
+    assert "has no 'grahp'; it defines main, serve" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["check", "train.py:graph", "--runs", "3"])
     assert "invalid choice: 3 (choose from 1, 2)" in capsys.readouterr().err

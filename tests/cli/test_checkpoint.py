@@ -34,6 +34,8 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         0,
         f"{root}/step-9  4 states, 45 B\n{root}/step-10  4 states, 53 B\n",
     )
+    write(root, 11, w=np.zeros(2))
+    assert output(capsys, "list", root / "step-11") == (0, f"{root}/step-11  1 state, 16 B\n")
 
 
 def test_show(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
