@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Final
@@ -12,7 +13,7 @@ from typing import Final
 from asyncflow.errors import GraphError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import Op
-from asyncflow.graph.parse import NOTHING_GIVEN, parse_graph
+from asyncflow.graph.parse import NOTHING_GIVEN, HasOp, parse_graph
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.text import print_graph
 from asyncflow.graph.tokens import DEFINITION
@@ -35,7 +36,7 @@ def save_graph(graph: Graph, path: str | Path) -> None:
         path: of the file.
 
     Raises:
-        GraphError: an attr holds something that has no text form.
+        GraphError: `graph` is none, or an attr holds something that has no text form.
         OSError: the file cannot be written.
 
     >>> import asyncflow as af
@@ -46,20 +47,25 @@ def save_graph(graph: Graph, path: str | Path) -> None:
     >>> [variable.name for variable in load_graph("counter.graph").resources]
     ['n']
     """
+    if not isinstance(graph, Graph):
+        raise GraphError(f"save_graph takes an af.Graph; got {type(graph).__name__} {graph!r}")
     target = Path(path)
     text = f"{FORMAT}\n{print_graph(graph, with_resources=True)}"
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8", newline="\n")
         beside.replace(target)
+    except OSError as error:  # it names the file beside
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
 
 
 def load_graph(
     path: str | Path,
     *,
-    ops: Mapping[str, Op] = NOTHING_GIVEN,
+    ops: Mapping[str, Op | HasOp] = NOTHING_GIVEN,
     resources: Mapping[str, Resource] = NOTHING_GIVEN,
     max_nbytes: int = 1 << 25,
     max_nodes: int = 100_000,
@@ -71,8 +77,9 @@ def load_graph(
 
     Args:
         path: of the file.
-        ops: ops of your own by their names, as ``{"my_op": my_op.op}``; those of the library are known.
-        resources: variables, queues or tables to use in place of those that the file names, by the names it has.
+        ops: ops of your own by their names, as ``{"my_op": my_op}``; those of the library are known.
+        resources: variables, queues or tables to use in place of those that the file names, by the names it has; it
+            has each of them.
         max_nbytes: refuse a larger file.
         max_nodes: refuse a graph of more nodes; reading takes about 50 µs and 1 KiB for each.
 
@@ -81,7 +88,7 @@ def load_graph(
 
     Raises:
         GraphError: it is no such file, or too large, or damaged, or names an op, attribute or resource that is not
-            known; the message has file and line.
+            known (the message has file and line), or has none of a name in `resources`.
         OSError: the file cannot be read.
     """
     text = _read(Path(path), max_nbytes)

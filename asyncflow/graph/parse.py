@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from asyncflow.errors import GraphError, SourceLocation, told
 from asyncflow.graph.array_text import read_array
@@ -29,10 +29,18 @@ _KEYS = "a key of a dict is a string, number, bool or none, and stands there onc
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
+class HasOp(Protocol):
+    """A function that `asyncflow.op` has made an op of."""
+
+    @property
+    def op(self) -> Op:
+        """The op."""
+
+
 def parse_graph(
     text: str,
     *,
-    ops: Mapping[str, Op] = NOTHING_GIVEN,
+    ops: Mapping[str, Op | HasOp] = NOTHING_GIVEN,
     resources: Mapping[str, Resource] = NOTHING_GIVEN,
     file: str = "",
 ) -> Graph:
@@ -43,15 +51,28 @@ def parse_graph(
 
     Args:
         text: see `asyncflow.graph.text` for its form.
-        ops: ops by name, looked up before the registered ones.
-        resources: the resources that the text names, by the names they have there; those that it describes need not be
-            given.
+        ops: ops by name, or the functions that they were made of, looked up before the registered ones.
+        resources: the resources that the text names, by the names they have there, and no others; those that it
+            describes need not be given.
         file: where the text is from, for messages.
 
     Raises:
         GraphError: the text is malformed or does not fit the ops; the message shows line and column.
     """
-    return _Parser(text, file, ops, resources).graph()
+    parser = _Parser(text, file, {name: _op_of(name, op) for name, op in ops.items()}, resources)
+    graph = parser.graph()
+    for name in resources:
+        if name not in parser.resources:
+            known = ", ".join(map(repr, parser.resources)) or "none"
+            raise GraphError(f"{file or 'the text'} has no resource named {name!r} to be given; it has {known}")
+    return graph
+
+
+def _op_of(name: str, given: Op | HasOp) -> Op:
+    op = getattr(given, "op", given)
+    if not isinstance(op, Op):
+        raise GraphError(f"ops are functions with @af.op, such as {{'my_op': my_op}}; {name!r} is {given!r}")
+    return op
 
 
 class _Reference(NamedTuple):
@@ -72,7 +93,7 @@ class _Parser(Tokens):
         super().__init__(text, file)
         self._ops = ops
         self._given = given
-        self._resources: dict[str, Resource] = {}
+        self.resources: dict[str, Resource] = {}
         self._nodes: dict[str, Node | None] = {}
         self._loops: list[tuple[Node, list[_Reference], int]] = []
 
@@ -100,13 +121,13 @@ class _Parser(Tokens):
         kind = "" if self.kind == "string" else self.take("word", meaning)
         described = kind or self.name("string", "")
         attrs = self._attrs() if kind else {}
-        self.check(label not in self._resources, f"resource @{label} is declared twice", start)
+        self.check(label not in self.resources, f"resource @{label} is declared twice", start)
         if kind and label not in self._given:
-            self._resources[label] = self.located(start, partial(revived, kind), attrs)
+            self.resources[label] = self.located(start, partial(revived, kind), attrs)
             return
         fault = f"no resource is given for @{label} ({described}); pass resources={{{label!r}: ...}}"
         self.check(isinstance(self._given.get(label), Resource), fault, start)
-        self._resources[label] = self._given[label]
+        self.resources[label] = self._given[label]
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
@@ -254,8 +275,8 @@ class _Parser(Tokens):
             return self._named()
         if kind == "resource":
             label = self.name("resource", "")
-            self.check(label in self._resources, f"resource @{label} is not declared at the top", start)
-            return self._resources[label]
+            self.check(label in self.resources, f"resource @{label} is not declared at the top", start)
+            return self.resources[label]
         return ... if self.skip("...") else self._nested()
 
     def _nested(self) -> object:

@@ -105,8 +105,27 @@ def test_resources_and_ops_may_be_given(path: Path) -> None:
         af.load_graph(path)
     with pytest.raises(af.GraphError, match=r":\d+, column 1: no op is named 'twice'"):
         af.load_graph(path, resources={"seen": table})
-    again = af.load_graph(path, resources={"seen": table, "v": v}, ops={"twice": twice.op})
+    again = af.load_graph(path, resources={"seen": table, "v": v}, ops={"twice": twice})
     assert set(again.resources) == {v, table}
+    again = af.load_graph(path, resources={"seen": table}, ops={"twice": twice.op})
+    assert again.resources[-1] is table
+    with pytest.raises(af.GraphError, match=r"a\.graph has no resource named 'w' to be given; it has 'v', 'seen'"):
+        af.load_graph(path, resources={"seen": table, "w": v}, ops={"twice": twice})
+    with pytest.raises(af.GraphError, match=r"ops are functions with @af\.op, .* 'twice' is <built-in function len>"):
+        af.load_graph(path, resources={"seen": table}, ops={"twice": len})  # type: ignore[dict-item]
+
+
+def test_what_cannot_be_saved_is_named(path: Path) -> None:
+    with pytest.raises(af.GraphError, match=r"save_graph takes an af\.Graph; got str 'graph'"):
+        af.save_graph("graph", path)  # type: ignore[arg-type]
+    nowhere = path.parent / "nowhere" / "a.graph"
+    with pytest.raises(FileNotFoundError) as caught:
+        af.save_graph(af.Graph(), nowhere)
+    assert caught.value.filename == str(nowhere)
+    path.mkdir()
+    with pytest.raises(OSError, match=r"'[^']*a\.graph'$"):
+        af.save_graph(af.Graph(), path)
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_file_is_there_whole_or_not_at_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
