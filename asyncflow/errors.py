@@ -210,6 +210,11 @@ class GraphError(AsyncflowError):
         super().__init__(message)
 
 
+def told_at(error: GraphError, place: str) -> GraphError:
+    """The same error, which also says where it is."""
+    return type(error)(f"{place}: {error.reason}")
+
+
 class ShapeError(GraphError, ValueError):
     """Shapes that do not fit together."""
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError, told_at
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_array, as_tensor, constant, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, int64
@@ -182,7 +182,7 @@ class Queue(Resource):
 
         Cancellation: nothing was put in.
         """
-        await granted(put(self._state(session), [self._values(element)], f"put of queue {self.name!r}"))
+        await granted(put(self._state(session), [self._values(element, "put")], f"put of queue {self.name!r}"))
 
     async def put_many(self, elements: Sequence[Nest], *, session: HasState | None = None) -> None:
         """Puts all `elements` in, at once, once there is room for all; see `put`.
@@ -192,7 +192,7 @@ class Queue(Resource):
         """
         if not isinstance(elements, Iterable):
             raise GraphError(f"put_many of queue {self.name!r} takes a list of elements; got {elements!r}")
-        state, rows = self._state(session), [self._values(each) for each in elements]
+        state, rows = self._state(session), [self._values(each, "put_many") for each in elements]
         if rows:
             await granted(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
 
@@ -235,10 +235,12 @@ class Queue(Resource):
     def _putting(self, op: Op, element: Nest, verb: str, *, many: bool) -> Node:
         leaves = self._leaves(element, verb)
         with graph_for(*leaves, outside=_OUTSIDE[verb]) as graph:
-            tensors = [self._tensor(graph, leaf, spec) for leaf, spec in zip(leaves, self._specs, strict=True)]
-            for path, x, spec in zip(self._structure.paths(), tensors, self._specs, strict=True):
+            tensors = []
+            for path, leaf, spec in zip(self._structure.paths(), leaves, self._specs, strict=True):
                 whole = Spec(spec.dtype, None if spec.shape is None else (None, *spec.shape)) if many else spec
-                self._check(x.spec, whole, f"{verb} {path}".rstrip())
+                part = f"{verb} {path}".rstrip()
+                tensors.append(self._tensor(graph, leaf, whole, part))
+                self._check(tensors[-1].spec, whole, part, "af.astype")
             return self._add(op, tensors, verb)
 
     def _leaves(self, element: Nest, verb: str) -> list[Nest]:
@@ -248,16 +250,17 @@ class Queue(Resource):
             shown = str(self._structure.unflatten(list(map(str, self._specs)))).replace("'", "")
             raise GraphError(f"{verb} of queue {self.name!r}, whose elements are {shown}: {error}") from None
 
-    def _tensor(self, graph: Graph, x: TensorLike, spec: Spec) -> Tensor:
+    def _tensor(self, graph: Graph, x: TensorLike, spec: Spec, what: str) -> Tensor:
         if is_symbolic(x) or isinstance(x, np.ndarray | np.generic):
             return graph.import_tensor(as_tensor(x))
-        return constant(x, spec.dtype)
+        try:
+            return constant(x, spec.dtype)
+        except GraphError as error:
+            raise told_at(error, f"{what}: queue {self.name!r} holds {spec}") from None
 
-    def _check(self, found: Spec, wanted: Spec, what: str) -> None:
+    def _check(self, found: Spec, wanted: Spec, what: str, converts: str) -> None:
         if found.dtype != wanted.dtype:
-            raise DTypeError(
-                f"{what}: queue {self.name!r} holds {wanted}, not {found}; convert the value with af.astype"
-            )
+            raise DTypeError(f"{what}: queue {self.name!r} holds {wanted}, not {found}; convert it with {converts}")
         if not is_compatible(found.shape, wanted.shape):
             raise ShapeError(f"{what}: queue {self.name!r} holds {wanted}, not {found}")
 
@@ -302,16 +305,22 @@ class Queue(Resource):
         assert isinstance(state, QueueState)
         return state
 
-    def _values(self, element: Nest) -> Element:
+    def _values(self, element: Nest, verb: str) -> Element:
         values: list[Array] = []
-        for path, leaf, spec in zip(self._structure.paths(), self._leaves(element, "put"), self._specs, strict=True):
+        for path, leaf, spec in zip(self._structure.paths(), self._leaves(element, verb), self._specs, strict=True):
+            part = f"{verb} {path}".rstrip()
             if isinstance(leaf, np.ndarray | np.generic):
                 array = leaf
             elif is_symbolic(leaf):
-                raise GraphError(f"put: {leaf!r} has no value yet; write enqueue in the graph, or put what a run gives")
+                raise GraphError(
+                    f"{part}: {leaf!r} has no value yet; write {_NODES[verb]} in the graph, or put what a run gives"
+                )
             else:
-                array = as_array(leaf, spec.dtype)
-            self._check(Spec(array.dtype, array.shape), spec, f"put {path}".rstrip())
+                try:
+                    array = as_array(leaf, spec.dtype)
+                except GraphError as error:
+                    raise told_at(error, f"{part}: queue {self.name!r} holds {spec}") from None
+            self._check(Spec(array.dtype, array.shape), spec, part, ".astype")
             values.append(np.asarray(array))
         return tuple(values)
 

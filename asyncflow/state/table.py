@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError, told_at
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, dtype_name, int64, string
@@ -165,9 +165,17 @@ class Table(Resource):
 
     def _parts(self, leaves: list[TensorLike]) -> list[Tensor]:
         return [
-            as_tensor(x, None if is_symbolic(x) or isinstance(x, np.ndarray | np.generic) else spec.dtype)
-            for x, spec in zip(leaves, self.row_specs, strict=True)
+            self._part(path, x, spec)
+            for path, x, spec in zip(self.structure.paths("row"), leaves, self.row_specs, strict=True)
         ]
+
+    def _part(self, path: str, x: TensorLike, spec: Spec) -> Tensor:
+        if is_symbolic(x) or isinstance(x, np.ndarray | np.generic):
+            return as_tensor(x)
+        try:
+            return as_tensor(x, spec.dtype)
+        except GraphError as error:
+            raise told_at(error, f"{path} of table {self.name!r} is {spec}") from None
 
 
 def _row_spec(leaf: object) -> Spec:

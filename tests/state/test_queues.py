@@ -428,8 +428,10 @@ def test_mistakes_are_told_while_the_graph_is_built(graph: af.Graph) -> None:
     good = np.zeros((2, 3), np.float32)
     with pytest.raises(af.DTypeError, match=r"enqueue \[0\]: queue 'q' holds int64\[\], not float64\[\]; convert"):
         queue.enqueue((np.float64(1), good))
-    with pytest.raises(af.DTypeError, match=r"1.5 does not fit dtype int64"):
+    with pytest.raises(af.DTypeError, match=r"enqueue \[0\]: queue 'q' holds int64\[\]: 1.5 does not fit dtype int64"):
         queue.enqueue((1.5, good))
+    with pytest.raises(af.DTypeError, match=r"enqueue_many \[0\]: queue 'q' holds int64\[\?\]: \[1, 2.5\] does not"):
+        queue.enqueue_many(([1, 2.5], np.stack([good, good])))
     with pytest.raises(af.ShapeError, match=r"holds float32\[2,\?\], not float32\[3,2\]"):
         queue.enqueue((1, good.T))
     with pytest.raises(af.GraphError, match=r"whose elements are .*: expected a tuple of 2 values"):
@@ -475,8 +477,14 @@ async def test_mistakes_outside_a_graph(open_session: OpenSession) -> None:
     with pytest.raises(af.GraphError, match="no `async with"):
         await queue.put(1)
     async with open_session():
-        with pytest.raises(af.DTypeError, match=r"put: queue 'q' holds int64\[\], not float32\[\]"):
+        with pytest.raises(
+            af.DTypeError, match=r"put: queue 'q' holds int64\[\], not float32\[\]; convert it with .astype"
+        ):
             await queue.put(np.float32(1))
+        with pytest.raises(af.DTypeError, match=r"put: queue 'q' holds int64\[\]: 3.5 does not fit dtype int64"):
+            await queue.put(3.5)
+        with pytest.raises(af.DTypeError, match=r"put_many: queue 'q' holds int64\[\]: 3.5 does not fit"):
+            await queue.put_many([1, 3.5])
         with pytest.raises(af.ShapeError, match=r"not int64\[2\]"):
             await queue.put([1, 2])
         with pytest.raises(af.GraphError, match=r"put_many of queue 'q' takes a list of elements; got 5"):

@@ -50,7 +50,7 @@ def row(number: Any) -> dict[str, Any]:
             af.GraphError,
             "not a row of table .*expected a dict with",
         ),
-        (lambda: af.Table(2, ROW).append({"x": [1.0, 2.0], "n": 1.5}), af.DTypeError, "1.5"),
+        (lambda: af.Table(2, ROW).append({"x": [1.0, 2.0], "n": 1.5}), af.DTypeError, r"row\['n'\] of table .* 1.5"),
         (
             lambda: af.Table(2, ROW).append({"x": np.zeros(2), "n": 1}),
             af.DTypeError,
