@@ -42,19 +42,43 @@ def read_lines(paths: Paths, *, encoding: str = "utf-8", prefetch: int = 4, name
 
     Args:
         paths: a file, or several.
-        encoding: of the text; a line that is not in it fails the run.
+        encoding: of the text; a line that is not in it fails the run that would take it.
         prefetch: how many elements are read before they are asked for, 1 or more.
         name: for messages and nodes.
+
+    Raises:
+        GraphError: there is no such encoding, or no path.
     """
     files = _files(paths)
+    try:
+        "".encode(encoding)
+    except (LookupError, TypeError, ValueError) as error:
+        raise GraphError(f"read_lines(encoding={encoding!r}): {error}; give one of Python's, such as 'utf-8'") from None
 
     def lines() -> Generator[Element]:
         for path in files:
-            with path.open(encoding=encoding) as file:
-                for line in file:
-                    yield (line.removesuffix("\n"),)
+            # Many lines are decoded at once: what is wrong in one of them must not take those before it along.
+            with path.open(encoding=encoding, errors="surrogateescape") as file:
+                number = 0
+                try:
+                    for line in file:
+                        number += 1
+                        if not line.isascii():
+                            line.encode()  # no text has surrogates
+                        yield (line.removesuffix("\n"),)
+                except UnicodeError as error:
+                    raise _not_text(path, number, encoding, error) from None
 
     return new_input(lines, Spec(string, ()), prefetch=prefetch, name=name)
+
+
+def _not_text(path: Path, number: int, encoding: str, error: UnicodeError) -> ValueError:
+    if isinstance(error, UnicodeEncodeError):
+        column, byte = error.start, ord(error.object[error.start]) & 0xFF
+        what = f"line {number} is no {encoding} text: byte 0x{byte:02x} behind {column} characters"
+    else:
+        what = f"no {encoding} text comes after line {number}: {error}"
+    return ValueError(f"{path}: {what}; give the encoding= that it is in")
 
 
 def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arrays") -> Input:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-async def everything(given: af.Input) -> list[Any]:
-    """All elements, taken by a session of their own."""
+async def everything(given: af.Input, found: list[Any] | None = None) -> list[Any]:
+    """All elements, taken by a session of their own, and put in `found`."""
     with af.Graph() as graph:
         element = given.next()
-    found = []
+    found = [] if found is None else found
     async with af.Session(graph) as session:
         try:
             while True:
@@ -40,10 +40,14 @@ async def test_lines_of_several_files(tmp_path: Path) -> None:
 
 async def test_lines_that_cannot_be_read(tmp_path: Path) -> None:
     latin = tmp_path / "latin"
-    latin.write_bytes(b"fine\n" * 3000 + b"\xff\n")
-    with pytest.raises(af.KernelError, match="'utf-8' codec can't decode"):
-        await everything(af.read_lines(latin, prefetch=4000))
-    assert (await everything(af.read_lines(latin, encoding="latin-1").batch(3001)))[0][-1] == "ÿ"
+    latin.write_bytes(b"fine\n" * 3000 + b"u\xff\n")
+    found: list[Any] = []
+    with pytest.raises(af.KernelError, match=r"latin: line 3001 is no utf-8 text: byte 0xff behind 1 char.*encoding="):
+        await everything(af.read_lines(latin), found)
+    assert found == ["fine"] * 3000
+    with pytest.raises(af.KernelError, match=r"latin: no utf-16 text comes after line 0: .*"):
+        await everything(af.read_lines(latin, encoding="utf-16"))
+    assert (await everything(af.read_lines(latin, encoding="latin-1").batch(3001)))[0][-1] == "uÿ"
     with pytest.raises(af.KernelError, match=r"No such file.*\n *node *lines/next \(input_next\)"):
         await everything(af.read_lines(tmp_path / "none"))
 
@@ -139,6 +143,9 @@ def named(folder: Path) -> Path:
     [
         (lambda: af.read_lines([]), "paths is empty"),
         (lambda: af.read_lines("x", prefetch=0), "prefetch=0"),
+        (lambda: af.read_lines("x", encoding="utf-88"), "encoding='utf-88'.: unknown encoding: utf-88; give one"),
+        (lambda: af.read_lines("x", encoding="hex"), "is not a text encoding"),
+        (lambda: af.read_lines("x", encoding=8), "encoding=8"),  # type: ignore[arg-type]
         (lambda: af.read_lines("x", name="a:b"), "no ':' in it; got 'a:b'"),
         (lambda: af.read_arrays("x.txt", af.spec("int64", ())), ".npy, .npz, .safetensors; got 'x.txt'"),
         (lambda: af.read_arrays("x.npy", {"x": af.spec("int64", ())}), "the spec of 'x.npy' is a Spec"),
