@@ -11,9 +11,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import asyncflow as af
+from asyncflow.compiler.plan import Kind, PlanNode
+from asyncflow.runtime.picks import PickLog
 from tests.semantics.programs import Effects, Program, acyclic_program, outcome_key, outcome_keys
 
 Build: TypeAlias = Callable[[Random, Effects], Program]
@@ -46,6 +48,58 @@ class Checked:
     graphs: int = 0
     allowed: int = 0
     met: int = 0
+
+
+class Steered(PickLog):
+    """Has one partition read and write in the order that leads to an outcome; all else comes as soon as it can."""
+
+    def __init__(self, order: Sequence[str]) -> None:
+        super().__init__()
+        self.left = list(order)
+
+    def position(self, partition: int, ready: Sequence[tuple[PlanNode, Any]]) -> int | None:
+        """The place of what is in no order, or of what is next in it; None if there is neither."""
+        steps = [self._step(*each) for each in ready]
+        free = (place for place, step in enumerate(steps) if step not in self.left)
+        return next(free, steps.index(self.left[0]) if self.left[:1] and self.left[0] in steps else None)
+
+    def may_take(self, partition: int, ready: Sequence[tuple[PlanNode, Any]]) -> bool:
+        """Whether one of them may be taken now."""
+        return self.position(partition, ready) is not None
+
+    def taken(self, partition: int, node: PlanNode, iteration: Any) -> None:
+        """A node was taken."""
+        super().taken(partition, node, iteration)
+        if (step := self._step(node, iteration)) in self.left:
+            self.left.remove(step)
+
+    @staticmethod
+    def _step(node: PlanNode, iteration: Any) -> str:
+        """As `Outcome.order` has it; empty for a primitive."""
+        iterations = list(iteration.counters())
+        return "" if node.kind != Kind.KERNEL else f"{node.source.name} {iterations or ''}".rstrip()
+
+
+async def check_all_shown(program: Program, found: af.Exploration) -> None:
+    """Steers runs to each outcome of a program.
+
+    Raises:
+        AssertionError: one of them had another.
+    """
+    graph, fetches, variables = program
+    af.allow_races(*graph.resources)
+    touched = [each for each in variables if each in found.outcomes[0].variables]
+    for outcome in found.outcomes:
+        trace = af.Trace(capacity=0)
+        trace.order = steered = Steered(outcome.order)
+        async with af.Session(graph, ["cpu:0"], regions=False, seed=0) as session:
+            fetched = await session.run(fetches, trace=trace)
+            left = await session.run(touched)
+        wanted = outcome_key(outcome.fetches, {each: outcome.variables[each] for each in touched})
+        given = outcome_key(fetched, dict(zip(touched, left, strict=True)))
+        assert given == wanted and not steered.left, (
+            f"{outcome.order} gave {fetched} and left {left}, and not {outcome.fetches}\n{af.print_graph(graph)}"
+        )
 
 
 async def check(

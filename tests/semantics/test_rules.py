@@ -16,7 +16,7 @@ import asyncflow as af
 from asyncflow.compiler.program import order_effects
 from asyncflow.graph.ir import Node
 from tests.conftest import small_cards
-from tests.semantics.oracle import SETTINGS, Build, check
+from tests.semantics.oracle import SETTINGS, Build, check, check_all_shown
 from tests.semantics.programs import (
     Effects,
     Program,
@@ -28,6 +28,8 @@ from tests.semantics.programs import (
 )
 
 EFFECTS: tuple[Effects, ...] = ("ordered", "unordered")
+
+BUILDS: tuple[Build, ...] = (stateful_program, acyclic_program, queued_program)
 
 PROGRAMS = 200
 """A fault is found by so many programs at most."""
@@ -89,14 +91,39 @@ async def test_70_random_graphs_stay_within_the_rules(request: pytest.FixtureReq
         assert (await check(acyclic_program, effects, range(first, first + count), SETTINGS[setting])).graphs
 
 
+@pytest.mark.parametrize(
+    ("build", "first"),
+    [
+        pytest.param(build, first, marks=[pytest.mark.slow] if first else [])
+        for build in BUILDS
+        for first in range(0, 40, 2)
+    ],
+)
+async def test_70_runs_can_show_every_outcome(build: Build, first: int) -> None:
+    """CONFORMANCE 70: none that the rules allow is out of the executor's reach, of each program and each kind.
+
+    Runs are steered, as shuffled ones hardly ever come to some: what is behind the many steps of a loop seldom comes
+    before what is ready from the beginning. In queued program 7 a loop puts in before a node beside it for one seed of
+    fifty, and in stateful program 29 an update in two loops was before a read for none of 1500.
+    """
+    for number in range(first, first + 2):
+        program = build(Random(number), "unordered")
+        found = af.explore(program.graph, program.fetches, max_states=500)
+        if not found.stopped:
+            await check_all_shown(program, found)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [stateful_program, acyclic_program, queued_program])
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("setting", SETTINGS)
 async def test_70_runs_show_most_of_few_outcomes(
     record_property: Callable[[str, object], None], setting: str, build: Build
 ) -> None:
-    """CONFORMANCE 70: of programs with two to four outcomes, shuffled runs show three of five at least."""
+    """CONFORMANCE 70: of all programs with two to four outcomes, shuffled runs show three of five at least.
+
+    Not of each: twenty seeds do not bring queued program 7 to its second, which the test above does.
+    """
     with small_cards(0) if "card" in setting else nullcontext():
-        found = await check(build, "unordered", range(15), SETTINGS[setting], runs=20)
+        found = await check(build, "unordered", range(25), SETTINGS[setting], runs=20)
     record_property("coverage", f"{found.met} of {found.allowed} outcomes")
     assert found.met >= 0.6 * found.allowed > 0, f"{found.met} of {found.allowed} outcomes were seen"
