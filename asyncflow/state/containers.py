@@ -15,6 +15,7 @@ from asyncflow.graph.graph import is_name
 from asyncflow.graph.resource import Resource
 from asyncflow.state.capture import CheckpointedState, check_capture
 from asyncflow.state.held import Holder
+from asyncflow.state.queue import QueueState
 from asyncflow.state.waiting.lines import LinedState, lined_states
 from asyncflow.values import Array
 
@@ -220,11 +221,15 @@ def _shared_state(resource: Resource, container: str) -> Any:
 def reset_container(name: str) -> None:
     """Forgets all values in the container of that name, for every session that looks them up from now on.
 
-    Sessions that have used the container keep what they hold; close them first. A container that does not exist is
+    Sessions that have used the container keep what they hold, runs that wait in them included; close them first. A
+    coroutine that waits in `Queue.get` or `Queue.put` gets a `QueueClosedError`. A container that does not exist is
     empty already.
     """
     with _lock:
-        _containers.pop(name, None)
+        states = _containers.pop(name, {})
+    for state in states.values():
+        if isinstance(state, QueueState):
+            state.leave_container(name)
 
 
 def _forget_lines() -> None:

@@ -95,6 +95,7 @@ class QueueState(LinedState):
         self.reserve = reserve
         self.signature = signature
         self.is_closed = False
+        self.left_container: str | None = None
         self._putters: deque[QueuePlace] = deque()
         self._takers: deque[QueuePlace] = deque()
         self._coming = 0  # elements of those who wait to put them in
@@ -212,6 +213,15 @@ class QueueState(LinedState):
             self._settle()
         self.wake_called()
 
+    def leave_container(self, name: str) -> None:
+        """Coroutines that wait are told that the container was reset; runs that have this queue go on with it."""
+        with self.lock:
+            self.left_container = name
+            for place in (*self._putters, *self._takers):
+                if place.is_beside:
+                    self.call(place)
+        self.wake_called()
+
     def capture(self) -> QueueSnapshot:
         """One moment of it, by reference; what waits to be put in is no part of it."""
         with self.lock:
@@ -320,6 +330,14 @@ class QueueState(LinedState):
         if isinstance(place, CopyingPlace) and place.error is not None:
             error, place.error = place.error, None
             raise error
+        if self.left_container is not None and place.is_beside:
+            left = self._held()
+            raise QueueClosedError(
+                f"{place.what}: container {self.left_container!r} was reset while this waited, and sessions share this "
+                "queue no more; call it again, and it waits for the new one of that name",
+                queue=self.name,
+                left=left,
+            )
         if place.is_refused:
             raise self._closed(f"{place.what}: it was closed with cancel_pending=True while this waited")
         line = self._takers if place.add is None else self._putters

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from asyncflow.state.waiting.awaiting import granted
 from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.values import Value
 
@@ -44,12 +45,13 @@ class QueuePlace(PlaceInLine):
         add: puts them in; None for one who takes.
         or_fewer: take what is left, if there will never be as many.
         is_refused: the queue was closed meanwhile, and nothing is waited for any more.
+        is_beside: it is of a coroutine of the application's, and of no run.
         stage: see the table.
     """
 
     stage = Stage.WAITING
 
-    __slots__ = ("add", "count", "is_refused", "or_fewer")
+    __slots__ = ("add", "count", "is_beside", "is_refused", "or_fewer")
 
     def __init__(
         self,
@@ -66,6 +68,14 @@ class QueuePlace(PlaceInLine):
         self.add = add
         self.or_fewer = or_fewer
         self.is_refused = False
+        self.is_beside = False
+
+
+async def granted_beside(found: Value | PlaceInLine) -> Value:
+    """As `granted`, for a coroutine of the application's."""
+    if isinstance(found, QueuePlace):
+        found.is_beside = True
+    return await granted(found)
 
 
 class CopyingPlace(QueuePlace):

@@ -32,7 +32,7 @@ from asyncflow.state.mutex import whole_number
 from asyncflow.state.queue import QueueState
 from asyncflow.state.queue_arrays import Pads, open_axes, stacked
 from asyncflow.state.queue_ops import DEQUEUE, DEQUEUE_MANY, ENQUEUE, ENQUEUE_MANY, QUEUE_CLOSE, QUEUE_SIZE, put
-from asyncflow.state.waiting.awaiting import granted
+from asyncflow.state.queue_places import granted_beside
 from asyncflow.state.waiting.element_orders import (
     ArrivalOrder,
     BucketOrder,
@@ -182,7 +182,7 @@ class Queue(Resource):
 
         Cancellation: nothing was put in.
         """
-        await granted(put(self._state(session), [self._values(element, "put")], f"put of queue {self.name!r}"))
+        await granted_beside(put(self._state(session), [self._values(element, "put")], f"put of queue {self.name!r}"))
 
     async def put_many(self, elements: Sequence[Nest], *, session: HasState | None = None) -> None:
         """Puts all `elements` in, at once, once there is room for all; see `put`.
@@ -194,7 +194,7 @@ class Queue(Resource):
             raise GraphError(f"put_many of queue {self.name!r} takes a list of elements; got {elements!r}")
         state, rows = self._state(session), [self._values(each, "put_many") for each in elements]
         if rows:
-            await granted(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
+            await granted_beside(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
 
     async def get(self, *, session: HasState | None = None) -> Nest:
         """Takes an element, once there is one: a nest of read-only arrays and NumPy scalars.
@@ -206,7 +206,7 @@ class Queue(Resource):
         Cancellation: nothing was taken.
         """
         state = self._state(session)
-        return await granted(state.take(1, False, f"get of queue {self.name!r}", self._first))
+        return await granted_beside(state.take(1, False, f"get of queue {self.name!r}", self._first))
 
     async def get_many(self, n: int, pad: Nest = None, *, session: HasState | None = None) -> Nest:
         """Takes n elements at once: what `dequeue_many` gives, as arrays; see `get`."""
@@ -331,7 +331,7 @@ class Queue(Resource):
         pads = self._pads(n, pad, verb)
         stack = partial(stacked, self._specs, pads)
         taken = self._state(session).take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack, copies=True)
-        values: Nest = await granted(taken)
+        values: Nest = await granted_beside(taken)
         return self._as_batch(values, pads)
 
     def create_state(self) -> QueueState:

@@ -376,6 +376,26 @@ async def test_a_queue_in_a_container(open_session: OpenSession, graph: af.Graph
             await session.run(af.Variable(0, name="q", container="test").read())
 
 
+async def test_a_reset_tells_coroutines_that_wait() -> None:
+    """What they wait for would come to the new queue."""
+    queue = fifo(1, container="test")
+    waiting = [asyncio.ensure_future(each) for each in (queue.get(), queue.get_many(1))]
+    await asleep()
+    af.reset_container("test")
+    for task in waiting:
+        with pytest.raises(af.QueueClosedError, match=r"get.* of queue 'q': container 'test' was reset .* again"):
+            await asyncio.wait_for(task, PATIENCE_S)
+    await queue.put(1)
+    full = asyncio.ensure_future(queue.put(2))
+    await asleep()
+    af.reset_container("test")
+    with pytest.raises(af.QueueClosedError, match="put of queue 'q': container 'test' was reset") as caught:
+        await asyncio.wait_for(full, PATIENCE_S)
+    assert caught.value.left == 1
+    await queue.put(3)
+    assert await queue.get() == 3
+
+
 async def test_the_same_queue_in_two_sessions_is_two(open_session: OpenSession, graph: af.Graph) -> None:
     """CONFORMANCE 79: outside containers."""
     queue = fifo()
