@@ -187,7 +187,6 @@ def test_every_rule_is_looked_at() -> None:
         "batched",
         "custom_gradient",
         "check_row_by_row",
-        "permute_rows",
         "reduce_children",
         "rows_gradient",
         "stacked_gradients",
