@@ -15,18 +15,20 @@ from io import StringIO
 from time import monotonic
 from typing import TypeAlias, cast
 
-from asyncflow.errors import FeedError, FetchError
-from asyncflow.graph.build import TensorLike, as_array
+from asyncflow.errors import FetchError
+from asyncflow.graph.build import TensorLike
 from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.feeds import Feeds
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.ir import Tensor
 from asyncflow.graph.resource import Resource
+from asyncflow.semantics.arguments import fed_arrays, initial_values
 from asyncflow.semantics.program import NeededGraph, Touches, conflict
 from asyncflow.semantics.rules import OutOfBounds, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
-from asyncflow.state.mutex import MeetingPlace
+from asyncflow.state.mutex import MeetingPlace, whole_number
 from asyncflow.state.queue import QueueSnapshot
-from asyncflow.values import Array, Nest, Value
+from asyncflow.state.variable import Variable
+from asyncflow.values import Array, Nest
 
 _Order: TypeAlias = "tuple[_Order, Firing] | None"
 
@@ -68,9 +70,9 @@ class Exploration:
 def explore(
     graph: Graph,
     fetches: Nest,
-    feeds: Mapping[Tensor, TensorLike] | None = None,
+    feeds: Feeds | None = None,
     *,
-    variables: Mapping[Resource, Value] | None = None,
+    variables: Mapping[Variable, TensorLike] | None = None,
     runs: int = 1,
     seed: int = 0,
     max_states: int = 20_000,
@@ -86,7 +88,7 @@ def explore(
         graph: with ordered effects it has one outcome, if it does not fail and its queues are first in, first out.
             Nothing in it may be a coroutine. Of an input the first hundred elements are read, once.
         fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
-        feeds: values, by their tensors.
+        feeds: values, by their tensors or the names of those, as in `Session.run`.
         variables: values before the runs; those left out have their initial values.
         runs: how many runs of it are in flight together in one session, with these feeds.
         seed: of random ops, if the graph has none.
@@ -94,9 +96,10 @@ def explore(
         max_seconds: search no longer than this.
 
     Raises:
-        FeedError: a placeholder is needed and not fed.
+        FeedError: a placeholder is needed and not fed, or a value does not fit.
         FetchError: a fetch is nothing of the graph.
-        GraphError: the program acts on the world outside, or has primitives written by hand.
+        GraphError: `graph`, `variables` or `runs` make no sense, or the program acts on the world outside, or has
+            primitives written by hand.
 
     >>> import asyncflow as af
     >>> with af.Graph(effects="unordered") as graph:
@@ -105,17 +108,14 @@ def explore(
     >>> sorted(int(outcome.variables[v]) for outcome in explore(graph, [each.node for each in writes]).outcomes)
     [1, 2, 3]
     """
-    for tensor in feeds or ():
-        if getattr(tensor, "graph", None) is not graph:
-            raise FeedError(f"explore feeds tensors of the graph, outside its branches and loops; got {tensor!r}")
-    given = {tensor: as_array(value, tensor.dtype) for tensor, value in (feeds or {}).items()}
+    given = fed_arrays(graph, feeds)
     program = NeededGraph(graph, fetches, given)
     inside = next((tensor for tensor in program.values if tensor.graph.is_subgraph), None)
     if inside is not None:
         raise FetchError(f"explore fetches tensors outside branches and loops; {inside!r} is inside one")
     rules = Rules(program, seed)
-    memory = {resource.effect_key: value for resource, value in (variables or {}).items()}
-    search = _Exploring(rules, runs, max_states, max_seconds)
+    memory = initial_values(variables)
+    search = _Exploring(rules, whole_number(runs, "explore(runs=)"), max_states, max_seconds)
     with redirect_stdout(StringIO()):  # what the program prints, it would print in every order
         search.run(lambda: rules.start(given, memory, runs))
     return Exploration(tuple(search.outcomes.values()), search.states, search.stopped)

@@ -20,6 +20,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
+from asyncflow.semantics.arguments import targets_in
 from asyncflow.state.mutex import LOCK
 from asyncflow.values import Nest
 
@@ -34,7 +35,7 @@ class NeededGraph:
         graph: a root graph; not changed.
         fetches: any nest of tensors, nodes to run, variables to read, and names of the first two; None for every effect
             of the graph.
-        feeds: tensors of the root graph that get their values from the run.
+        feeds: tensors of the root graph, or their names, that get their values from the run.
 
     Attributes:
         graph: the graph.
@@ -45,9 +46,9 @@ class NeededGraph:
         kept: of each loop the places of the variables that it needs.
     """
 
-    def __init__(self, graph: Graph, fetches: Nest, feeds: Iterable[Tensor] = ()) -> None:
+    def __init__(self, graph: Graph, fetches: Nest, feeds: Iterable[object] = ()) -> None:
         self.graph = graph
-        self.feeds = frozenset(feeds)
+        self.feeds = frozenset(targets_in(graph, feeds))
         self.homes: dict[Node, tuple[StructuredNode, int]] = {}
         self.loops: dict[Graph, WhileNode] = {}
         for level in levels(graph):

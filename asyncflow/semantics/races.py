@@ -54,7 +54,7 @@ class Race:
 def find_races(
     graph: Graph,
     fetches: Nest,
-    feeds: Iterable[Tensor] = (),
+    feeds: Iterable[Tensor | str] = (),
     *,
     runs: int = 1,
     most: int = 1000,
@@ -75,7 +75,7 @@ def find_races(
     Args:
         graph: with ordered effects it has no races but those, and those between runs.
         fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
-        feeds: the tensors that runs get values for.
+        feeds: the tensors, or their names, that runs get values for.
         runs: 2 also looks for pairs in two runs of one session at once; that both are atomic is not asked.
         most: stop after so many.
 
@@ -84,7 +84,8 @@ def find_races(
 
     Raises:
         FetchError: a fetch is nothing of the graph.
-        GraphError: the program has primitives written by hand.
+        FeedError: one of `feeds` cannot be fed.
+        GraphError: `graph` is none, or `runs` makes no sense, or the program has primitives written by hand.
 
     >>> import asyncflow as af
     >>> with af.Graph(effects="unordered") as graph:
@@ -97,6 +98,8 @@ def find_races(
     >>> find_races(graph, [write.node, read])
     ()
     """
+    if runs not in (1, 2):
+        raise GraphError(f"find_races(runs=) is 1 or 2; got {runs!r}")
     orders = AccessOrder(NeededGraph(graph, fetches, feeds))
     places = {node: place for place, node in enumerate(orders.nodes)}
     races: list[Race] = []

@@ -128,8 +128,48 @@ def test_branches_not_taken_have_no_effect() -> None:
     assert left_in(v, explore(graph, result, {x: np.int64(-3)})) == {-30}
     with pytest.raises(af.FeedError, match=r"placeholder:0 int64\[\] is needed"):
         explore(graph, result)
-    with pytest.raises(af.FeedError, match="outside its branches and loops"):
-        explore(graph, result, {"x": 3})  # type: ignore[dict-item]
+    assert left_in(v, explore(graph, result, {x.name: 3})) == {3}
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    """As `Session.run` does, with the same words."""
+    with unordered() as graph:
+        x = af.placeholder("float32", (2,), name="x")
+        w = af.Variable(0.5, name="w")
+        result = [af.sum(x) + 0, w.assign_add(1.0)]
+        af.while_loop(lambda i: i < 3, lambda i: i + 1, (0,))
+    good = np.ones(2, np.float32)
+    assert left_in(w, explore(graph, result, {"x": good}, variables={w: 2})) == {3.0}
+    for feeds, said in (
+        ({x: np.ones(3, np.float32)}, r"cannot feed x:0: expected float32\[2\], got a ndarray: its shape is \[3\]"),
+        ({x: np.ones(2)}, "its dtype is float64; convert it yourself"),
+        ({"y": good}, "no node is named 'y'"),
+        ({3: good}, "feeds are keyed by tensors or their names; got int 3"),
+        ({x: good, "x": good}, "x:0 is fed twice"),
+        ({"while/body/add": 1}, r"is inside .*; feed what enters the branch or loop instead"),
+        ([x], "feeds is a mapping of tensors"),
+    ):
+        with pytest.raises(af.FeedError, match=said):
+            explore(graph, result, feeds)  # type: ignore[arg-type]
+    with unordered():
+        other = af.placeholder("int64", ())
+    with pytest.raises(af.FeedError, match="belongs to another graph"):
+        explore(graph, result, {other: 1})
+    for runs in (0, -1, 1.5):
+        with pytest.raises(af.GraphError, match=r"explore\(runs=\) is a whole number of at least 1; got"):
+            explore(graph, result, {x: good}, runs=runs)  # type: ignore[arg-type]
+    with pytest.raises(af.GraphError, match="variables= are values by variables"):
+        explore(graph, result, {x: good}, variables={"w": 1})  # type: ignore[dict-item]
+    with pytest.raises(af.DTypeError, match="does not fit dtype float64"):
+        explore(graph, result, {x: good}, variables={w: "x"})
+    with pytest.raises(af.ShapeError, match="variable 'w' is"):
+        explore(graph, result, {x: good}, variables={w: [1.0, 2.0]})
+    for each in (explore, af.find_races):
+        with pytest.raises(af.GraphError, match=r"graph is an af\.Graph; got str 'graph'"):
+            each("graph", result)  # type: ignore[arg-type]
+    for runs in (0, 3):
+        with pytest.raises(af.GraphError, match=r"find_races\(runs=\) is 1 or 2; got"):
+            af.find_races(graph, result, ["x"], runs=runs)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import numpy as np
 from asyncflow.compiler.program.request import Fetch, PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph import nest
+from asyncflow.graph.feeds import Feeds, feed_targets
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
-from asyncflow.runtime.values.feeds import Feeds, feed_targets, feed_value
+from asyncflow.runtime.values.feeds import feed_value
 from asyncflow.runtime.values.fetches import (
     OnDevice,
     exchangeable,

@@ -24,6 +24,7 @@ from asyncflow.devices.heap import process_heap
 from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SessionClosedError, brief
+from asyncflow.graph.feeds import Feeds, as_feeds
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
@@ -39,7 +40,6 @@ from asyncflow.runtime.session.session_options import SessionOptions, taking, wi
 from asyncflow.runtime.session.session_statistics import SessionStatistics, device_memory
 from asyncflow.runtime.session.state_access import StateAccess
 from asyncflow.runtime.trace import Trace
-from asyncflow.runtime.values.feeds import Feeds, as_feeds
 from asyncflow.state.containers import StateStore, entered_stores
 from asyncflow.state.held import holder_of
 from asyncflow.streams.holding import note_ask

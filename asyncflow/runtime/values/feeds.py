@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,11 +13,10 @@ from asyncflow.devices.cuda.transfers.exchange import ForeignArray
 from asyncflow.devices.memory import owner_of
 from asyncflow.errors import DeviceLostError, FeedError, GraphError, told
 from asyncflow.graph.build import as_array, is_masked
-from asyncflow.graph.dtypes import VARIANT, DType, dtype_name
-from asyncflow.graph.frames import format_frame, output_frame
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.dtypes import DType
+from asyncflow.graph.feeds import refusal, wrong_dtype, wrong_shape
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.shapes import is_compatible
 from asyncflow.runtime.values.foreign_feeds import (
     NotExchangeable,
     exchanged,
@@ -29,15 +28,11 @@ from asyncflow.runtime.values.foreign_feeds import (
 from asyncflow.state.immutable import LARGE_BYTES, is_immutable
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Value
-from asyncflow.vertex.input_graph import InputGraph
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.protocol import Device
 
-
-Feeds: TypeAlias = Mapping[Any, Any]
-"""Values by the tensors, or their names, that they stand in for. Any: the keys of a mapping are of one type alone."""
 
 _SCALAR = ((), None)
 """Shapes that a number fits."""
@@ -72,73 +67,6 @@ class LargeFeed(NamedTuple):
         return copy
 
 
-def as_feeds(feeds: object) -> Feeds:
-    """`feeds` as given to a run; none for None.
-
-    Raises:
-        FeedError: it is no mapping.
-    """
-    if feeds is None:
-        return {}
-    if not isinstance(feeds, Mapping):
-        raise FeedError(
-            f"feeds is a mapping of tensors, or their names, to values, such as {{x: 1.0}}; got {type(feeds).__name__}"
-        )
-    try:
-        return dict(feeds)
-    except Exception as error:
-        raise FeedError(f"feeds, a {type(feeds).__name__}, cannot be read: {told(error)}") from error
-
-
-def feed_target(key: object, graph: Graph | None) -> Tensor:
-    """The tensor a key of ``feeds`` names.
-
-    Raises:
-        FeedError: it names none, or one that cannot be fed.
-    """
-    if isinstance(key, str):
-        if graph is None:
-            raise FeedError(f"the name {key!r} says nothing without a graph; give one to Session(graph), or a Tensor")
-        try:
-            key = graph.tensor(key)
-        except GraphError as error:
-            raise FeedError(str(error)) from None
-    if not isinstance(key, Tensor):
-        raise FeedError(
-            f"feeds are keyed by tensors or their names; got {type(key).__name__} {key!r}"
-            + ("; write feeds={**graph.feeds(data), ...}" if isinstance(key, InputGraph) else "")
-        )
-    if isinstance(key.graph, Subgraph):
-        raise FeedError(
-            f"{key!r} is inside {key.graph.label}: it has a value per iteration or branch taken, so a run cannot feed "
-            f"it; feed what enters the branch or loop instead\n  built at {key.node.location}"
-        )
-    frame = output_frame(key.node, key.graph.frames.get(key.node, ()))
-    if frame:
-        raise FeedError(
-            f"{key!r} is in {format_frame(frame)}: it may have a value per iteration, so a run cannot feed it; feed "
-            f"what enters the frame instead\n  built at {key.node.location}"
-        )
-    if key.dtype == VARIANT:
-        raise FeedError(f"{key!r} holds an opaque value that cannot be fed\n  built at {key.node.location}")
-    return key
-
-
-def feed_targets(keys: Iterable[object], graph: Graph | None) -> tuple[Tensor, ...]:
-    """The tensors that keys of ``feeds`` name.
-
-    Raises:
-        FeedError: as `feed_target`, or two keys name one tensor.
-    """
-    targets: dict[Tensor, None] = {}
-    for key in keys:
-        target = feed_target(key, graph)
-        if target in targets:
-            raise FeedError(f"{target.name} is fed twice")
-        targets[target] = None
-    return tuple(targets)
-
-
 def feed_value(tensor: Tensor, value: Value) -> Value:
     """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
 
@@ -154,7 +82,7 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
         is_copied = value.flags.writeable and value.nbytes <= LARGE_BYTES
         if is_copied or _may_be_kept(value):
             if not is_compatible(value.shape, spec.shape):
-                raise _wrong_shape(tensor, value, value.shape)
+                raise wrong_shape(tensor, value, value.shape)
             if is_copied:
                 value = value.copy()
                 value.setflags(write=False)
@@ -178,7 +106,7 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
         raise refusal(tensor, value, f"it cannot be read: {told(error)}") from error
     shape = array.array.shape if isinstance(array, LargeFeed) else array.shape
     if not is_compatible(shape, spec.shape):
-        raise _wrong_shape(tensor, value, shape)
+        raise wrong_shape(tensor, value, shape)
     return locked(array) if isinstance(array, np.ndarray) else array
 
 
@@ -250,7 +178,7 @@ def _as_typed_array(tensor: Tensor, value: Value) -> Array | LargeFeed | Foreign
             raise refusal(tensor, value, str(error)) from error.__cause__
         if isinstance(found, ForeignArray):
             if found.dtype != tensor.dtype:
-                raise _wrong_dtype(tensor, value, found.dtype)
+                raise wrong_dtype(tensor, value, found.dtype)
             return found
         return _copied(tensor, value, found)
     if isinstance(value, bytes):
@@ -284,7 +212,7 @@ def _copied(tensor: Tensor, value: Value, array: Array) -> Array | LargeFeed:
     """A copy of `array`, which reads `value`, of the tensor's dtype; itself if nobody can ever write to it."""
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     if native != tensor.dtype and not (array.dtype.kind == "U" and tensor.dtype.kind == "T"):
-        raise _wrong_dtype(tensor, value, native)
+        raise wrong_dtype(tensor, value, native)
     if native == array.dtype == tensor.dtype and _may_be_kept(array):
         return array
     if array.nbytes > LARGE_BYTES and array.ndim:
@@ -304,20 +232,3 @@ def _may_be_kept(array: Array) -> bool:
 
 def _copy(array: Array, dtype: DType) -> Array:
     return np.array(array, dtype=dtype, order="C", copy=True, subok=False)
-
-
-def _wrong_shape(tensor: Tensor, value: object, shape: tuple[int, ...]) -> FeedError:
-    return refusal(tensor, value, f"its shape is {format_shape(shape)}")
-
-
-def _wrong_dtype(tensor: Tensor, value: object, dtype: DType) -> FeedError:
-    return refusal(tensor, value, f"its dtype is {dtype}; convert it yourself if you mean to")
-
-
-def refusal(tensor: Tensor, value: object, reason: str) -> FeedError:
-    """The error that says why `value` is not fed to `tensor`."""
-    seen = type(value).__name__
-    return FeedError(
-        f"cannot feed {tensor.name}: expected {dtype_name(tensor.dtype)}{format_shape(tensor.shape)}, got a {seen}: "
-        f"{reason}\n  built at {tensor.node.location}"
-    )
