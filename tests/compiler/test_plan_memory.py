@@ -241,6 +241,33 @@ def test_the_time_of_an_iteration_is_predicted(host: str) -> None:
     assert predicted_ns / 1e9 == pytest.approx(long.seconds - short.seconds, rel=0.01)
 
 
+@pytest.mark.parametrize("choice", ["auto", "recompute"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_loops_of_several_cards_stay_each_on_its_own(is_known: bool, choice: Any) -> None:
+    """What runs again for a gradient is placed with the loop: nothing is sent, and it takes no longer than alone."""
+
+    async def step(cards: int) -> float:
+        with af.Graph() as graph:
+            xs, grads, steps = [], [], af.placeholder("int32", ())
+            for card in range(cards):
+                with af.device(f"sim:{card}"):
+                    xs.append(x := af.placeholder("float32", (SIDE, SIDE)))
+                    grads.append(af.gradients(af.sum(loop(x, x, STEPS if is_known else steps)), x))
+        async with af.Session(graph, memory_limit=12 << 20, saved_values=choice) as session:
+            plan = session.plan(grads, [*xs, steps])
+            assert " sends " not in plan.explain()
+            assert "again" in plan.explain(memory=True)
+            started = asyncio.get_running_loop().time()
+            await session.run(grads, {steps: STEPS, **dict.fromkeys(xs, np.broadcast_to(np.float32(0), (SIDE, SIDE)))})
+            return asyncio.get_running_loop().time() - started
+
+    taken = []
+    for machine, cards in (("h100", 1), ("3 x h100", 3)):
+        with virtual_clock(machine, host="c++", shapes_only=True) as clock:
+            taken.append(clock.run(step(cards)))
+    assert taken[1] == pytest.approx(taken[0], rel=0.02)
+
+
 def test_a_loop_that_was_asked_to_move_everything_does() -> None:
     def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
         return loop(x, w, swap_memory=True)

@@ -251,7 +251,14 @@ class SegmentedLoop:
         assert self.refusal is None
         assert self.why_not is None
         assert not kept or len(self.readers) == 1
+        walk = self.forward.graph.root.walk
+        asked, before = {node.device for node in self.forward.body.walk() if node.device is not None}, set(walk())
         _Rewriting(self, length, kept).run()
+        if len(asked) == 1:  # what is new was asked for nowhere, and may be placed on another device
+            device = asked.pop()
+            for node in walk():
+                if node not in before and node.device is None and node.op.kernel is not None:
+                    node.device = device
         self.is_rewritten = True
 
 
