@@ -56,7 +56,7 @@ async def measure(
             structure, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, width))
             function, _ = tree_lstm(width)
             shared, alone = (af.vertex_map(function, structure, x, share=share).roots[0] for share in (True, False))
-        feeds = [structure.offsets, structure.children, structure.samples, x]
+        feeds = [structure.offsets, structure.children, structure.samples, structure.heights, x]
         async with af.Session(graph) as session:
             for each in clients:
                 trials: dict[str, Trial] = {
@@ -70,7 +70,7 @@ async def measure(
 
 def _values(tree: af.InputGraph, x: Any) -> Request:
     x.flags.writeable = False  # fed without a copy, as the guide says
-    return [tree.offsets, tree.children, tree.samples, x]
+    return [tree.offsets, tree.children, tree.samples, tree.heights, x]
 
 
 def _trial(run: Prepared, requests: list[Request], clients: int) -> Trial:
