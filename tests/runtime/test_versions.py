@@ -236,6 +236,21 @@ async def test_a_swap_while_a_graph_is_compiled_beside(monkeypatch: pytest.Monke
         assert (await session.run(program.twice)).tolist() == [2, 2]
 
 
+async def test_a_plan_whose_run_was_cancelled_meanwhile_has_the_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled beside goes on for later runs, and is kept; so it is renewed as those are that have run."""
+    monkeypatch.setattr(plans_module, "_compiles_soon", lambda _: False)
+    program = Gated()
+    async with af.Session(program.graph) as session:
+        run = asyncio.ensure_future(session.run(program.twice))
+        await asyncio.sleep(0)
+        run.cancel()
+        await asyncio.wait([run])
+        async with asyncio.timeout(PATIENCE_S):
+            await until(lambda: session.statistics().plans == 1)
+        await session.swap_variables({"w": np.ones(2, np.float32)})
+        assert (await session.run(program.twice)).tolist() == [2, 2]
+
+
 async def test_others_go_on_while_plans_are_compiled() -> None:
     """A session that has many plans holds the event loop for one of them at a time; plans that come meanwhile count."""
     program = Gated()

@@ -111,6 +111,7 @@ class PlanCache:
                 other.graph.compiled.pop(self, None)
                 self._graphs.discard(other)
         kept.plans[request] = plan
+        self._alive.add(plan)
 
     def get_nowait(self, request: PlanRequest, compile: Compile) -> Plan:
         """The plan, compiled here and now if need be."""
@@ -119,7 +120,6 @@ class PlanCache:
         if plan is None:
             plan = compile(request)
             self._keep(kept, request, plan)
-            self._alive.add(plan)
         return plan
 
     def alive(self, states: Collection[Hashable]) -> list[Plan]:
