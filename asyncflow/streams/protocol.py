@@ -11,12 +11,8 @@ All methods are called on the thread of the event loop that owns the stream, and
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
-
-Deliver: TypeAlias = Callable[[object, BaseException | None, int, int], None]
-"""Takes ``(result, error, started_ns, ended_ns)`` on the event loop; the times are `time.perf_counter_ns`."""
+from typing import Protocol
 
 
 class Event(Protocol):
@@ -48,15 +44,6 @@ class Stream(Protocol):
 
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
         """Do ``work(*args)`` after all earlier work; its result is dropped, its failure surfaces at an event.
-
-        Raises:
-            SessionClosedError: the stream is closed, or this process is a fork of its owner.
-        """
-
-    def submit(
-        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Do ``work(*args)`` after all earlier work, then call ``deliver`` once on ``loop``.
 
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.

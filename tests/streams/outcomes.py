@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncflow.streams import Stream
+from asyncflow.streams import ThreadStream
 
 
-def outcome(stream: Stream, work: Callable[..., object], *args: object) -> asyncio.Future[tuple[object, object]]:
+def outcome(stream: ThreadStream, work: Callable[..., object], *args: object) -> asyncio.Future[tuple[object, object]]:
     """The result and the error of what the stream runs, delivered on the loop that asks."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[object, object]] = loop.create_future()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -24,7 +23,7 @@ from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.errors import CUDARuntimeError
 from tests.patience import PATIENCE_S
-from tests.streams.outcomes import fail, outcome
+from tests.streams.outcomes import fail
 
 
 @pytest.fixture
@@ -174,75 +173,18 @@ async def test_work_is_launched_at_once_and_done_in_order(cupy: FakeCupy) -> Non
     async with opened(cupy, "cuda:1/compute", 1) as stream:
         launched, done = list[object](), list[int]()
 
-        def work(k: int) -> int:
+        def work(k: int) -> None:
             launched.append(current(cupy))
             launch(cupy, lambda: done.append(k))
-            return k
 
         cupy.pause()
-        stream.enqueue(work, -1)
-        futures = [outcome(stream, work, k) for k in range(100)]
-        assert launched == [(1, stream.raw, stream)] * 101 and done == [] and stream.pending == 100
+        for k in range(101):
+            stream.enqueue(work, k)
+        last = ticket(stream)
+        assert launched == [(1, stream.raw, stream)] * 101 and done == [] and stream.pending == 1
         cupy.resume()
-        assert await asyncio.gather(*futures) == [(k, None) for k in range(100)]
-        assert done == list(range(-1, 100)) and stream.pending == 0
-
-
-async def test_a_submission_comes_when_its_work_is_done_and_not_before(cupy: FakeCupy) -> None:
-    async with opened(cupy) as stream:
-        cupy.pause()
-        argument, result = Held(), Held()
-        watches = [weakref.ref(argument), weakref.ref(result)]
-
-        def work(_: Held, made: list[Held]) -> Held:
-            launch(cupy)
-            return made.pop()
-
-        made = [result]
-        future = outcome(stream, work, argument, made)
-        del argument, result
-        await asyncio.sleep(0)
-        assert not future.done() and all(watch() is not None for watch in watches)
-        cupy.resume()
-        value, _ = await future
-        arrived = value is watches[1]()
-        assert arrived
-        del future, value
-        await asyncio.sleep(0)  # the loop refers to a future while the task goes on that it woke
-        assert [watch() for watch in watches] == [None, None]
-
-
-async def test_the_times_of_submissions_do_not_overlap(cupy: FakeCupy) -> None:
-    async with opened(cupy) as stream:
-        spans: list[tuple[int, int]] = []
-        done = asyncio.Event()
-
-        def deliver(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
-            spans.append((started_ns, ended_ns))
-            if len(spans) == 20:
-                done.set()
-
-        for _ in range(20):
-            stream.submit(launch, (cupy,), deliver, asyncio.get_running_loop())
-        await done.wait()
-        flat = [time for span in spans for time in span]
-        assert flat == sorted(flat)
-
-
-@pytest.mark.parametrize("make", [lambda: ValueError("no"), lambda: CUDARuntimeError(701), StopIteration])
-async def test_a_failure_to_launch_is_delivered_in_order_and_loses_nothing(
-    cupy: FakeCupy, make: Callable[[], Exception]
-) -> None:
-    async with opened(cupy) as stream:
-        error = make()
-        cupy.pause()
-        first, failing = outcome(stream, launch, cupy), outcome(stream, fail, error)
-        await asyncio.sleep(0)
-        assert not failing.done()
-        cupy.resume()
-        assert await failing == (None, error) and first.done()
-        assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["fail"]
-        assert await outcome(stream, abs, -1) == (1, None) and stream.lost is None
+        await last
+        assert done == list(range(101)) and stream.pending == 0
 
 
 async def test_an_interrupt_is_not_kept_for_later(cupy: FakeCupy) -> None:
@@ -250,7 +192,7 @@ async def test_an_interrupt_is_not_kept_for_later(cupy: FakeCupy) -> None:
         with pytest.raises(KeyboardInterrupt):
             stream.enqueue(fail, KeyboardInterrupt())
         with pytest.raises(SystemExit):
-            outcome(stream, fail, SystemExit(3))
+            stream.enqueue(fail, SystemExit(3))
         assert active.stream is None and stream.pending == 0
 
 
@@ -443,7 +385,7 @@ async def test_a_lost_device_fails_tickets_events_and_whatever_comes(cupy: FakeC
         cupy.pause()
         event = a.record()
         cupy.fail_stream(a.raw)
-        future, submitted = ticket(a), outcome(a, abs, -1)
+        future = ticket(a)
         waiter = asyncio.create_task(a.record().wait())
         await asyncio.sleep(0)
         cupy.resume()
@@ -451,7 +393,6 @@ async def test_a_lost_device_fails_tickets_events_and_whatever_comes(cupy: FakeC
             await future
         error = caught.value
         assert lost == [error] and a.lost is error
-        assert await submitted == (None, error)
         for use in (waiter, event.wait(), ticket(a)):
             with pytest.raises(CUDARuntimeError, match="illegal memory access"):
                 await use
@@ -507,7 +448,6 @@ async def test_a_closed_stream_takes_nothing(cupy: FakeCupy) -> None:
         stream.stop()
         uses: list[Callable[[], object]] = [
             lambda: stream.enqueue(int),
-            lambda: outcome(stream, int),
             lambda: ticket(stream),
             lambda: stream.hold(1),
             lambda: stream.wait(event),
@@ -640,12 +580,12 @@ def test_a_stream_outlives_the_loop_that_had_work_on_it(cupy: FakeCupy) -> None:
     asyncio.run(leave())
     assert watch() is not None
 
-    async def again() -> tuple[object, object]:
-        future = outcome(stream, abs, -3)
+    async def again() -> None:
+        future = ticket(stream)
         cupy.resume()
-        return await future
+        await future
 
-    assert asyncio.run(again()) == (3, None)
+    asyncio.run(again())
     assert watch() is None and not made[0].done()
     assert asyncio.run(stream.aclose(PATIENCE_S))
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -36,7 +36,10 @@ from asyncflow.streams.failures import as_one, log_unreported, without_this_fram
 from asyncflow.streams.latch import Latch
 from asyncflow.streams.lifecycle import Lifecycle
 from asyncflow.streams.mailbox import Mailbox
-from asyncflow.streams.protocol import Deliver, Event
+from asyncflow.streams.protocol import Event
+
+Deliver: TypeAlias = Callable[[object, BaseException | None, int, int], None]
+"""Takes ``(result, error, started_ns, ended_ns)`` on the event loop; the times are `time.perf_counter_ns`."""
 
 
 class ThreadStream:

@@ -60,8 +60,7 @@ class Ticket:
         event: the point; None until the ticket is given, and where a lost stream could record none.
         error: what the stream failed with, if the work before the point did not end well.
         counts: whether its event is one of those a thread can sleep on, which are few.
-        started_ns: when the work since the ticket before may have begun: the host saw nothing earlier.
-        ended_ns: when the reaper saw it done, on `time.perf_counter_ns` as are all times.
+        given_ns: when it was made, on `time.perf_counter_ns`.
     """
 
     deliver: Notice | None
@@ -70,8 +69,7 @@ class Ticket:
     error: BaseException | None = None
     counts: bool = False
     mailbox: Mailbox[Ticket] | None = None
-    started_ns: int = field(default_factory=perf_counter_ns)
-    ended_ns: int = 0
+    given_ns: int = field(default_factory=perf_counter_ns)
 
     def finish(self) -> None:
         """Let go of what was held, then call; on the event loop."""
@@ -121,7 +119,6 @@ class Reaper(Lifecycle):
     _queue: SimpleQueue[Ticket | None] = field(default_factory=SimpleQueue)
     _end: PooledEvent | None = None
     _thread: threading.Thread | None = None
-    _free_ns: int = 0
     after_fork = "CUDA does not survive a fork; start processes that use GPUs by 'spawn'"
 
     def __post_init__(self) -> None:
@@ -139,7 +136,7 @@ class Reaper(Lifecycle):
     def oldest_ns(self) -> int | None:
         """When the oldest ticket that is not delivered was given; None if all are."""
         try:
-            return self._in_flight[0].started_ns
+            return self._in_flight[0].given_ns
         except IndexError:
             return None
 
@@ -149,7 +146,7 @@ class Reaper(Lifecycle):
         return self._thread is not None
 
     def give(self, ticket: Ticket, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Have a ticket finished on `loop` when all work that the stream has by now is done.
+        """Have a ticket finished on `loop`, or the running one, when all work that the stream has by now is done.
 
         A ticket that brings its event waits for that instead; an older one waits for the tickets before it too.
 
@@ -158,9 +155,7 @@ class Reaper(Lifecycle):
             RuntimeError: tickets of a different loop are pending.
         """
         self.refuse_if_closed()
-        loop = loop or asyncio.get_running_loop()
-        mailbox = self._mailbox
-        self._enter(ticket, mailbox if mailbox is not None and mailbox.loop is loop else self._mailbox_of(loop))
+        self._enter(ticket, self._mailbox_of(loop or asyncio.get_running_loop()))
 
     def hold(self, holds: tuple[object, ...]) -> None:
         """Refer to `holds` until all work that the stream has by now is done.
@@ -351,8 +346,6 @@ class Reaper(Lifecycle):
 
     def _ended(self, ticket: Ticket) -> Ticket:
         ticket.error = self.lost
-        ticket.started_ns = max(ticket.started_ns, self._free_ns)
-        ticket.ended_ns = self._free_ns = perf_counter_ns()
         return ticket
 
     def _block(self, event: PooledEvent) -> None:

@@ -33,7 +33,7 @@ from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
 from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
 from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
 from asyncflow.streams.futures import resolve
-from asyncflow.streams.protocol import Deliver, Event
+from asyncflow.streams.protocol import Event
 
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
@@ -183,29 +183,6 @@ class CudaStream:
                 work(*args)
         except Exception as exc:
             self._failures += (without_this_frame(exc),)
-
-    def submit(
-        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Call ``work(*args)`` now; ``deliver(result, error, started_ns, ended_ns)`` when what it launched is done.
-
-        ``deliver`` is called once, on ``loop``, in order, with one wake-up of the loop for a whole batch. ``args`` and
-        the result stay referenced until then. ``error`` is what ``work`` raised, or what the device failed with. The
-        times are the host's: the work began no earlier, and was seen done then. If ``loop`` is closed by then, the
-        result is dropped.
-
-        Raises:
-            SessionClosedError: the stream is closed, or this process is a fork of its owner.
-            RuntimeError: tickets of a different loop are pending.
-        """
-        self._reaper.refuse_if_closed()
-        submission = _CudaSubmission(None, args, outcome=deliver)
-        try:
-            with self:
-                submission.result = work(*args)
-        except Exception as exc:
-            submission.failure = without_this_frame(exc)
-        self._reaper.give(submission, loop)
 
     def record(self) -> CudaEvent:
         """An event that completes when all work given so far is done.
@@ -387,28 +364,6 @@ class CudaEvent:
             failures = self.stream.report(self._failures)
             if failures:
                 raise as_one(failures, self.stream.name)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _CudaSubmission(Ticket):
-    """A ticket for the outcome of submitted work."""
-
-    outcome: Deliver | None = None
-    result: object = None
-    failure: BaseException | None = None
-
-    def finish(self) -> None:
-        outcome, result = self.outcome, self.result
-        error = self.error if self.failure is None else self.failure
-        self.drop()
-        assert outcome is not None  # only `drop` takes it away, and then nobody finishes the ticket
-        outcome(result if error is None else None, error, self.started_ns, self.ended_ns)
-
-    def drop(self) -> None:
-        Ticket.drop(self)
-        self.outcome = None
-        self.result = None
-        self.failure = None
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
 from asyncflow.streams.futures import resolve
-from asyncflow.streams.protocol import Deliver, Event
+from asyncflow.streams.protocol import Event
 from asyncflow.streams.virtual import VirtualClockLoop
 
 _Seen: TypeAlias = "Mapping[SimStream, int]"
@@ -134,8 +134,8 @@ class SimEvent:
 class SimStream:
     """A FIFO queue of work on virtual time.
 
-    Work is given in one of two ways: `launch` occupies the stream for a known time, and `enqueue` and `submit` call a
-    function when the stream gets there, which takes no virtual time.
+    Work is given in one of two ways: `launch` occupies the stream for a known time, and `enqueue` calls a function when
+    the stream gets there, which takes no virtual time.
 
     Attributes:
         name: such as ``sim:0/compute``.
@@ -210,20 +210,10 @@ class SimStream:
         Raises:
             SessionClosedError: the stream is closed.
         """
-        self._give(work, args, None)
-
-    def submit(
-        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Call ``work(*args)`` after all earlier work, then ``deliver(result, error, started_ns, ended_ns)`` once.
-
-        Raises:
-            SessionClosedError: the stream is closed.
-            ValueError: `loop` is not the one whose time this is.
-        """
-        if loop is not self.host.loop:
-            raise ValueError(f"stream {self.name} runs on a virtual clock and delivers on that clock's loop only")
-        self._give(work, args, deliver)
+        event = self.launch(0)
+        self._jobs_given += 1
+        self._jobs.append(_SimJob(event.time_ns, self._jobs_given, work, args))
+        self.host.loop.call_at_ns(event.time_ns, self._settle)
 
     def record(self) -> SimEvent:
         """An event that completes when all work given so far is done.
@@ -293,12 +283,6 @@ class SimStream:
                 self._seen = _merged(self._seen, host.seen.items(), self)
         return SimEvent(self, self._count, self._seen, started_ns, time_ns, self._jobs_given, label)
 
-    def _give(self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver | None) -> None:
-        event = self.launch(0)
-        self._jobs_given += 1
-        self._jobs.append(_SimJob(event.time_ns, self._jobs_given, work, args, deliver))
-        self.host.loop.call_at_ns(event.time_ns, self._settle)
-
     def _end_at(self, end_ns: int) -> None:
         ends, now = self._ends, self.host.now_ns()
         while ends and ends[0] <= now:
@@ -329,19 +313,13 @@ class _SimJob:
     number: int
     work: Callable[..., object]
     args: tuple[object, ...]
-    deliver: Deliver | None
 
     def run(self) -> BaseException | None:
-        """Call it, and deliver its outcome or, if nobody takes it, return its failure."""
-        result: object = None
-        error: BaseException | None = None
+        """Call it, and return its failure."""
         try:
-            result = self.work(*self.args)
+            self.work(*self.args)
         except BaseException as exc:
-            error = without_this_frame(exc)
-        if self.deliver is None:
-            return error
-        self.deliver(result, error, self.due_ns, self.due_ns)
+            return without_this_frame(exc)
         return None
 
 
