@@ -16,7 +16,15 @@ from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT, DType
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, inputs_from, not_differentiable
+from asyncflow.graph.op import (
+    OPAQUE,
+    READS_STORE,
+    define,
+    derivative,
+    gradient_of_first,
+    inputs_from,
+    not_differentiable,
+)
 from asyncflow.graph.shapes import Shape, format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -267,9 +275,7 @@ def _joined_rule(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     return pieces_gradient(grads, grad, lengths, node.attrs["axis"]), None
 
 
-@derivative(PIECES_GRADIENT)
-def _pieces(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [joined_gradients(grad, node.inputs[1], node.attrs["axis"]), *[None] * (len(node.inputs) - 1)]
+gradient_of_first(PIECES_GRADIENT, lambda node, grad: joined_gradients(grad, node.inputs[1], node.attrs["axis"]))
 
 
 @derivative(MERGE_GRADIENTS)

@@ -158,9 +158,9 @@ class Sweep:
         if node.op is RECOMPUTED:
             return differentiate_recomputed(node, grads, self)
         rule = derivative_of(node.op)
-        if rule is not None:
+        if rule is not None and any(carries_gradient(x.spec) for x in node.inputs):
             return rule(node, *grads)
-        if why_not_differentiable(node.op) is None:
+        if rule is None and why_not_differentiable(node.op) is None:
             raise GraphError(
                 f"{node.op.name} has no derivative, and a gradient is asked for that flows through {node.name}; cut it "
                 f"with af.stop_gradient, or give the op one (@af.op(gradient=...), af.custom_gradient)"

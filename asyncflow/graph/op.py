@@ -271,8 +271,9 @@ Derivative: TypeAlias = "Callable[..., Sequence[Tensor | None]]"
 """``derivative(node, *grads)``: what reaches each input of `node`, given what reaches each of its outputs.
 
 A gradient is None where nothing reaches an output, but not for all of them; the result has one entry per input, None
-where nothing flows. The rule adds nodes to the current graph and may use `node.inputs` and `node.outputs`, whose values
-are then kept for it; of what it needs only the shape it asks `asyncflow.ops.derivatives.shapes`.
+where nothing flows. It is asked only where an input can have a gradient. The rule adds nodes to the current graph and
+may use `node.inputs` and `node.outputs`, whose values are then kept for it; of what it needs only the shape it asks
+`asyncflow.ops.derivatives.shapes`.
 """
 
 _derivatives: dict[Op, Derivative] = {}

@@ -107,10 +107,7 @@ def _first_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [ensure_shape(apply(PAD_ROWS, grad, *size, extent=template)[0], x.shape), None]
 
 
-@derivative(PAD_ROWS)
-def _pad_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    values, *size = node.inputs
-    return [first_rows(grad, values), *[None] * len(size)]
+gradient_of_first(PAD_ROWS, lambda node, grad: first_rows(grad, node.inputs[0]))
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

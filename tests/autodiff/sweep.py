@@ -19,6 +19,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, Op, derivative_of, not_differentiable, why_not_differentiable
 from asyncflow.graph.shapes import is_compatible
+from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.promotion import kind_of
 
@@ -55,6 +56,8 @@ def sweep(ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor])
         if rule is None:
             assert why_not_differentiable(node.op), f"{node.op.name} has neither a rule nor a reason to have none"
             continue
+        if not any(carries_gradient(x.spec) for x in node.inputs):
+            continue  # no rule is asked then
         passed = rule(node, *grads)
         assert len(passed) == len(node.inputs), f"{node.op.name}: {len(passed)} gradients, {len(node.inputs)} inputs"
         for x, grad in zip(node.inputs, passed, strict=True):

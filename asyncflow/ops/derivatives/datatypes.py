@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import derivative
+from asyncflow.graph.op import derivative, gradient_of_first
 from asyncflow.ops.datatypes import ASTYPE, BROADCAST_ARRAYS, BROADCAST_TO, astype
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like
 from asyncflow.ops.elementwise import conj, real
@@ -31,16 +31,8 @@ def conjugated(x: Tensor) -> Tensor:
     return conj(x) if kind_of(x.dtype) == "c" else x
 
 
-@derivative(ASTYPE)
-def _astype(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Floats and complex numbers pass; nothing passes to integers, booleans and strings."""
-    return [in_dtype_of(grad, node.inputs[0])]
-
-
-@derivative(BROADCAST_TO)
-def _broadcast_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    x, *sizes = node.inputs
-    return [sum_to_like(grad, x), *[None] * len(sizes)]
+gradient_of_first(ASTYPE, lambda node, grad: in_dtype_of(grad, node.inputs[0]))
+gradient_of_first(BROADCAST_TO, lambda node, grad: sum_to_like(grad, node.inputs[0]))
 
 
 @derivative(BROADCAST_ARRAYS)

@@ -131,11 +131,7 @@ gradient_of_first(ew.NEGATIVE, lambda node, grad: reaching(node.inputs[0], lambd
 gradient_of_first(ew.POSITIVE, lambda node, grad: reaching(node.inputs[0], lambda: grad))
 
 
-@derivative(ew.ABS)
-def _abs(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """0 at 0."""
-    (x,) = node.inputs
-    return [reaching(x, lambda: grad * sign(x))]
+gradient_of_first(ew.ABS, lambda node, grad: reaching(node.inputs[0], lambda: grad * sign(node.inputs[0])))
 
 
 @derivative(ew.SIGN)

@@ -8,7 +8,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first
 from asyncflow.ops.derivatives.indexing import sliced
-from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
+from asyncflow.ops.derivatives.shapes import ensure_shape, extent_of, shape_of, zeros_of
 from asyncflow.ops.elementwise import real
 from asyncflow.ops.fft import FFT, IFFT, IRFFT, OPPOSITE, RFFT
 from asyncflow.ops.manipulation import concat
@@ -21,10 +21,8 @@ def _fitted(node: Node, grad: Tensor) -> Tensor:
     x, *size = node.inputs
     axis = node.attrs["axis"]
     if node.attrs["n"] is not None or size:
-        known = None if x.shape is None else x.shape[axis]
-        extent = shape_of(x)[axis] if known is None else known
         # Elements that were cut off have a gradient of zeros; zeros that were added have none.
-        grad = sliced(concat([grad, zeros_of(x)], axis=axis), axis, 0, extent)
+        grad = sliced(concat([grad, zeros_of(x)], axis=axis), axis, 0, extent_of(x, axis))
     return ensure_shape(grad, x.shape)
 
 

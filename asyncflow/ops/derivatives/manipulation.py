@@ -12,7 +12,7 @@ from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float32, int64
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from, not_differentiable
-from asyncflow.graph.shapes import Shape, normalize_axis
+from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import manipulation as m
 from asyncflow.ops.add_at import add_at
@@ -21,7 +21,7 @@ from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.indexing import at_position, sliced
-from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, ensure_shape, shape_of, zeros_of
+from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, ensure_shape, extent_of, shape_of, zeros_of
 from asyncflow.ops.elementwise import negative
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.padding import PAD, inner_key
@@ -41,20 +41,12 @@ def _concat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     axis = node.attrs["axis"]
     starts: list[int | Tensor] = [0]
     for x in node.inputs[:-1]:
-        starts.append(starts[-1] + (_size(x) if axis is None else _extent(x, axis)))
+        starts.append(starts[-1] + (_size(x) if axis is None else extent_of(x, axis)))
     grads: list[Tensor | None] = []
     for x, start, stop in zip(node.inputs, starts, [*starts[1:], None], strict=True):
         part = in_dtype_of(sliced(grad, axis or 0, start, stop), x) if carries_gradient(x.spec) else None
         grads.append(m.reshape(part, shape_of(x)) if axis is None and part is not None else part)
     return grads
-
-
-def _extent(x: Tensor, axis: int) -> int | Tensor:
-    if x.shape is not None:
-        known = x.shape[normalize_axis(axis, len(x.shape))]
-        if known is not None:
-            return known
-    return shape_of(x)[axis]
 
 
 def _size(x: Tensor) -> int | Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from
+from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -355,7 +355,4 @@ def along_indices(node: Node) -> list[Tensor]:
     return [indices if i == node.attrs["axis"] % rank else counted(i) for i in range(rank)]
 
 
-@derivative(SCATTER_ALONG_AXIS)
-def _scatter_along_axis(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    _, indices, *sizes = node.inputs
-    return [take_along_axis(grad, indices, axis=node.attrs["axis"]), None, *[None] * len(sizes)]
+gradient_of_first(SCATTER_ALONG_AXIS, lambda node, grad: take_along_axis(grad, node.inputs[1], axis=node.attrs["axis"]))

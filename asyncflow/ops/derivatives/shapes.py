@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -11,7 +10,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, derivative, gradient_of_first, inputs_from
+from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, gradient_of_first, inputs_from
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
@@ -39,6 +38,12 @@ def shape_of(x: Tensor) -> Extents:
         with reopened(x.graph), device(x.node.device):
             known[x] = shape(x)
     return known[x]
+
+
+def extent_of(x: Tensor, axis: int) -> int | Tensor:
+    """One extent of a forward value: an int where it is known, else a tensor."""
+    known = None if x.shape is None else x.shape[axis]
+    return shape_of(x)[axis] if known is None else known
 
 
 def zeros_of(x: Tensor) -> Tensor:
@@ -86,11 +91,12 @@ def sum_to_like(grad: Tensor, like: Tensor) -> Tensor:
     return ensure_shape(sum_to(grad, shape_of(like)), like.shape)
 
 
-@derivative(SUM_TO)
-def _sum_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    x, *sizes = node.inputs
-    return [ensure_shape(broadcast_to(grad, shape_of(x)), x.shape), *[None] * len(sizes)]
+def _spread(node: Node, grad: Tensor) -> Tensor:
+    x = node.inputs[0]
+    return ensure_shape(broadcast_to(grad, shape_of(x)), x.shape)
 
+
+gradient_of_first(SUM_TO, _spread)
 
 # -- what is known of a shape ----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from asyncflow.graph.build import constant
 from asyncflow.graph.dtypes import float16, float32, float64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import derivative
+from asyncflow.graph.op import derivative, gradient_of_first
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops import statistical as s
 from asyncflow.ops.axes import Axes, normalize_axes
@@ -21,7 +21,7 @@ from asyncflow.ops.datatypes import astype, broadcast_to
 from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
 from asyncflow.ops.derivatives.indexing import sliced
 from asyncflow.ops.derivatives.recurrence import linear_recurrence, shifted
-from asyncflow.ops.derivatives.shapes import carries_gradient, shape_of
+from asyncflow.ops.derivatives.shapes import shape_of
 from asyncflow.ops.elementwise import maximum
 from asyncflow.ops.indexing import gather
 from asyncflow.ops.logic import equal
@@ -52,12 +52,6 @@ def _sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [None if own is None else _spread(own, node)]
 
 
-@derivative(s.MEAN)
-def _mean(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    (x,) = node.inputs
-    return [_spread(_divided(grad, node, 0.0, 1.0), node) if carries_gradient(x.spec) else None]
-
-
 def _divided(x: Tensor, node: Node, correction: float, least: float) -> Tensor:
     """`x` divided by how many elements `node` reduces to one, less `correction`, but by no less than `least`."""
     # float16 counts to 65504 only.
@@ -86,18 +80,12 @@ def _count(node: Node) -> int | Tensor:
 
 @derivative(s.VAR)
 def _var(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    (x,) = node.inputs
-    if not carries_gradient(x.spec):
-        return [None]
     return [_deviations(node) * _with_axes(_divided(2 * grad, node, node.attrs["correction"], 0.0), node)]
 
 
 @derivative(s.STD)
 def _std(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Gives a slice whose elements are all equal a gradient of 0."""
-    (x,) = node.inputs
-    if not carries_gradient(x.spec):
-        return [None]
     (spread,) = node.outputs
     zero = constant(0, spread.dtype)
     flat = equal(spread, zero)
@@ -108,6 +96,9 @@ def _std(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _deviations(node: Node) -> Tensor:
     (x,) = node.inputs
     return x - s.mean(x, axis=node.attrs["axis"], keepdims=True)
+
+
+gradient_of_first(s.MEAN, lambda node, grad: _spread(_divided(grad, node, 0.0, 1.0), node))
 
 
 # -- extremes --------------------------------------------------------------------------------------------------------
@@ -130,8 +121,6 @@ def _extreme(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _prod(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Each element's gradient is the product of all others, found without dividing by it."""
     (x,) = node.inputs
-    if not carries_gradient(x.spec):
-        return [None]
     others = _products_of_others(x if x.dtype == grad.dtype else astype(x, grad.dtype), node.attrs["axis"])
     return [in_dtype_of(_with_axes(grad, node) * conjugated(others), x)]
 
@@ -168,8 +157,6 @@ def _running(node: Node, grad: Tensor) -> tuple[int, Tensor]:
 @derivative(s.CUMULATIVE_SUM)
 def _cumulative_sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
-    if not carries_gradient(x.spec):
-        return [None]
     axis, own = _running(node, grad)
     return [in_dtype_of(flip(s.cumulative_sum(flip(own, axis=axis), axis=axis), axis=axis), x)]
 
@@ -178,8 +165,6 @@ def _cumulative_sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _cumulative_prod(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """The product before each element times what the later products pass back; zeros need no care."""
     (x,) = node.inputs
-    if not carries_gradient(x.spec):
-        return [None]
     axis, own = _running(node, grad)
     (product,) = node.outputs
     if node.attrs["include_initial"]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from
+from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.shapes import Shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
@@ -62,7 +62,4 @@ def _diff(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [in_dtype_of(ensure_shape(found, x.shape), x)]
 
 
-@derivative(DIFF_TRANSPOSE)
-def _diff_transpose(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    attrs = node.attrs
-    return [diff(grad, axis=attrs["axis"], n=attrs["n"]), *[None] * (len(node.inputs) - 1)]
+gradient_of_first(DIFF_TRANSPOSE, lambda node, grad: diff(grad, axis=node.attrs["axis"], n=node.attrs["n"]))

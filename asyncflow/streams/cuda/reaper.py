@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from queue import Empty, SimpleQueue
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
@@ -60,7 +59,6 @@ class Ticket:
         event: the point; None until the ticket is given, and where a lost stream could record none.
         error: what the stream failed with, if the work before the point did not end well.
         counts: whether its event is one of those a thread can sleep on, which are few.
-        given_ns: when it was made, on `time.perf_counter_ns`.
     """
 
     deliver: Notice | None
@@ -69,7 +67,6 @@ class Ticket:
     error: BaseException | None = None
     counts: bool = False
     mailbox: Mailbox[Ticket] | None = None
-    given_ns: int = field(default_factory=perf_counter_ns)
 
     def finish(self) -> None:
         """Let go of what was held, then call; on the event loop."""
@@ -131,14 +128,6 @@ class Reaper(Lifecycle):
     def pending(self) -> int:
         """How many tickets are not delivered yet; things held that wait for one count as one."""
         return len(self._in_flight) + bool(self._held)
-
-    @property
-    def oldest_ns(self) -> int | None:
-        """When the oldest ticket that is not delivered was given; None if all are."""
-        try:
-            return self._in_flight[0].given_ns
-        except IndexError:
-            return None
 
     @property
     def started(self) -> bool:

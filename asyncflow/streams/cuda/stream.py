@@ -246,11 +246,6 @@ class CudaStream:
     # -- tickets -------------------------------------------------------------------------------------------------
 
     @property
-    def oldest_ns(self) -> int | None:
-        """When the oldest ticket that is not delivered was given, on `time.perf_counter_ns`; None if all are."""
-        return self._reaper.oldest_ns
-
-    @property
     def lost(self) -> BaseException | None:
         """The error that the device failed with, as far as this stream knows."""
         return self._reaper.lost
