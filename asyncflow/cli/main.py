@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import fill, indent
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import asyncflow as af
 from asyncflow.cli.calibrate import calibrate
@@ -25,8 +26,9 @@ from asyncflow.devices.presets import CARDS, DEFAULT_HOST, HOSTS, LINKS, Machine
 from asyncflow.errors import CheckpointError
 from asyncflow.profiler.save import TraceFormatError
 
-if TYPE_CHECKING:
-    _Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+_AddCommand: TypeAlias = Callable[..., argparse.ArgumentParser]
+_Action: TypeAlias = Callable[[argparse.Namespace, Sequence[str]], int]
+"""What a command does with its options and with the arguments of the program; its exit code."""
 
 USAGE_ERROR = 2
 
@@ -120,30 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(own) == ["simulate", "--calibrate"]:
         return calibrate()
     options = _parser().parse_args(own)
-    if options.command == "devices":
-        print(list_devices())
-        return 0
-    if options.command == "simulate" and options.devices is None:
-        options.refuse(_no_devices(program_arguments))
+    do: _Action = options.do
     try:
-        if options.command == "simulate":
-            return simulate(options.target, _simulation(options), program_arguments)
-        if options.command == "checkpoint":
-            return checkpoint(options.action, _paths_of_steps(options))
-        if options.command == "replay":
-            return replay(options.path, options.target)
-        if options.command == "check":
-            return check(options.target, program_arguments, runs=options.runs)
-        if options.command == "explain":
-            return explain(options.target, options.after, program_arguments)
-        return profile(
-            options.target,
-            options.output,
-            program_arguments,
-            top=options.top,
-            color_by=options.color_by,
-            detail=options.detail,
-        )
+        return do(options, program_arguments)
     except (CheckpointError, TargetError, TraceFormatError, OSError) as error:
         print(f"asyncflow {options.command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -174,16 +155,6 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return arguments, []
 
 
-def _no_devices(program_arguments: Sequence[str]) -> str:
-    """The hint for one who did not give ``--devices``, or gave it to the program."""
-    if any(argument.partition("=")[0] == "--devices" for argument in program_arguments):
-        return (
-            f"--devices comes after {program_arguments[0]!r}, an argument of the program, and so goes to the program; "
-            "put the options of simulate before those of the program"
-        )
-    return "the following arguments are required: --devices"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncflow",
@@ -192,27 +163,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncflow {af.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    commands.add_parser("devices", help="list what graphs can run on here", allow_abbrev=False)
-    _add_check(commands)
-    _add_checkpoint(commands)
-    _add_explain(commands)
-    _add_profile(commands)
-    _add_replay(commands)
-    _add_simulate(commands)
+    as_written = argparse.RawDescriptionHelpFormatter
+    add: _AddCommand = partial(commands.add_parser, formatter_class=as_written, allow_abbrev=False)
+    add("devices", help="list what graphs can run on here").set_defaults(do=_list_devices)
+    _add_check(add)
+    _add_checkpoint(add)
+    _add_explain(add)
+    _add_profile(add)
+    _add_replay(add)
+    _add_simulate(add)
     return parser
 
 
-def _add_check(commands: _Commands) -> None:
-    checked = commands.add_parser(
+def _list_devices(options: argparse.Namespace, program_arguments: Sequence[str]) -> int:
+    print(list_devices())
+    return 0
+
+
+def _add_check(add: _AddCommand) -> None:
+    checked = add(
         "check",
         help="name reads and writes of variables that nothing orders",
         description="Names the races of a graph, or of every graph that a program runs: reads and writes of one "
         "variable that nothing orders, and what may come of them if the graph is small enough to try all orders.",
         usage="asyncflow check [-h] target [--runs {1,2}] [arguments of the program ...]",
         epilog=_CHECK_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    checked.set_defaults(do=lambda options, rest: check(options.target, rest, runs=options.runs))
     checked.add_argument(
         "target",
         help="file.py:graph or package.module:graph, or what to run: file.py, or a function, a coroutine function or "
@@ -227,19 +204,19 @@ def _add_check(commands: _Commands) -> None:
     )
 
 
-def _add_checkpoint(commands: _Commands) -> None:
-    parser = commands.add_parser(
+def _add_checkpoint(add: _AddCommand) -> None:
+    parser = add(
         "checkpoint",
         help="list, show, verify and compare checkpoints",
         description="Looks at checkpoints, which it leaves as they are.",
         epilog=_CHECKPOINT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    )
+    parser.set_defaults(
+        do=lambda options, rest: checkpoint(options.action, _paths_of_steps(options)), refuse=parser.error
     )
     parser.add_argument("action", choices=tuple(ACTIONS), help="what to do; see below")
     parser.add_argument("path", type=Path, help="a step, or the directory of several")
     parser.add_argument("other", type=Path, nargs="?", help="of diff: the step to compare it with")
-    parser.set_defaults(refuse=parser.error)
 
 
 def _paths_of_steps(options: argparse.Namespace) -> list[Path]:
@@ -250,16 +227,15 @@ def _paths_of_steps(options: argparse.Namespace) -> list[Path]:
     return [options.path, options.other]
 
 
-def _add_explain(commands: _Commands) -> None:
-    explained = commands.add_parser(
+def _add_explain(add: _AddCommand) -> None:
+    explained = add(
         "explain",
         help="run a program and show what passes of the compiler change in its graphs",
         description="Runs a program, and prints what passes of the compiler change in the plans of its runs.",
         usage="asyncflow explain [-h] target [--after PASS]... [arguments of the program ...]",
         epilog=_EXPLAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    explained.set_defaults(do=lambda options, rest: explain(options.target, options.after, rest))
     _add_target(explained)
     explained.add_argument(
         "--after",
@@ -271,17 +247,16 @@ def _add_explain(commands: _Commands) -> None:
     )
 
 
-def _add_profile(commands: _Commands) -> None:
-    profiled = commands.add_parser(
+def _add_profile(add: _AddCommand) -> None:
+    profiled = add(
         "profile",
         help="run a program and show where its time went",
         description="Runs a program, records every graph run in it, and shows where the time went.",
         usage="asyncflow profile [-h] target [-o FILE]... [--detail region|node] [--top N] [--color-by X] "
         "[arguments of the program ...]",
         epilog=_PROFILE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    profiled.set_defaults(do=_profile)
     _add_target_and_output(profiled)
     profiled.add_argument(
         "--detail",
@@ -300,14 +275,15 @@ def _add_profile(commands: _Commands) -> None:
     )
 
 
-def _add_replay(commands: _Commands) -> None:
-    replayed = commands.add_parser(
+def _add_replay(add: _AddCommand) -> None:
+    replayed = add(
         "replay",
         help="do a recorded run again, and say where it goes another way",
         description="Does a run again that session.run(..., record=PATH) has recorded: every node in the place that it "
         "had, bit by bit. Prints the values that were fetched, or the first firing that differs.",
-        allow_abbrev=False,
+        formatter_class=argparse.HelpFormatter,
     )
+    replayed.set_defaults(do=lambda options, rest: replay(options.path, options.target))
     replayed.add_argument("path", metavar="PATH", type=Path, help="the record")
     replayed.add_argument(
         "target",
@@ -317,22 +293,20 @@ def _add_replay(commands: _Commands) -> None:
     )
 
 
-def _add_simulate(commands: _Commands) -> None:
-    simulated = commands.add_parser(
+def _add_simulate(add: _AddCommand) -> None:
+    simulated = add(
         "simulate",
         help="run a program on a machine that is not there and predict its times",
         description="Runs a program on simulated devices and virtual time, and prints what it would take on them.",
         usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] [--shapes-only] "
         "[--host HOST] [--launches HOW] [arguments of the program ...], or asyncflow simulate --calibrate",
         epilog=_SIMULATE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    simulated.set_defaults(do=_simulate, refuse=simulated.error)
     _add_target_and_output(simulated)
     simulated.add_argument(
         "--devices", metavar="MACHINE", type=_machine, help='cards and links, such as "8 x v100, nvlink2"'
     )
-    simulated.set_defaults(refuse=simulated.error)
     simulated.add_argument(
         "--seed", metavar="N", type=_seed, default=0, help="of the jitter: the same one gives the same times"
     )
@@ -380,8 +354,15 @@ def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _simulation(options: argparse.Namespace) -> SimulationOptions:
-    return SimulationOptions(
+def _profile(options: argparse.Namespace, program_arguments: Sequence[str]) -> int:
+    chosen = {"top": options.top, "color_by": options.color_by, "detail": options.detail}
+    return profile(options.target, options.output, program_arguments, **chosen)
+
+
+def _simulate(options: argparse.Namespace, program_arguments: Sequence[str]) -> int:
+    if options.devices is None:
+        options.refuse(_no_devices(program_arguments))
+    simulation = SimulationOptions(
         machine=options.devices,
         seed=options.seed,
         jitter=options.jitter,
@@ -390,6 +371,17 @@ def _simulation(options: argparse.Namespace) -> SimulationOptions:
         launches=options.launches,
         outputs=options.output,
     )
+    return simulate(options.target, simulation, program_arguments)
+
+
+def _no_devices(program_arguments: Sequence[str]) -> str:
+    """The hint for one who did not give ``--devices``, or gave it to the program."""
+    if any(argument.partition("=")[0] == "--devices" for argument in program_arguments):
+        return (
+            f"--devices comes after {program_arguments[0]!r}, an argument of the program, and so goes to the program; "
+            "put the options of simulate before those of the program"
+        )
+    return "the following arguments are required: --devices"
 
 
 def _count(text: str) -> int:
