@@ -17,10 +17,11 @@ from typing import Final
 from asyncflow.checkpoint.manifest import NAME
 from asyncflow.errors import CheckpointError
 
-_STEP: Final = re.compile(r"step-(\d+)")
+_STEP: Final = re.compile(r"step-(0|[1-9][0-9]*)")
+"""As `step_path` writes it: ``step-007`` is somebody else's."""
 _TEMPORARY: Final = re.compile(r"\.step-\d+\.(\d+)\.tmp")
 _being_written: Final[set[Path]] = set()
-"""Temporary directories of this process."""
+"""Temporary directories of this process, by their real paths: two sessions may write one by different names."""
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -62,7 +63,7 @@ def find_step(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / NAME).is_file():
+    if os.path.isfile(path / NAME):  # which no name fails that is too long
         return path
     found = steps(path)
     if not found:
@@ -88,8 +89,8 @@ def begin_step(root: Path, step: int) -> Path:
         )
     clean(root)
     temporary = _temporary(root, step)
+    _being_written.add(temporary.resolve())  # first: another thread may clean
     os.mkdir(temporary)
-    _being_written.add(temporary)
     return temporary
 
 
@@ -101,7 +102,7 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     """
     target = step_path(root, step)
     os.replace(temporary, target)
-    _being_written.discard(temporary)
+    _being_written.discard(temporary.resolve())
     sync_directory(root)
     return target
 
@@ -109,26 +110,32 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
 def drop(temporary: Path) -> None:
     """Deletes a step that was not published, as far as the disk lets it."""
     shutil.rmtree(temporary, ignore_errors=True)
-    _being_written.discard(temporary)
+    _being_written.discard(temporary.resolve())
 
 
 def keep_latest(root: Path, count: int) -> None:
     """Deletes all complete steps but the latest `count`; each is gone as a whole, before its files go.
 
+    Of a step that is a link to where somebody has moved it, the link goes.
+
     Raises:
         OSError: it cannot.
     """
     for step in steps(root)[:-count]:
-        temporary = _temporary(root, step)
-        os.replace(step_path(root, step), temporary)
-        shutil.rmtree(temporary)
+        path = step_path(root, step)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            temporary = _temporary(root, step)
+            os.replace(path, temporary)
+            shutil.rmtree(temporary)
 
 
 def clean(root: Path) -> None:
     """Deletes what processes that are no more have not finished."""
     for name in os.listdir(root):
         match, path = _TEMPORARY.fullmatch(name), root / name
-        if match and path not in _being_written and not _is_at_work(int(match[1])):
+        if match and path.resolve() not in _being_written and not _is_at_work(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -44,9 +44,45 @@ def test_a_step_that_has_lost_its_manifest_is_in_nobodys_way(tmp_path: Path) -> 
     assert steps(tmp_path) == [8]
 
 
+@pytest.mark.parametrize("name", ["step-007", "step-٧"])
+def test_a_number_that_is_written_otherwise_is_no_step(name: str, tmp_path: Path) -> None:
+    write(tmp_path, 2, x=2)
+    (tmp_path / "step-2").rename(tmp_path / name)
+    assert steps(tmp_path) == []
+    assert write(tmp_path, 1, 1, x=1) == find_step(tmp_path) == tmp_path / "step-1"
+
+
+def test_of_a_step_that_is_a_link_the_link_is_deleted(tmp_path: Path) -> None:
+    steps_, moved = tmp_path / "steps", tmp_path / "moved"
+    write(steps_, 1, x=1).rename(moved)
+    (steps_ / "step-1").symlink_to(moved)
+    assert read(find_step(steps_)) == {"x": 1}
+    write(steps_, 2, 1, x=2)
+    assert os.listdir(steps_) == ["step-2"]
+    assert read(moved) == {"x": 1}
+
+
+def test_what_is_written_under_another_name_of_the_directory_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = begin_step(type(tmp_path)("steps"), 1)
+    (tmp_path / "link").symlink_to(tmp_path / "steps")
+    for root in (tmp_path / "steps", tmp_path / "link"):
+        clean(root)
+        assert mine.is_dir()
+    drop(mine)
+    assert os.listdir(tmp_path / "steps") == []
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nowhere", "there is no such directory"), ("empty", "no complete step is in it"), ("file", "is no directory")],
+    [
+        ("nowhere", "there is no such directory"),
+        ("empty", "no complete step is in it"),
+        ("file", "is no directory"),
+        ("x" * 300, "too long"),
+    ],
 )
 def test_where_no_checkpoint_is(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
