@@ -13,6 +13,7 @@ from asyncflow.checkpoint.checksum import BLOCK, Checksum
 from asyncflow.checkpoint.manifest import FileFormat, Manifest
 from asyncflow.checkpoint.tensor_file import TensorRecord, from_strings, header, laid_out
 from asyncflow.errors import CheckpointError
+from asyncflow.streams.beside import giving_way
 from asyncflow.values import Array
 
 CHUNK: Final = BLOCK
@@ -90,15 +91,25 @@ def _read_file(
             file.seek(0)
             if file.read(len(head)) != head:
                 return {}, [f"{path}: is damaged: its header is not that of the manifest"]
+            return _read_each(file, path, len(head), records, wanted, file_format.checksum)
     except OSError as error:
         return {}, [f"{path}: cannot be read: {error.strerror or error}"]
+
+
+def _read_each(
+    file: FileIO,
+    path: Path,
+    begin: int,
+    records: list[TensorRecord],
+    wanted: Mapping[str, Array],
+    checksum: Checksum,
+) -> tuple[dict[str, Array], list[str]]:
     arrays: dict[str, Array] = {}
     faults: list[str] = []
-    begin = len(head)
-    for record in records:
+    for record in giving_way(records):
         if record.name in wanted:
             try:
-                arrays[record.name] = _read_array(path, begin, record, wanted[record.name], file_format.checksum)
+                arrays[record.name] = _read_array(file, begin, record, wanted[record.name], checksum)
             except CheckpointError as error:
                 faults.append(f"{path}: {error}")
             except OSError as error:
@@ -107,22 +118,21 @@ def _read_file(
     return arrays, faults
 
 
-def _read_array(path: Path, begin: int, record: TensorRecord, array: Array, checksum: Checksum) -> Array:
+def _read_array(file: FileIO, begin: int, record: TensorRecord, array: Array, checksum: Checksum) -> Array:
     raw = array.reshape(-1).view(np.uint8)
     view = raw.data
     crc32, at = 0, 0
-    with FileIO(path) as file:
-        file.seek(begin)
-        while at < len(view):
-            chunk = view[at : at + CHUNK]
-            filled = 0
-            while filled < len(chunk):
-                count = file.readinto(chunk[filled:])
-                if not count:
-                    raise CheckpointError(f"tensor {record.name!r} ends after {at + filled} of {record.nbytes} bytes")
-                filled += count
-            crc32 = checksum(chunk, crc32)
-            at += filled
+    file.seek(begin)
+    while at < len(view):
+        chunk = view[at : at + CHUNK]
+        filled = 0
+        while filled < len(chunk):
+            count = file.readinto(chunk[filled:])
+            if not count:
+                raise CheckpointError(f"tensor {record.name!r} ends after {at + filled} of {record.nbytes} bytes")
+            filled += count
+        crc32 = checksum(chunk, crc32)
+        at += filled
     if crc32 != record.crc32:
         raise CheckpointError(
             f"tensor {record.name!r} is damaged: its checksum is {crc32:08x}, and was {record.crc32:08x}"
