@@ -312,6 +312,24 @@ async def test_memory_that_is_short_for_all_is_enough_for_some() -> None:
         assert await asyncio.gather(*(session.run(y, {x: value}) for _ in range(16))) == [6250] * 16
 
 
+@pytest.mark.parametrize(("limit", "fits"), [(1_000_000, True), (100_000, False)])
+async def test_tensor_arrays_of_activations_count_for_a_memory_limit(limit: int, fits: bool) -> None:
+    with af.Graph() as graph:
+        x, n = af.placeholder("float64", (), name="x"), af.placeholder("int64", (), name="n")
+        array = af.TensorArray("float64", n, element_shape=())
+        found = af.while_loop(
+            lambda i, _: i < n, lambda i, a: (i + 1, a.write(i, x)), (0, array), pool=af.Pool(4), name="steps"
+        )[1].stack()
+    async with af.Session(graph, memory_limit=limit) as session:
+        runs = (session.run(found, {x: k, n: 4000}) for k in (1.0, 2.0))
+        ends = await asyncio.gather(*runs, return_exceptions=True)
+    for value, end in zip((1.0, 2.0), ends, strict=True):
+        if fits:
+            assert np.array_equal(end, np.full(4000, value))
+        else:
+            assert isinstance(end, af.OutOfMemoryError), end
+
+
 async def test_88_a_cancelled_activation_leaves(open_session: OpenSession) -> None:
     """CONFORMANCE 88: also one that would never end; and a deadline."""
     with af.Graph() as graph:

@@ -38,6 +38,7 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import FramePath
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.resource import waits_in_line
 from asyncflow.values import Kernel, Namespace, Value
 
 _SPARE = 16
@@ -137,7 +138,7 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
     if node.op is READ_ROWS:
         return partial(_read_rows, kernel, memory.track, node.name)
     stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
-    if not stores:
+    if not stores or waits_in_line(node):  # what comes of a place in line counts once it has been claimed
         return kernel
     if node.op is SAVE and (nbytes(node.inputs[2].spec) or 0) >= TRACKED_BYTES:
         return partial(_save, kernel, memory.track, node.name)  # such values count by themselves
