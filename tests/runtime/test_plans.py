@@ -16,6 +16,7 @@ from asyncflow.runtime.session import plans
 from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,19 +56,24 @@ def test_costs_are_asked_for_while_runs_add_plans() -> None:
     assert len(cache) == 3
 
 
+def chain(n_nodes: int, n_constants: int = 1) -> PlanRequest:
+    """What asks for a graph's plan: a chain that starts at so many float64 constants."""
+    with af.Graph() as graph:
+        x = af.constant(np.zeros(n_constants))
+        for _ in range(n_nodes):
+            x = af.identity(x)
+    return PlanRequest(graph, (x,), ())
+
+
 async def compiled_on(cache: PlanCache, n_nodes: int = 1000, n_constants: int = 1) -> int:
-    """The thread on which the plan of a graph is compiled: a chain that starts at so many float64 constants."""
+    """The thread on which the plan of a `chain` is compiled."""
     threads = []
 
     def compile(_: PlanRequest) -> Plan:
         threads.append(threading.get_ident())
         return empty()
 
-    with af.Graph() as graph:
-        x = af.constant(np.zeros(n_constants))
-        for _ in range(n_nodes):
-            x = af.identity(x)
-    await cache.get(PlanRequest(graph, (x,), ()), compile, None)
+    await cache.get(chain(n_nodes, n_constants), compile, None)
     return threads[0]
 
 
@@ -86,6 +92,28 @@ def test_on_virtual_time_it_does_not() -> None:
     """Simulated devices know one thread, and the order of what happens is the same every time."""
     with virtual_clock() as clock:
         assert clock.run(compiled_on(PlanCache(256))) == threading.get_ident()
+
+
+async def test_what_compiles_is_left_to_its_thread_when_the_session_closes() -> None:
+    """No task of it is left behind, if a run that wanted it was cancelled; one that still waits is told."""
+    cache, goes_on, ended = PlanCache(256), threading.Event(), threading.Event()
+
+    def compile(_: PlanRequest) -> Plan:
+        assert goes_on.wait(PATIENCE_S)
+        ended.set()
+        return empty()
+
+    others = asyncio.all_tasks()
+    cancelled, waiting = (asyncio.ensure_future(cache.get(chain(1000), compile, None)) for _ in range(2))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    await cache.aclose()
+    with pytest.raises(af.SessionClosedError, match="closed while a graph was compiled"):
+        await waiting
+    assert asyncio.all_tasks() == others
+    goes_on.set()
+    assert ended.wait(PATIENCE_S)
 
 
 async def test_plans_are_explained() -> None:

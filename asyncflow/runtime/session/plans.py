@@ -14,7 +14,7 @@ from asyncflow.compiler.memory.segments import trip_count
 from asyncflow.compiler.placement.node_costs import assumed_ns
 from asyncflow.compiler.plan import Plan, PlanNode
 from asyncflow.compiler.program.request import PlanRequest
-from asyncflow.errors import DeadlineExceeded
+from asyncflow.errors import DeadlineExceeded, SessionClosedError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.structured import WhileNode
@@ -93,6 +93,14 @@ class PlanCache:
             kept.plans = {}
             kept.version = graph.version
         return kept
+
+    async def aclose(self) -> None:
+        """Leaves what compiles to its threads: a run that waits for it gets a `SessionClosedError`."""
+        loop = asyncio.get_running_loop()
+        compiling = [each for each in self._compiling.values() if each.get_loop() is loop]  # of one closed none goes on
+        for each in compiling:
+            each.cancel()
+        await asyncio.gather(*compiling, return_exceptions=True)
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -186,7 +194,13 @@ class PlanCache:
             if shared is None:
                 shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
                 shared.add_done_callback(partial(self._compiled, kept, key))
-            plan = await asyncio.shield(shared)
+            try:
+                plan = await asyncio.shield(shared)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if shared.cancelled() and task is not None and not task.cancelling():
+                    raise SessionClosedError("the session was closed while a graph was compiled") from None
+                raise
             if flips == self._flips:
                 self._alive.add(plan)
                 return plan

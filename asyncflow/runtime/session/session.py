@@ -235,6 +235,7 @@ class Session(CheckpointedSession, NotPickled):
             if self._saver is not None:
                 # It may have values of devices still to write.
                 closing.push_async_callback(self._saver.stop, self._checkpoints)
+            closing.push_async_callback(self._plans.aclose)
             closing.push_async_callback(self._runs.stop)
             await self._runs.end(grace_s)
 
