@@ -33,6 +33,7 @@ import numpy as np
 import uvicorn
 from numpy.typing import NDArray
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -42,10 +43,14 @@ from asyncflow import serving
 
 PAGE = Path(__file__).with_name("server.html")
 FEATURES, HIDDEN = 512, 512
+GENERATOR = "generate"
+"""The name of the generator's loop."""
 CAPACITY = 64
-"""Rows of the generator's loop."""
+"""Rows of it."""
 LONGEST = 400
 """Characters that are generated at most."""
+LARGEST_BODY = 20_000
+"""Bytes of a request: what reads them keeps the event loop busy for some tens of milliseconds."""
 ALPHABET = "\n abcdefghijklmnopqrstuvwxyz.,'-"
 LETTERS = len(ALPHABET)
 KINDS = {ast.Constant: 0, ast.Add: 1, ast.Sub: 2, ast.Mult: 3, ast.Div: 4, ast.USub: 5}
@@ -143,7 +148,7 @@ class Models:
             return number + 1, (context % LETTERS**2) * LETTERS + letter, seed
 
         first = (af.constant(0, "int64"), self._start, self._seed)
-        af.while_loop(lambda number, *_: number < length, step, first, pool=af.Pool(CAPACITY), name="generate")
+        af.while_loop(lambda number, *_: number < length, step, first, pool=af.Pool(CAPACITY), name=GENERATOR)
 
     def _build_calculator(self) -> None:
         self._tree = af.InputGraph.placeholder()
@@ -309,7 +314,7 @@ def live(models: Models, metrics: serving.Metrics, recent: Recent, traffic: Traf
         "lag_s": found["event_loop_lag_seconds"][0].value,
         "ended": ended,
         "duration_s": [sample.value for sample in found["request_duration_seconds"]],
-        "rows": sum(sample.value for sample in found["pool_rows"]),
+        "rows": sum(value for labels, value, _ in found["pool_rows"] if labels["function"] == GENERATOR),
         "capacity": CAPACITY,
         "batches": list(recent.batches),
     }
@@ -321,7 +326,11 @@ def build(most_files: int = 80) -> Starlette:
     metrics, recent, traffic = serving.Metrics(models.session), Recent(models.session), Traffic(models)
 
     async def text_of(request: Request) -> str:
-        body: bytes = await request.body()
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"a text has at most {LARGEST_BODY} bytes")
         return body.decode("utf-8", "replace")
 
     async def classify(request: Request) -> Response:

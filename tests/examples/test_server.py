@@ -73,6 +73,31 @@ async def test_what_is_no_expression_is_refused_in_words() -> None:
             assert (await client.post("/generate", content=text)).status_code == 200
 
 
+async def test_a_text_that_is_too_long_to_be_read_is_refused() -> None:
+    """Reading one of megabytes would stop the event loop, and so all other requests, for seconds."""
+    async with served() as client:
+        for path in ("/classify", "/generate", "/calculate"):
+            answer = await client.post(path, content="1" * (server.LARGEST_BODY + 1))
+            assert (answer.status_code, answer.text) == (413, f"a text has at most {server.LARGEST_BODY} bytes")
+        assert (await client.post("/classify", content="x" * server.LARGEST_BODY)).status_code == 200
+
+
+async def test_vertices_of_expressions_are_no_rows_of_the_generator() -> None:
+    models = server.Models(5)
+    metrics, traffic = server.serving.Metrics(models.session), server.Traffic(models)
+    shown: dict[str, list[object]] = {}
+
+    class Looking(server.Recent):
+        def pool_stepped(self, function: str, size: int) -> None:
+            shown.setdefault(function, []).append(server.live(models, metrics, self, traffic, "ready")["rows"])
+
+    async with models.session, metrics, Looking(models.session):
+        await asyncio.gather(*(models.calculate(f"{n} + 1") for n in range(4)))
+        assert {rows for steps in shown.values() for rows in steps} == {0}
+        assert "".join([letter async for letter in models.generate("The", 0)])
+        assert set(shown[server.GENERATOR]) == {1}
+
+
 async def test_the_example_at_the_top_is_answered_as_it_says() -> None:
     (line,) = re.findall(r"/classify -d '(.*)'", server.__doc__ or "")
     async with served() as client:
