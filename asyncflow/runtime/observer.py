@@ -13,6 +13,7 @@ from contextlib import aclosing
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from weakref import ref
 
 from asyncflow.errors import DeadlineExceeded, FeedError, OverloadedError, SessionClosedError
 
@@ -23,7 +24,7 @@ Result = TypeVar("Result")
 _log: Final = logging.getLogger("asyncflow.runtime")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ObservedRun:
     """One run as observers see it; times are the event loop's, in seconds.
 
@@ -53,7 +54,7 @@ class ObservedBatch(NamedTuple):
     Attributes:
         function: its name in the graph.
         size: how many members it had.
-        runs: theirs, one for each, as far as they were observed.
+        runs: theirs, one for each, as far as they were observed and have not ended before.
         started_s: when it started.
         ended_s: when its results were there, or it failed.
         error: what it raised.
@@ -83,8 +84,11 @@ class RunObserver(Protocol):
         """A pooled loop was stepped for so many activations."""
 
 
-_current: ContextVar[ObservedRun | None] = ContextVar("asyncflow_observed_run", default=None)
-"""The run that is asked for here, or that this is part of."""
+_current: ContextVar[Callable[[], ObservedRun | None]] = ContextVar("asyncflow_observed_run", default=lambda: None)
+"""A weak reference to the run that is asked for here, or that this is part of.
+
+A run that has failed has an error, whose traceback leads to what has these variables: that would be a cycle.
+"""
 
 
 def status_of(error: BaseException | None) -> RunStatus:
@@ -105,7 +109,7 @@ def status_of(error: BaseException | None) -> RunStatus:
 
 def start_observed(now_s: float) -> Context:
     """The context variables for a run that starts; notes when, unless it is a part of one that has started before."""
-    run = _current.get()
+    run = _current.get()()
     if run is None or run.started_s is not None:
         return copy_context()
     run.started_s = now_s
@@ -141,6 +145,7 @@ class Observers:
             result = await self._within(run, work)
         except BaseException as error:
             self._ended(run, error)
+            del run  # it has the error, whose traceback leads to this frame: that would be a cycle
             raise
         self._ended(run, None)
         return result
@@ -162,13 +167,14 @@ class Observers:
             raise
         finally:
             self._ended(run, error)
+            del run, error  # as in `watch`
 
     def batch_ended(
         self, function: str, contexts: Iterable[Context], taken_s: float, error: BaseException | None
     ) -> None:
         """Tells of a call of a batched function, for members with these context variables."""
         members = [context.get(_current) for context in contexts]
-        runs = tuple(run for run in members if run is not None)
+        runs = tuple(run for member in members if member is not None and (run := member()) is not None)
         now = self._clock()
         batch = ObservedBatch(function, len(members), runs, now - taken_s, now, error)
         self._tell(lambda observer: observer.batch_ended(batch))
@@ -179,7 +185,7 @@ class Observers:
 
     def _began(self, label: str) -> ObservedRun:
         run = ObservedRun(label, self._clock())
-        run.context.run(_current.set, run)
+        run.context.run(_current.set, ref(run))
         self._tell(lambda observer: observer.run_began(run))
         return run
 
@@ -190,12 +196,13 @@ class Observers:
 
     async def _within(self, run: ObservedRun, work: Awaitable[Result]) -> Result:
         """Awaits what starts this run."""
-        token = _current.set(run)
+        token = _current.set(ref(run))
         try:
             return await work
         finally:
-            if _current.get() is run:  # else it is thrown away, in another context
+            if _current.get()() is run:  # else it is thrown away, in another context
                 _current.reset(token)
+            del run  # as in `watch`
 
     def _tell(self, what: Callable[[RunObserver], None]) -> None:
         for observer in tuple(self._all):

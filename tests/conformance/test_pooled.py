@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from functools import partial
 from math import inf
 from random import Random
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.runtime.run import pools
+from asyncflow.runtime.run.pools import LoopPool
 from asyncflow.runtime.shares import PATIENCE_S
 from tests.conftest import OpenSession
 from tests.others import others_end
@@ -669,3 +671,14 @@ async def test_a_run_of_higher_priority_is_a_row_first(
         asked = [("b", 0, None), ("late", 1, None), ("a", 0, 1e6), ("first", -1, None), ("c", 0, None)]
         await asyncio.gather(*(request(*each) for each in asked))
     assert ended == ["first", *in_order, "late"]
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_pool_is_freed_with_its_last_activation() -> None:
+    with af.Graph() as graph:
+        n = af.placeholder("int64", ())
+        pooled = af.while_loop(lambda i: i < n, lambda i: i + 1, 0, pool=af.Pool(4))
+    async with af.Session(graph) as session:
+        assert await session.run(pooled, {n: 3}) == 3
+        await others_end()
+        assert not [each for each in gc.get_objects() if isinstance(each, LoopPool)]

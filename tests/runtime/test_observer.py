@@ -7,6 +7,7 @@ import logging
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -198,3 +199,44 @@ async def test_f60_an_observer_that_raises_touches_no_run(caplog: pytest.LogCapt
         remove()  # again does nothing
         await session.run(y, {x: np.int64(0)})
     assert log.statuses == ["ok"] * 6
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_what_an_observed_run_had_is_freed_with_it() -> None:
+    """However it ends: its error has a traceback, which leads to all that the run had."""
+
+    class Forgetful(Log):
+        def run_began(self, run: ObservedRun) -> None:
+            runs.append(ref(run))
+
+        def run_ended(self, run: ObservedRun) -> None:
+            """Keeps nothing."""
+
+        def batch_ended(self, batch: ObservedBatch) -> None:
+            """Keeps nothing."""
+
+    runs: list[ref[ObservedRun]] = []
+    gate = CoroutineGate()
+    with af.Graph() as graph:
+        n = af.placeholder("int64", ())
+        quick, slow, bad = n + 1, gate.op(n), raising(lambda: ValueError("no"))(n)
+        batch = af.batched(lambda k: af.constant([1, 2])[k])(n)
+        pooled = af.while_loop(lambda i: i < n, lambda i: i + 1, 0, pool=af.Pool(4))
+    async with af.Session(graph) as session:
+        session.observe(Forgetful())
+        for fetch in (quick, batch, pooled):
+            assert await session.run(fetch, {n: 1}) == {quick: 2, batch: 2, pooled: 1}[fetch]
+        for fetch in (bad, batch):
+            with pytest.raises(af.KernelError):
+                await session.run(fetch, {n: 9})
+        for fetch in (slow, pooled):
+            with pytest.raises(af.DeadlineExceeded):
+                await session.run(fetch, {n: 10**12}, timeout=0.01)
+            task = asyncio.ensure_future(session.run(fetch, {n: 10**12}))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            del task
+        await until(lambda: not session.statistics().runs)
+        assert len(runs) == 9
+        await until(lambda: all(run() is None for run in runs))

@@ -266,6 +266,7 @@ class LoopPool(TellingState):
             failure = error
         finally:
             self._pools.forget(self._key)
+            del self._placed  # it has this pool, which would be a cycle
         if failure is not None:  # whoever is told may well ask again, of another pool
             self._end(list(rows.everybody()), failure)
             del failure
