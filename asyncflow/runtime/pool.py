@@ -25,7 +25,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -198,7 +197,7 @@ class PoolRows(Generic[A]):
         # By priority, who is due first in front; there are no empty ones.
         self._waiting: dict[int, list[tuple[float, int, A]]] = {}
         self._shares = PriorityShares()
-        self._arrivals = count()
+        self._arrivals = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
         self._has_gone = False
@@ -219,7 +218,8 @@ class PoolRows(Generic[A]):
 
     def join(self, activation: A) -> None:
         """One waits for its first step, or for its next one."""
-        activation.number = next(self._arrivals)
+        activation.number = self._arrivals
+        self._arrivals += 1
         line = self._waiting.setdefault(activation.priority, [])
         heapq.heappush(line, (activation.due_s, activation.number, activation))
 
