@@ -194,11 +194,12 @@ class PlanCache:
             if shared is None:
                 shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
                 shared.add_done_callback(partial(self._compiled, kept, key))
+            task = asyncio.current_task()
+            asked = 0 if task is None else task.cancelling()  # it may have been, and have gone on
             try:
                 plan = await asyncio.shield(shared)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if shared.cancelled() and task is not None and not task.cancelling():
+                if shared.cancelled() and (task is None or task.cancelling() == asked):
                     raise SessionClosedError("the session was closed while a graph was compiled") from None
                 raise
             if flips == self._flips:
