@@ -123,13 +123,16 @@ async def test_outside_of_loops_no_buffer_is_kept(graph: af.Graph) -> None:
     assert "rows_of" not in text
 
 
-@pytest.mark.parametrize("reader", ["fetch", "later", "view", "kept"])
+@pytest.mark.parametrize("reader", ["fetch", "later", "view", "view by number", "kept"])
 async def test_what_somebody_else_reads_is_not_written(graph: af.Graph, reader: str) -> None:
     x = af.placeholder("float32", (None, 400), name="x")
+    number = af.placeholder("int64", ())
     y = af.exp(x)
+    view = y[number]
     z = af.tanh(y)
     others = {"fetch": y, "later": z + y, "view": y[1:], "kept": af.TensorArray("float32", 1).write(0, y).stack()}
-    text = await source(graph, [z, others[reader]], [x])
+    others["view by number"] = view
+    text = await source(graph, [z, others[reader]], [x, number])
     assert "k_tanh(exp)" in text
 
 
