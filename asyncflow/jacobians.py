@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.errors import ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for, symbolic
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import size_of
 from asyncflow.lift.vmap import vmap
 from asyncflow.ops.creation import eye
+from asyncflow.ops.datatypes import isdtype
+from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import multiply
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.shape import shape, size
@@ -24,13 +26,14 @@ def jacobian(y: Tensor, xs: Nest) -> Nest:
 
     Args:
         y: floats, of known rank.
-        xs: a tensor that `y` depends on, of known rank, or a nest of them.
+        xs: a tensor or `Variable` that `y` depends on, of known rank, or a nest of them.
 
     Returns:
         A nest like `xs`; zeros where `y` does not depend on one.
 
     Raises:
         ShapeError: a rank is not known.
+        DTypeError: `y` is not of floats, or an x has no gradient, as integers have none.
         GraphError: from `gradients`, or as there is no derivative that is computed for several rows at once.
 
     >>> import asyncflow as af
@@ -41,12 +44,12 @@ def jacobian(y: Tensor, xs: Nest) -> Nest:
     """
     leaves, structure = nest.flatten(xs)
     with graph_for(y, *leaves):
-        tensors = [as_tensor(leaf) for leaf in leaves]
-        extents = [_extents(each) for each in (y, *tensors)]
-        count = size_of(y.shape)
-        rows = size(y) if count is None else count
-        units = reshape(eye(rows, dtype=y.dtype), (rows, *extents[0]))
-        found = vmap(lambda unit: tuple(gradients([y], tensors, [unit], unconnected="zero")))(units)
+        target = _differentiable("jacobian: y", y, is_y=True)
+        extents = [_extents(target), *(_extents(_differentiable("jacobian: an x", leaf)) for leaf in leaves)]
+        count = size_of(target.shape)
+        rows = size(target) if count is None else count
+        units = reshape(eye(rows, dtype=target.dtype), (rows, *extents[0]))
+        found = vmap(lambda unit: tuple(gradients([target], leaves, [unit], unconnected="zero")))(units)
         shaped = [reshape(x, (*extents[0], *own)) for x, own in zip(found, extents[1:], strict=True)]
         return structure.unflatten(shaped)
 
@@ -56,7 +59,7 @@ def hessian(y: Tensor, x: Tensor) -> Tensor:
 
     Args:
         y: a float.
-        x: a tensor that `y` depends on, of known rank.
+        x: a tensor or `Variable` that `y` depends on, of known rank.
 
     Raises:
         ShapeError: `y` is no scalar, or the rank of `x` is not known.
@@ -70,7 +73,7 @@ def hvp(y: Tensor, x: Tensor, v: TensorLike) -> Tensor:
 
     Args:
         y: a float.
-        x: a tensor that `y` depends on.
+        x: a tensor or `Variable` that `y` depends on.
         v: of the shape and dtype of `x`.
 
     Raises:
@@ -82,10 +85,23 @@ def hvp(y: Tensor, x: Tensor, v: TensorLike) -> Tensor:
 
 
 def _slope(y: Tensor, x: Tensor) -> Tensor:
-    if y.shape != ():
+    target = _differentiable("second derivatives: y", y, is_y=True)
+    if target.shape != ():
         raise ShapeError(f"second derivatives are those of a scalar, not of {y!r}; af.jacobian takes any shape")
-    (slope,) = gradients([y], [x], unconnected="zero")
+    _differentiable("second derivatives: x", x)
+    (slope,) = gradients([target], [x], unconnected="zero")
     return as_tensor(slope)
+
+
+def _differentiable(what: str, x: TensorLike, *, is_y: bool = False) -> Tensor:
+    value = symbolic(x)
+    if not isinstance(value, Tensor):
+        raise GraphError(f"{what} is a tensor or a variable; got {x!r}")
+    if not carries_gradient(value.spec):
+        raise DTypeError(f"{what} is of floats, since others have no gradient; got {x!r}")
+    if is_y and not isdtype(value.dtype, "real floating"):
+        raise DTypeError(f"{what} is of floats; differentiate the real and the imaginary part of {x!r}, each by itself")
+    return value
 
 
 def _extents(x: Tensor) -> list[int | Tensor]:

@@ -121,3 +121,32 @@ def test_second_derivatives_are_those_of_a_scalar() -> None:
             af.hessian(x * x, x)
         with pytest.raises(af.ShapeError, match=r"the rank of .* is not known"):
             af.jacobian(af.placeholder("float64"), x)
+
+
+async def test_derivatives_by_variables_are_those_of_all_their_reads() -> None:
+    w = af.Variable(X, name="w")
+    with af.Graph() as graph:
+        found = af.jacobian(w * w, {"w": w}), af.hessian(af.sum(w * w * w), w), af.hvp(af.sum(w * w * w), w, V)
+    async with af.Session(graph) as session:
+        slopes, second, product = await session.run(found)
+    unit = np.eye(6).reshape(2, 3, 2, 3)
+    np.testing.assert_allclose(slopes["w"], 2 * X * unit)
+    np.testing.assert_allclose(second, 6 * X * unit)
+    np.testing.assert_allclose(product, 6 * X * V)
+
+
+def test_what_has_no_derivatives_is_told() -> None:
+    with af.Graph():
+        x, n, z = af.constant(X), af.constant(np.arange(3)), af.constant(X * 1j)
+        with pytest.raises(af.DTypeError, match=r"jacobian: y is of floats, since others have no gradient; got .* int64"):
+            af.jacobian(n * 2, n)
+        with pytest.raises(af.DTypeError, match=r"jacobian: an x is of floats, .* int64"):
+            af.jacobian(x * af.astype(n, "float64"), [x, n])
+        with pytest.raises(af.DTypeError, match=r"y is of floats; differentiate the real and the imaginary part of"):
+            af.jacobian(z * z, z)
+        with pytest.raises(af.GraphError, match=r"jacobian: y is a tensor or a variable; got \["):
+            af.jacobian([x, x], x)  # type: ignore[arg-type]
+        with pytest.raises(af.GraphError, match=r"jacobian: an x is a tensor or a variable; got 3.0"):
+            af.jacobian(x, 3.0)
+        with pytest.raises(af.GraphError, match=r"second derivatives: x is a tensor or a variable; got \["):
+            af.hessian(af.sum(x), [x])  # type: ignore[arg-type]
