@@ -96,7 +96,9 @@ class _RowSum:
             add_at_rows(self._xp, self.array[:size], where, values)
         else:
             where = where.reshape(-1)
-            self._add_at(self.array[:size], self._untouched[:size], where, values.reshape(-1, *self._kind.row_shape))
+            self._add_at(
+                self.array[:size], self._untouched[:size], where, values.reshape(where.size, *self._kind.row_shape)
+            )
 
     def _reach(self, row: int) -> None:
         """Takes account of rows from this one on, one by one."""
@@ -287,7 +289,7 @@ def _add_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
         size, rows = int(first), even_rows(indices) if xp is np else None
         if rows is None or rows.stop > size:
             return added(grads, (size, indices, values))
-        return added(grads, (size, rows, values if indices.ndim == 1 else values.reshape(-1, *row_shape)))
+        return added(grads, (size, rows, values if indices.ndim == 1 else values.reshape(indices.size, *row_shape)))
 
     return add_range if is_range else add_at
 

@@ -80,6 +80,8 @@ class _Joining:
         state, weights = node.inputs
         if state not in self.places or weights.node not in self.fixed or weights.spec.rank != 2:
             return None
+        if not size_of(state.shape):
+            return None
         return (self.places[state][0], node.attrs["dtype"]) if state.dtype == weights.dtype else None
 
     def replace(self, node: Node, terms: list[Tensor]) -> None:

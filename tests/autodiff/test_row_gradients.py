@@ -371,3 +371,12 @@ async def test_stores_of_nested_loops(graph: af.Graph, regions: bool) -> None:
         found, expected = await session.run(fetches, {x: X[:2]})
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-10)
+
+
+async def test_rows_without_elements_have_gradients() -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (None, 2, 0))
+        y = af.RowStore("float64", (2, 0)).append(x).take([[0, 1], [1, 1]])
+        slope = af.gradients(y, x)
+    async with af.Session(graph) as session:
+        assert (await session.run(slope, {x: np.zeros((3, 2, 0))})).shape == (3, 2, 0)

@@ -33,6 +33,19 @@ async def test_rows_stand_along_any_axis(in_axes: Any, out_axes: int, expected: 
     np.testing.assert_allclose(found, expected)
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("rows", [3, 0])
+async def test_products_over_an_extent_of_0_are_zeros(rows: int, known: bool) -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (rows, 2, 0) if known else (None, None, None))
+        y = af.vmap(lambda row: row @ af.ones((0, 4)))(x)
+        fetches = [y, af.gradients(y, x)]
+    async with af.Session(graph) as session:
+        product, slope = await session.run(fetches, {x: np.zeros((rows, 2, 0))})
+    np.testing.assert_array_equal(product, np.zeros((rows, 2, 4)))
+    assert slope.shape == (rows, 2, 0)
+
+
 async def test_axes_of_nests_and_values_that_are_the_same_for_all() -> None:
     def fn(given: Any, scale: Any) -> Any:
         return {"sum": af.sum(given["a"]) * scale, "both": given["a"] + given["c"]}

@@ -221,3 +221,16 @@ async def test_what_is_0_goes_through_all_that_keeps_it(graph: af.Graph) -> None
         assert not counted(session, (h, c)).keys() & {"matmul", "multiply", "sum", "relu"}
         for mine, theirs in zip(*await session.run([(h, c), apart]), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+
+
+async def test_states_without_elements_are_not_put_side_by_side() -> None:
+    with af.Graph() as graph:
+        nothing = af.ones((0, 0))
+
+        @af.vertex_function(state=af.spec("float64", (0,)), children=2)
+        def cell(vertex: Any) -> None:
+            vertex.scatter(vertex.gather(0) @ nothing + vertex.gather(1) @ nothing)
+
+        roots = af.vertex_map(cell, BATCH).roots
+    async with af.Session(graph) as session:
+        assert (await session.run(roots)).shape == (len(BATCH.roots), 0)

@@ -42,9 +42,9 @@ def _by_matrix(node: Node, x: Tensor, right: LiftedValue) -> Tensor:
     if x.ndim is None or x.ndim <= 2:
         return _product(node, x, right.tensor)
     assert x.shape is not None
-    folded = reshape(x, (-1, x.shape[-1] if x.shape[-1] is not None else shape(x)[-1]))
-    product = _product(node, folded, right.tensor)
-    leading = [shape(x)[axis] if extent is None else extent for axis, extent in enumerate(x.shape[:-1])]
+    *leading, last = (_extent(x, axis) for axis in range(x.ndim))
+    is_none_left = isinstance(last, Tensor) or last == 0  # or may be so: -1 is not determined then
+    product = _product(node, reshape(x, (math.prod(leading) if is_none_left else -1, last)), right.tensor)
     return reshape(product, (*leading, *([] if right.rank == 1 else [_extent(right.tensor, -1)])))
 
 
