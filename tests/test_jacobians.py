@@ -138,9 +138,7 @@ async def test_derivatives_by_variables_are_those_of_all_their_reads() -> None:
 def test_what_has_no_derivatives_is_told() -> None:
     with af.Graph():
         x, n, z = af.constant(X), af.constant(np.arange(3)), af.constant(X * 1j)
-        with pytest.raises(
-            af.DTypeError, match=r"y is of floats, since others have no gradient; got .* int64"
-        ):
+        with pytest.raises(af.DTypeError, match=r"y is of floats, since others have no gradient; got .* int64"):
             af.jacobian(n * 2, n)
         with pytest.raises(af.DTypeError, match=r"jacobian: an x is of floats, .* int64"):
             af.jacobian(x * af.astype(n, "float64"), [x, n])
