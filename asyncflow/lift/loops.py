@@ -95,7 +95,8 @@ def _back(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flag
 
     In each it works on the rows that the other had then, in their order, and leaves the others as they are.
     """
-    if any(each.op.is_random for part in node.subgraphs for level in levels(part) for each in level.nodes):
+    inside = (each.op for part in node.subgraphs for level in levels(part) for each in level.nodes)
+    if any(op.is_random and op.needs_context for op in inside):  # other ops of that kind make stores, or hold back
         raise CannotLift(f"{node.name} draws random numbers, in iterations of each row's own")
     stores = {x for x in node.body.inputs[node.n_vars :] if x.dtype == VARIANT}
     if any(not stores.isdisjoint(each.inputs) for each in node.body.nodes if isinstance(each, StructuredNode)):

@@ -49,11 +49,16 @@ def branch_in_loop(x: Any, w: Any) -> Any:
     return _times(x, lambda i, y: af.cond(y[0] > 0.0, lambda: af.tanh(y @ w), lambda: y * y * 0.5 + x))
 
 
+def piece_in_loop(x: Any, w: Any) -> Any:
+    """Its gradient holds a barrier."""
+    return _times(x, lambda i, y: af.recompute(lambda z: af.tanh(z @ w) * z + x)(y))
+
+
 def loops_in_branches(x: Any, w: Any) -> Any:
     return af.cond(x[0] > 0.0, lambda: grown(x, w), lambda: counted(x * 2.0, w))
 
 
-BODIES = [grown, counted, loop_in_loop, fixed_loop_in_loop, branch_in_loop, loops_in_branches]
+BODIES = [grown, counted, loop_in_loop, fixed_loop_in_loop, branch_in_loop, piece_in_loop, loops_in_branches]
 
 
 @pytest.mark.slow
