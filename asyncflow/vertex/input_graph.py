@@ -144,6 +144,8 @@ class InputGraph:
     @classmethod
     def from_networkx(cls, graph: DirectedGraph, types: Ints | None = None) -> InputGraph:
         """One sample: a directed graph of NetworkX, with edges from parents to children, in the order of its nodes."""
+        if not hasattr(graph, "is_directed"):
+            raise GraphError(f"from_networkx takes a networkx.DiGraph; got {brief(graph)}")
         if not graph.is_directed():
             raise GraphError("edges lead from parents to children, so a graph has to be directed; got one that is not")
         numbers = {node: number for number, node in enumerate(graph.nodes())}

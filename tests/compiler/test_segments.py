@@ -219,6 +219,19 @@ async def test_a_function_of_the_user_is_not_run_twice(graph: af.Graph) -> None:
     assert lines[2].startswith(f"  in the loop built at {__file__}")
 
 
+async def test_a_pure_function_of_the_user_is_run_again(graph: af.Graph, open_session: OpenSession) -> None:
+    @af.op(outputs=af.spec("float64", (WIDTH,)), gradient=lambda inputs, outputs, grad: grad * 2, pure=True)
+    def twice(x: Any) -> Any:
+        return x * 2
+
+    grad = slope_of(lambda x: (af.sin(twice(x)),))
+    async with open_session(graph, saved_values="recompute") as session:
+        assert "while/body/twice/again" in session.plan(grad, []).explain(memory=True)
+        found = await session.run(grad)
+    async with open_session(graph, saved_values="keep") as session:
+        np.testing.assert_allclose(found, await session.run(grad), rtol=1e-12)
+
+
 async def test_a_function_of_the_user_beside_what_is_run_again(graph: af.Graph, open_session: OpenSession) -> None:
     calls = []
 

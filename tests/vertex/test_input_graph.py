@@ -220,6 +220,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "empty tuple": (lambda: af.InputGraph.from_nested((1, ())), af.GraphError, "an empty tuple"),
     "a list of trees": (lambda: af.InputGraph.from_nested([(1, 2), (3, 4)]), af.GraphError, "for several samples"),
     "undirected": (lambda: af.InputGraph.from_networkx(Directed("A", [], False)), af.GraphError, "has to be directed"),
+    "no graph": (lambda: af.InputGraph.from_networkx([1, 2]), af.GraphError, r"takes a networkx.DiGraph; got \[1, 2\]"),  # type: ignore[arg-type]
     "dtype": (
         lambda: af.InputGraph(np.zeros(1), np.zeros(0, int), np.zeros(1, int)),
         af.DTypeError,

@@ -94,8 +94,8 @@ def used_up(loop: WhileNode, part: BodyPart, owners: Owners) -> Node | None:
 
 def _why_not(node: Node, written: Collection[object]) -> str | None:
     op = node.op
-    if op.is_user or op.is_async:
-        return "it calls your function"
+    if op.is_async or (op.is_user and not op.is_repeatable):
+        return "it calls your function" + ("" if op.is_async else ", which @af.op(pure=True) does not declare pure")
     if op is VARIABLE_READ:
         ((resource, _),) = node_effects(node)
         if resource in written:

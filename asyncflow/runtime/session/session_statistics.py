@@ -15,7 +15,8 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         held: in the device's memory now, as ``memory_limit`` counts it.
-        peak: the most that was held at a time.
+        peak: the most that was held at a time. On a CPU without a limit, what loops and regions make and drop inside
+            counts only where runs are interpreted: give a `memory_limit`, however large, to have it counted.
         saved: of that, values that loops have saved for their gradients and that could move away; 0 where nothing can
             (`Session(spill_directory=)`, and a device with a memory of its own).
         host: such values that are in the memory of the host instead.
