@@ -82,10 +82,10 @@ class SessionOptions:
             there are, those that fit keep their values, and the others run again; or values move once memory is short.
             ``"keep"`` leaves them where they are. ``"swap"`` moves all that are large from the first byte.
             ``"recompute"`` has loops save their variables once a segment of iterations, and gradients run each segment
-            forward again: of n iterations, about ``2 * sqrt(n)`` are held, for the time of one more forward loop. A loop
-            that would have to run an effect twice, or your own function that is not declared ``@af.op(pure=True)``, is
-            a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results are the same within
-            rounding.
+            forward again: of n iterations, about ``2 * sqrt(n)`` are held, for the time of one more forward loop. A
+            loop that would have to run an effect twice, or your own function that is not declared
+            ``@af.op(pure=True)``, is a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results
+            are the same within rounding.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
             error.
         placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
