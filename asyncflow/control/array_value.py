@@ -176,6 +176,7 @@ class ArrayValue:
         raise ValueError(
             f"{what} fills the whole TensorArray, which has size {self.size}; got {count} {of}: make the array with "
             f"that size{'' if self.kind.dynamic_size else ', or with dynamic_size=True'}"
+            f"{'; map_fn, vmap and scan go over values of one number of rows' if what == 'unstack' else ''}"
         )
 
     def _check_dtype(self, value: Array) -> None:

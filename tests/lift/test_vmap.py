@@ -46,6 +46,17 @@ async def test_products_over_an_extent_of_0_are_zeros(rows: int, known: bool) ->
     assert slope.shape == (rows, 2, 0)
 
 
+async def test_numbers_of_rows_that_differ_in_the_run_are_told() -> None:
+    with af.Graph() as graph:
+        x, y = af.placeholder("float64", (None, 2)), af.placeholder("float64", (None, 2))
+        total = af.vmap(lambda a, b: a + b)(x, y)
+    async with af.Session(graph) as session:
+        with pytest.raises(
+            af.KernelError, match=r"size 3; got 4 rows: .* vmap .* go over values of one number of rows"
+        ):
+            await session.run(total, {x: np.ones((3, 2)), y: np.ones((4, 2))})
+
+
 async def test_axes_of_nests_and_values_that_are_the_same_for_all() -> None:
     def fn(given: Any, scale: Any) -> Any:
         return {"sum": af.sum(given["a"]) * scale, "both": given["a"] + given["c"]}
