@@ -20,7 +20,7 @@ from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, identity
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import control_dependencies, name_scope
 from asyncflow.graph.shapes import is_static
@@ -436,7 +436,8 @@ class _VertexMap:
         states, kept = stores
         stop = kind.starts[minimum(add(number, 1), self.n_sets)] if is_first else kind.ends[number]
         own = slice(kind.starts[number], stop)
-        known = {x: LiftedValue(y.tensor[own], True) if y.has_rows else y for x, y in before.items()}
+        given = {x: y for x, y in before.items() if x.dtype != VARIANT}  # stores stay in the part that made them
+        known = {x: LiftedValue(y.tensor[own], True) if y.has_rows else y for x, y in given.items()}
         children = NoChildren(self.initial) if is_first else self._children(number, states)
         known.update(children.known(kind.traced))
         rows = VertexAxis(

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import size_of
@@ -43,7 +44,7 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
     behind = set(nodes) if all_in_core else _behind_gathers(traced, nodes)
     # What reads all children does so while their set is at hand.
     held = [x for node in nodes if node.op is REDUCE_CHILDREN for x in node.outputs]
-    core = behind if all_in_core else behind & _needed(nodes, [*traced.scattered, *held])
+    core = behind if all_in_core else _core(nodes, behind, [*traced.scattered, *held])
     results = tuple(traced.pushes.values())
     if not all_in_core:
         core = core | _views_for(core, set(nodes) - behind, nodes, results)
@@ -60,10 +61,29 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
 
 def _behind_gathers(traced: TracedFunction, nodes: Iterable[Node]) -> set[Node]:
     reached = {x.node for x in traced.of_children}
-    for node in nodes:
-        if node.op is REDUCE_CHILDREN or any(source in reached for source in _sources(node)):
-            reached.add(node)
+    listed, before = list(nodes), -1
+    while len(reached) > before:
+        before = len(reached)
+        for node in listed:
+            if node.op is REDUCE_CHILDREN or any(source in reached for source in _sources(node)):
+                reached.add(node)
+                reached.update(_makers_of_stores(node))
     return {node for node in reached if node.op is not PARAMETER}
+
+
+def _core(nodes: list[Node], behind: set[Node], wanted: list[Tensor]) -> set[Node]:
+    """What the state needs, and what reads a store that is filled in a set."""
+    core = behind & _needed(nodes, wanted)
+    while late := [node for node in behind - core if not core.isdisjoint(_makers_of_stores(node))]:
+        core |= behind & _needed(nodes, [x for node in late for x in node.outputs])
+    return core
+
+
+def _makers_of_stores(node: Node) -> set[Node]:
+    """The nodes that give it TensorArrays and other stores, which cannot be sliced: all are of one part."""
+    makers = {x.node for x in node.inputs if x.dtype == VARIANT}
+    parted = (maker.graph.parted.get(maker) for maker in makers)
+    return makers.union(*(each.made for each in parted if each is not None))
 
 
 def _views_for(core: set[Node], eager: set[Node], nodes: list[Node], results: Sequence[Tensor]) -> set[Node]:
@@ -76,6 +96,7 @@ def _views_for(core: set[Node], eager: set[Node], nodes: list[Node], results: Se
     late: set[Node] = set()
     for node in reversed(nodes):
         is_view = node.op.traits.memory in (Memory.VIEW, Memory.WHOLE_VIEW) and not node.control_inputs
+        is_view = is_view and not _makers_of_stores(node)
         if node in eager and is_view and node not in kept and users.get(node, set()) <= core | late:
             late.add(node)
     return late

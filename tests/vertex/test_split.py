@@ -59,3 +59,36 @@ async def test_views_stay_with_the_sets_that_read_them() -> None:
                 state = np.tanh(row[:2] + state * row[2:4])
             either.append(state.sum() + rows[:, 4:].sum())
         np.testing.assert_allclose(value[place], (either[0] - either[1]) / 2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["behind a gather", "before", "after"])
+async def test_a_store_and_what_reads_it_are_of_one_part(where: str) -> None:
+    """It has no row for each vertex, so that no set could read its own part of it."""
+    tree = af.InputGraph.from_nested(((1, 2), 3))[0]
+
+    def sums(x: Any) -> Any:
+        return af.scan(lambda total, each: total + each, x, af.constant(0.0))
+
+    @af.vertex_function(state=af.spec("float64", (3,)), children=2)
+    def cell(v: Any) -> None:
+        x, below = v.pull(), v.gather(0) + v.gather(1)
+        v.scatter(
+            af.tanh(
+                {"behind a gather": lambda: sums(x + below), "before": lambda: below + sums(x)}.get(
+                    where, lambda: x + below
+                )()
+            )
+        )
+        v.push(sums(below) if where == "after" else x)
+
+    with af.Graph() as graph:
+        x = af.constant(np.random.default_rng(0).normal(size=(tree.n_vertices, 3)))
+        fetches = []
+        for lift_parts in (True, False):
+            found = af.vertex_map(cell, tree, x, lift_parts=lift_parts)
+            results = (found.roots, found.pushes["y"])
+            fetches.append((*results, af.gradients(results, x)))
+    async with af.Session(graph) as session:
+        lifted, in_loop = await session.run(fetches)
+    for one, other in zip(lifted, in_loop, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
