@@ -16,6 +16,7 @@ from asyncflow.ops.elementwise import multiply
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.shape import shape, size
 from asyncflow.ops.statistical import sum as sum_of
+from asyncflow.state.variable import Variable
 from asyncflow.values import Nest
 
 
@@ -54,7 +55,7 @@ def jacobian(y: Tensor, xs: Nest) -> Nest:
         return structure.unflatten(shaped)
 
 
-def hessian(y: Tensor, x: Tensor) -> Tensor:
+def hessian(y: Tensor, x: Tensor | Variable) -> Tensor:
     """The second derivatives of the scalar `y` by the elements of `x`: shape ``x.shape + x.shape``.
 
     Args:
@@ -68,7 +69,7 @@ def hessian(y: Tensor, x: Tensor) -> Tensor:
     return as_tensor(found)
 
 
-def hvp(y: Tensor, x: Tensor, v: TensorLike) -> Tensor:
+def hvp(y: Tensor, x: Tensor | Variable, v: TensorLike) -> Tensor:
     """The Hessian of the scalar `y` by `x`, times `v`, without the Hessian: about the cost of two gradients.
 
     Args:
@@ -84,7 +85,7 @@ def hvp(y: Tensor, x: Tensor, v: TensorLike) -> Tensor:
     return as_tensor(found)
 
 
-def _slope(y: Tensor, x: Tensor) -> Tensor:
+def _slope(y: Tensor, x: Tensor | Variable) -> Tensor:
     target = _differentiable("second derivatives: y", y, is_y=True)
     if target.shape != ():
         raise ShapeError(f"second derivatives are those of a scalar, not of {y!r}; af.jacobian takes any shape")
