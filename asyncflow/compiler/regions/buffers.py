@@ -69,12 +69,14 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
     kept: set[Tensor] = set()
     for index, node in enumerate(nodes):
         memory = node.op.traits.memory
-        buffers = [owner.get(tensor, tensor) for tensor in node.inputs]
-        last.update((buffer, index) for buffer in buffers)
-        if memory in (Memory.VIEW, Memory.WHOLE_VIEW):
-            owner[node.outputs[0]] = buffers[0]
-        elif memory is not Memory.NEW:
-            kept.update(buffers)
+        for place, tensor in enumerate(node.inputs):
+            buffer = owner.get(tensor, tensor)
+            last[buffer] = index
+            if memory in (Memory.VIEW, Memory.WHOLE_VIEW):
+                if place == 0:  # of what it is a view; others say of which part
+                    owner[node.outputs[0]] = buffer
+            elif memory is not Memory.NEW:
+                kept.add(buffer)
     kept.update(owner.get(tensor, tensor) for tensor in escaping)
     return Uses(last, frozenset(kept))
 
