@@ -56,12 +56,10 @@ class RunCost:
     def observe(self, taken_s: float) -> None:
         """A run took so long."""
         self.recent_s.append(taken_s)
-        self._observed += 1
         mean_s = self.mean_s
-        if not mean_s:
-            self.mean_s = self._longest_s = taken_s
-        elif self._observed <= _COLD:
-            self.mean_s = self._longest_s = min(mean_s, taken_s)
+        if self._observed < _COLD or not mean_s:
+            self._observed += 1
+            self.mean_s = self._longest_s = min(mean_s or taken_s, taken_s)
         else:
             off_s = min(taken_s, _FAR * mean_s) - mean_s
             self.mean_s = mean_s + _FRESH * off_s

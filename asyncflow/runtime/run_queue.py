@@ -179,11 +179,11 @@ class RunQueue(Generic[R]):
         Raises:
             OverloadedError: it may not wait.
         """
-        cost, in_flight = run.cost, self.in_flight
+        cost = run.cost
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
         if not self.queued and self._fits(run):
-            if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in in_flight):
+            if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in self.in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
             return True

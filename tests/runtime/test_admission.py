@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from math import inf
 from random import Random
 from typing import Any
 
@@ -163,7 +164,7 @@ async def test_97_a_refusal_is_as_short_with_a_thousand_that_wait(program: Progr
             plan.cost.observe(1.0)
             admission = session._runs.admission
             assert admission is not None
-            tickets = [admission.apply(plan, None) for _ in range(queued + 1)]
+            tickets = [admission.apply(plan, inf, 0.0) for _ in range(queued + 1)]
 
             async def refused(session: af.Session = session) -> None:
                 for options in ({}, {"timeout": 2.0}):
@@ -172,7 +173,7 @@ async def test_97_a_refusal_is_as_short_with_a_thousand_that_wait(program: Progr
 
             walks.append((await walk_of(refused)).total())
             for ticket in tickets:
-                admission.leave(ticket)
+                admission.leave(ticket, 0.0)
     assert walks[1] <= walks[0] + 40  # where in the line it would stand is looked up by halving
     assert walks[1] <= 130
 
@@ -392,14 +393,13 @@ async def test_a_run_that_never_began_says_nothing_of_its_plan(graph: af.Graph) 
     x = af.placeholder("float32", ())
     async with af.Session(graph) as session:
         plan, admission = session.plan(x * 2.0, [x]), Admission(SessionOptions(max_runs=1))
-        ticket = admission.apply(plan, None)
-        ticket.started_s -= 1.0  # let in a second ago
-        admission.leave(ticket)
+        ticket = admission.apply(plan, inf, 1.0)
+        admission.leave(ticket, 2.0)
         assert not plan.cost.recent_s
-        ticket = admission.apply(plan, None)
-        admission.queue.begin(ticket, plan.cost, asyncio.get_running_loop().time())
-        admission.leave(ticket, is_whole=True)
-        assert len(plan.cost.recent_s) == 1
+        ticket = admission.apply(plan, inf, 2.0)
+        admission.queue.begin(ticket, plan.cost, 3.0)
+        admission.leave(ticket, 3.5, is_whole=True)
+        assert list(plan.cost.recent_s) == [0.5]
 
 
 async def test_what_was_learnt_outlasts_that_a_graph_grows(program: Program) -> None:
@@ -479,18 +479,17 @@ async def test_what_runs_leave_behind_is_not_reserved_for_ever(graph: af.Graph) 
     account = MemoryAccount("cpu:0")
     options = SessionOptions(max_runs=2, memory_limit=1_000_000)
     admission = Admission(options, [account])
-    now_s = asyncio.get_running_loop().time
     async with af.Session(graph) as session:
         plan = session.plan(x * 2.0, [x])
 
         def run(nbytes: int, beside: int = 0) -> np.ndarray[Any, Any]:
-            ticket = admission.apply(plan, None)
-            admission.queue.begin(ticket, plan.cost, now_s())
+            ticket = admission.apply(plan, inf, 0.0)
+            admission.queue.begin(ticket, plan.cost, 0.0)
             made, kept = np.empty(nbytes, np.uint8), np.empty(beside, np.uint8)
             account.track(made)
             account.track(kept)
             del made
-            admission.leave(ticket, is_whole=True)
+            admission.leave(ticket, 1.0, is_whole=True)
             return kept
 
         run(400_000)

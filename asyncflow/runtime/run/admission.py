@@ -61,38 +61,33 @@ class Admission:
         self.refused = 0
         self.late = 0
         self._accounts = accounts if options.memory_limit is not None else ()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """That of all runs, once one has asked; to look for it costs more than the time does."""
         self._held: list[int] = []
         """Bytes of each that are there without runs."""
 
     def apply(
-        self, plan: Plan | None, deadline_s: float | None, priority: int = 0, values: Sequence[Value] = ()
+        self, plan: Plan | None, deadline_s: float, now_s: float, priority: int = 0, values: Sequence[Value] = ()
     ) -> AdmissionTicket:
         """The ticket of a run, which may start, or else has to `wait`; `leave` has to be called however it goes on.
 
         Args:
             plan: of such runs; None if there is none yet.
-            deadline_s: when it has to have ended, in the event loop's time.
+            deadline_s: when it has to have ended, in the event loop's time; infinity for no matter when.
+            now_s: that time.
             priority: lower ones go first.
             values: what is fed to it.
 
         Raises:
             OverloadedError: it may not even wait.
         """
-        loop = self._loop = self._loop or asyncio.get_running_loop()
-        ticket = AdmissionTicket(
-            None if plan is None else plan.cost, priority, inf if deadline_s is None else deadline_s
-        )
+        ticket = AdmissionTicket(None if plan is None else plan.cost, priority, deadline_s)
         queue = self.queue
         if queue.max_queued_bytes is not None and not queue.has_room:
             ticket.nbytes = _held_bytes(values)
         if self._accounts and not queue.in_flight:
             self._look_at_idle()
-        now_s = loop.time()
         try:
             if not queue.offer(ticket, now_s):
-                ticket.turn = loop.create_future()
+                ticket.turn = asyncio.get_running_loop().create_future()
                 self._settle(now_s)
         except OverloadedError:
             self.refused += 1
@@ -120,10 +115,9 @@ class Admission:
             self.late += 1
             raise too_late() from None
 
-    def leave(self, ticket: AdmissionTicket, *, is_whole: bool = False) -> None:
+    def leave(self, ticket: AdmissionTicket, now_s: float, *, is_whole: bool = False) -> None:
         """A run has ended, or will not start; `is_whole` says that it came to its end."""
-        assert self._loop is not None
-        queue, now_s = self.queue, self._loop.time()
+        queue = self.queue
         if ticket not in queue.in_flight:
             queue.withdraw(ticket)
         else:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from contextvars import copy_context
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -138,28 +139,34 @@ class Runs:
             priority = as_priority(priority)
         if self.drained is not None:
             self._check_drained()
-        if trace is not None:
-            check_trace(trace, may_be_path=True)
-        asked_s = self._turn.loop.time()
-        recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
-        plan = call.plan
-        is_planned = plan is not None and call.version == call.request.graph.version and recorder is None
-        ticket = claim = None
-        is_whole = False
-        # What needs no scheduler is over before anybody could wait for it.
-        is_short = is_planned and plan is not None and plan.single_call is not None and not atomic
-        if self.admission is None or is_short:
-            checked, waits = call.check(values)
+        if trace is None:
+            recorder = current_trace()
         else:
-            ticket = self._ask(plan, timeout, asked_s, priority, values)  # before anything is copied
-            try:
-                checked, waits = call.check(values)
-            except BaseException:
-                if ticket is not None:
-                    self.admission.leave(ticket)
-                raise
+            check_trace(trace, may_be_path=True)
+            recorder = trace if isinstance(trace, Trace) else Trace()
+        asked_s = self._turn.loop.time()
+        plan = call.plan
+        is_planned = plan is not None and recorder is None and call.version == call.request.graph.version
+        checked = None
+        waits = is_tried = False
+        if is_planned and plan is not None and plan.single_call is not None and not atomic:
+            # What needs no scheduler is over before anybody could wait for it.
+            checked, waits = call.check(values)
+            is_tried = not (waits or plan.read_on_host)
+            if is_tried:
+                fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
+                if fetched is not None:
+                    return call.result(plan, fetched, allow_dead=allow_dead)
+        ticket: AdmissionTicket | None = None
+        is_whole = False
         self._calls += 1
         try:
+            # Before anything is copied; a run that is part of another needs no leave.
+            if self.admission is not None and not is_within(self._turn):
+                end_s = inf if timeout is None else asked_s + timeout
+                ticket = self.admission.apply(plan, end_s, asked_s, priority, values)
+            if checked is None:
+                checked, waits = call.check(values)
             if ticket is not None and self.admission is not None and ticket.turn is not None:
                 checked = as_of_now(checked) if waits else checked
                 await self.admission.wait(ticket)
@@ -169,41 +176,54 @@ class Runs:
                 plan, checked = await self._planned(call, checked, recorder, timeout)
             if plan.read_on_host or waits:
                 checked = await self._at_hand(plan, call, checked, timeout, asked_s)
-            if plan.single_call is not None and recorder is None and not atomic:
+            fetched = None
+            if not is_tried and plan.single_call is not None and recorder is None and not atomic:
                 fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
-                if fetched is not None:
-                    return call.result(plan, fetched, allow_dead=allow_dead)
-            if is_short and self.admission is not None:
-                ticket = self._ask(plan, timeout, asked_s, priority, values)
-                if ticket is not None and ticket.turn is not None:
-                    await self.admission.wait(ticket)
-            if atomic or self._atomic.claims:
-                checked = as_of_now(checked) if waits else checked
-                claim = await self._claimed(plan, atomic, timeout, asked_s)
-            if ticket is not None and self.admission is not None:
-                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
-            staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
-            start = partial(
-                self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim, priority=priority
-            )
-            is_recorded = recorder is not None and recorder.order is not None
-            if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
-                fetched = await start().wait()
-            else:
-                fetched = await self._in_turn(start, plan, timeout, asked_s)
-            results = await self.copies.of_results(fetched)
-            is_whole = True
+            if fetched is None:
+                fetched = await self._run(call, plan, checked, timeout, asked_s, recorder, atomic, priority, ticket)
+                is_whole = True
         finally:
-            if claim is not None:
-                self._atomic.leave(claim)
             if ticket is not None and self.admission is not None:
-                self.admission.leave(ticket, is_whole=is_whole)
+                self.admission.leave(ticket, self._turn.loop.time(), is_whole=is_whole)
             if recorder is not None and isinstance(trace, str | Path):
                 await call_beside(write_trace, recorder, Path(trace))
             self._calls -= 1
             if self._ended is not None:
                 self._ended.set()
-        return call.result(plan, results, allow_dead=allow_dead)
+        return call.result(plan, fetched, allow_dead=allow_dead)
+
+    async def _run(
+        self,
+        call: Call,
+        plan: Plan,
+        values: list[Value],
+        timeout: float | None,
+        asked_s: float,
+        trace: Trace | None,
+        atomic: bool,
+        priority: int,
+        ticket: AdmissionTicket | None,
+    ) -> list[Value]:
+        """The fetched values of a run that needs the scheduler, and for which all is there."""
+        assert self._turn is not None
+        claim = None
+        try:
+            if atomic or self._atomic.claims:
+                values = as_of_now(values)
+                claim = await self._claimed(plan, atomic, timeout, asked_s)
+            if ticket is not None and self.admission is not None:
+                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
+            staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
+            start = partial(self._start, plan, values, timeout, asked_s, trace, None, staying, claim, priority=priority)
+            is_recorded = trace is not None and trace.order is not None
+            if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
+                fetched = await start().wait()
+            else:
+                fetched = await self._in_turn(start, plan, timeout, asked_s)
+            return await self.copies.of_results(fetched)
+        finally:
+            if claim is not None:
+                self._atomic.leave(claim)
 
     async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
         """Does what `Session.warm_up` promises."""
@@ -250,10 +270,10 @@ class Runs:
             checked = await self._copied(checked, timeout, asked_s)
             plan, checked = await self._planned(call, checked, recorder, timeout)
             checked = as_of_now(await self._at_hand(plan, call, checked, timeout, asked_s))
-            if self.admission is not None:
-                ticket = self._ask(plan, timeout, asked_s, priority, values)
-                if ticket is not None:
-                    await self.admission.wait(ticket)
+            if self.admission is not None and not is_within(self._turn):
+                end_s = inf if timeout is None else asked_s + timeout
+                ticket = self.admission.apply(plan, end_s, self._turn.loop.time(), priority, values)
+                await self.admission.wait(ticket)
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
             if ticket is not None and self.admission is not None:
@@ -273,7 +293,7 @@ class Runs:
             finally:
                 channel.discard()  # what nobody has taken leads to the run, and the run to the channel
                 if ticket is not None and self.admission is not None:
-                    self.admission.leave(ticket)
+                    self.admission.leave(ticket, self._turn.loop.time())
                 self._calls -= 1
                 if self._ended is not None:
                     self._ended.set()
@@ -284,18 +304,6 @@ class Runs:
         """Raises SessionClosedError, but for what a run of the drained session asks for: it is part of that one."""
         if not is_within(self._turn):
             raise SessionClosedError(self.closed or self.drained)
-
-    def _ask(
-        self, plan: Plan | None, timeout: float | None, asked_s: float, priority: int, values: Sequence[Value]
-    ) -> AdmissionTicket | None:
-        """The leave to start a run, or the wait for it; None for one that is part of another.
-
-        Raises:
-            OverloadedError: it will not be admitted.
-        """
-        if self.admission is None or is_within(self._turn):
-            return None
-        return self.admission.apply(plan, None if timeout is None else asked_s + timeout, priority, values)
 
     async def _copied(self, values: list[Value], timeout: float | None, asked_s: float) -> list[Value]:
         """The values, with those copied that are too large for it on the event loop."""
