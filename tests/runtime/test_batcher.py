@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from math import inf
+from math import ceil, inf
 from random import Random
 from typing import Any
 
@@ -470,6 +470,68 @@ def test_the_one_at_fault_is_found_by_halving() -> None:
     (whole,) = batcher.take(0, is_idle=True)
     assert batcher.failed(whole, divisible=False)
     assert not batcher.lanes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whoever_waits_is_under_way_or_known_to_wake(seed: int) -> None:
+    """After a pass no lane waits for nothing, however calls of others that share its times have ended meanwhile.
+
+    Clients ask again soon after they were answered, so that who comes earlier waits for them; some leave. A pass comes
+    when one asks or a call has ended, and at the time that the last one said; who leaves wakes nobody.
+    """
+    random = Random(seed)
+    batcher: Batcher[Named] = Batcher(seed)
+    costs = CallCosts()
+    under_way: list[tuple[int, BatchCall[Named]]] = []
+    asks = [(random.randrange(1_000), client) for client in range(8)]
+    now_ns, waits, left = 0, 0, 500
+    wake_ns = inf
+
+    def taken_ns(size: int) -> int:
+        return random.randrange(9_000, 11_000) + 100 * size
+
+    def answer(call: BatchCall[Named], took_ns: int) -> None:
+        batcher.ended(call, took_ns, now_ns)
+        asks.extend((now_ns + random.randrange(1, 2_000), member.name) for member in call.members)
+
+    while asks or under_way or wake_ns < inf:
+        now_ns = max(now_ns, ceil(min([wake_ns, *(time_ns for time_ns, _ in (*asks, *under_way))])))
+        is_woken = wake_ns <= now_ns
+        for time_ns, client in [each for each in asks if each[0] <= now_ns]:
+            asks.remove((time_ns, client))
+            if left:
+                left -= 1
+                batcher.offer(client % 2, costs, af.Batch(8), Named(client, offered_ns=now_ns))
+                is_woken = True
+        for time_ns, call in [each for each in under_way if each[0] <= now_ns]:
+            under_way.remove((time_ns, call))
+            answer(call, taken_ns(len(call.members)))
+            is_woken = True
+        while is_woken:
+            is_woken = False
+            pass_ns = now_ns
+            for call in batcher.take(pass_ns, is_idle=True):
+                now_ns += random.randrange(3_000)
+                took_ns = taken_ns(len(call.members))
+                if len(call.members) == 1 and random.random() < 0.5:
+                    now_ns += took_ns
+                    answer(call, took_ns)  # here and now
+                    is_woken = True
+                else:
+                    under_way.append((now_ns + took_ns, call))
+            now_ns += random.randrange(1_000)  # a pass takes time, in which others become due
+            wake_ns = batcher.wake_ns(pass_ns)
+            assert wake_ns > pass_ns
+            is_waiting = any(not lane.under_way for lane in batcher.lanes.values())
+            waits += is_waiting
+            assert is_woken or not is_waiting or wake_ns < inf
+        waiting = [each for lane in batcher.lanes.values() for line in lane.waiting.values() for each in line]
+        if waiting and random.random() < 0.1:
+            member = random.choice(waiting)
+            batcher.withdraw(member.name % 2, member)
+            asks.append((now_ns + random.randrange(1, 2_000), member.name))
+    assert not batcher.lanes
+    assert waits > 20
 
 
 @pytest.mark.parametrize("seed", range(5))
