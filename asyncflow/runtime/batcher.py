@@ -213,11 +213,6 @@ class Lane(Generic[M]):
         last_ns = min(first.deadline_ns - needed_ns, (first.offered_ns + first.deadline_ns) / 2)
         return min(found + self.policy.max_delay_s * 1e9, last_ns)
 
-    def returns_ns(self, now_ns: int) -> float:
-        """Until when those who wait are to wait for those who are to come back; minus infinity if not."""
-        until_ns = self.costs.returns.waits_until_ns(self.costs, len(self), self.most, now_ns)
-        return min(until_ns, *(_halfway_ns(line[0]) for line in self.waiting.values()))
-
     def _remove(self, line: list[M], place: int) -> M:
         member = line.pop(place)
         if not line:
@@ -302,8 +297,8 @@ class Batcher(Generic[M]):
                 found = min(found, *(call.overdue_ns() for call in lane.under_way))
             elif lane.waiting and self._delays(lane):
                 found = min(found, lane.leaves_ns())
-            elif lane.waiting and self._awaits_returns(lane, now_ns):
-                found = min(found, lane.returns_ns(now_ns))
+            elif lane.waiting and now_ns < (until_ns := self._returns_ns(lane, now_ns)):
+                found = min(found, until_ns)
         return found
 
     def overdue(self, now_ns: int) -> list[BatchCall[M]]:
@@ -394,7 +389,7 @@ class Batcher(Generic[M]):
             is_due = now_ns >= lane.leaves_ns()
         else:
             # Where others always have work, such as a loop that never ends, nothing is ever idle.
-            is_due = is_idle and not self._awaits_returns(lane, now_ns)
+            is_due = is_idle and now_ns >= self._returns_ns(lane, now_ns)
             is_due = is_due or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
         return is_due
 
@@ -414,10 +409,12 @@ class Batcher(Generic[M]):
     def _delays(self, lane: Lane[M]) -> bool:
         return lane.policy.max_delay_s > 0 and not self.is_ending
 
-    def _awaits_returns(self, lane: Lane[M], now_ns: int) -> bool:
+    def _returns_ns(self, lane: Lane[M], now_ns: int) -> float:
+        """Until when those who wait are to wait for those who are to come back; minus infinity if not."""
         if self.is_ending or lane.suspects or lane.policy.cost == "none":
-            return False
-        return now_ns < lane.returns_ns(now_ns)
+            return -inf
+        until_ns = lane.costs.returns.waits_until_ns(lane.costs, len(lane), lane.most, now_ns)
+        return min(until_ns, *(_halfway_ns(line[0]) for line in lane.waiting.values()))
 
     def _size(self, lane: Lane[M]) -> int:
         costs, policy = lane.costs, lane.policy

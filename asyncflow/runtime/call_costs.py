@@ -75,10 +75,11 @@ class SizeTimes:
 
 @dataclass(slots=True)
 class _Answered:
-    """Who was answered by one call: how many, since when, and how many of them are not back."""
+    """Who was answered by one call: how many, since when, when they come late, and how many of them are not back."""
 
     size: int
     since_ns: int
+    late_ns: float
     missing: int
 
 
@@ -101,9 +102,10 @@ class Returns:
 
     def answer(self, size: int, now_ns: int) -> None:
         """A call for so many has ended."""
-        while self._away and now_ns > self._latest_ns(self._away[0]):
+        while self._away and now_ns > self._away[0].late_ns:
             self._learn(self._away.pop(0), now_ns)  # they may never come back
-        self._away.append(_Answered(size, now_ns, size))
+        late_ns = now_ns + self.taken.predict_ns(size) + _LATE * self.apart.predict_ns(size)
+        self._away.append(_Answered(size, now_ns, late_ns, size))
 
     def come(self, now_ns: int) -> None:
         """A member has come."""
@@ -120,13 +122,11 @@ class Returns:
         """
         if not self._away:
             return -inf
-        back_ns = max(map(self._latest_ns, self._away))
+        back_ns = max([each.late_ns for each in self._away])
+        if now_ns >= back_ns:
+            return -inf
         saved_ns = costs.saved_ns(waiting, sum(each.missing for each in self._away), most)
-        return back_ns if now_ns < back_ns < now_ns + saved_ns else -inf
-
-    def _latest_ns(self, away: _Answered) -> float:
-        """When they are back, unless they come much later than usual."""
-        return away.since_ns + self.taken.predict_ns(away.size) + _LATE * self.apart.predict_ns(away.size)
+        return back_ns if back_ns < now_ns + saved_ns else -inf
 
     def _learn(self, away: _Answered, now_ns: int) -> None:
         expected_ns = self.taken.predict_ns(away.size)
@@ -160,12 +160,15 @@ class CallCosts(SizeTimes):
     """How many of so many go first, then."""
     _most: int = 0
     """How many could share a call, then."""
+    _line: tuple[float, float] | None = None
+    """Through the times of all sizes but one: what is there whatever the size, and what each adds."""
 
     def observe(self, size: int, taken_ns: float, parts: int = 1) -> int:
         """A call of that size took so long, or calls for the parts of it; gives the size that it counts for."""
         if self.threads > 1:
             self._in_parts.setdefault(parts, SizeTimes()).observe(_size_class(size), taken_ns)
         size = SizeTimes.observe(self, size, taken_ns)
+        self._line = None
         used = self._used.get(size)
         if used is None or self._counts[size] <= _SURE or abs(self.taken_ns[size] - used) > _NEWS * used:
             self._used.clear()
@@ -206,20 +209,25 @@ class CallCosts(SizeTimes):
     def saved_ns(self, waiting: int, coming: int, most: int) -> float:
         """How much less time it takes in all if those who wait go with those who are to come, and not before them."""
         coming = min(coming, most - waiting)
-        sizes = np.array([size for size in self.taken_ns if size > 1])
-        if coming <= 0 or not waiting or not sizes.size:
+        if coming <= 0 or not waiting:
             return 0.0
         # On a line through all sizes: the difference of single ones would be that of their noise.
-        taken = np.array([self.taken_ns[size] for size in sizes])
-        spread = sizes - sizes.mean()
-        each = max(0.0, float(spread @ taken / max(1.0, spread @ spread)))  # hopeful: nothing, where one size is known
-        fixed = max(0.0, float(taken.mean() - each * sizes.mean()))
+        fixed, each = self._line = self._line or self._fitted()
         alone = self.taken_ns.get(1, fixed + each)
 
         def least_ns(size: int) -> float:
             return min(fixed + each * size, alone * size)
 
         return least_ns(waiting) + least_ns(coming) - least_ns(waiting + coming)
+
+    def _fitted(self) -> tuple[float, float]:
+        sizes = np.array([size for size in self.taken_ns if size > 1])
+        if not sizes.size:
+            return 0.0, 0.0
+        taken = np.array([self.taken_ns[size] for size in sizes])
+        spread = sizes - sizes.mean()
+        each = max(0.0, float(spread @ taken / max(1.0, spread @ spread)))  # hopeful: nothing, where one size is known
+        return max(0.0, float(taken.mean() - each * sizes.mean())), each
 
 
 def _size_class(size: int) -> int:
