@@ -148,16 +148,15 @@ class Runs:
         plan = call.plan
         is_planned = plan is not None and recorder is None and call.version == call.request.graph.version
         checked = None
-        waits = is_tried = False
+        waits = False
         if is_planned and plan is not None and plan.single_call is not None and not atomic:
             # What needs no scheduler is over before anybody could wait for it.
             checked, waits = call.check(values)
-            is_tried = not (waits or plan.read_on_host)
-            if is_tried:
+            if not (waits or plan.read_on_host):
                 fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                 if fetched is not None:
                     return call.result(plan, fetched, allow_dead=allow_dead)
-        ticket: AdmissionTicket | None = None
+        ticket = claim = None
         is_whole = False
         self._calls += 1
         try:
@@ -170,19 +169,32 @@ class Runs:
             if ticket is not None and self.admission is not None and ticket.turn is not None:
                 checked = as_of_now(checked) if waits else checked
                 await self.admission.wait(ticket)
-            if waits:
-                checked = await self._copied(checked, timeout, asked_s)
-            if plan is None or not is_planned:
-                plan, checked = await self._planned(call, checked, recorder, timeout)
-            if plan.read_on_host or waits:
-                checked = await self._at_hand(plan, call, checked, timeout, asked_s)
-            fetched = None
-            if not is_tried and plan.single_call is not None and recorder is None and not atomic:
-                fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
-            if fetched is None:
-                fetched = await self._run(call, plan, checked, timeout, asked_s, recorder, atomic, priority, ticket)
-                is_whole = True
+            if plan is None or not is_planned or plan.read_on_host or waits:
+                known = plan if is_planned else None
+                plan, checked = await self._ready(call, known, checked, waits, timeout, asked_s, recorder)
+                if plan.single_call is not None and recorder is None and not atomic:
+                    fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
+                    if fetched is not None:
+                        return call.result(plan, fetched, allow_dead=allow_dead)
+            if atomic or self._atomic.claims:
+                checked = as_of_now(checked) if waits else checked
+                claim = await self._claimed(plan, atomic, timeout, asked_s)
+            if ticket is not None and self.admission is not None:
+                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
+            staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
+            start = partial(
+                self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim, priority=priority
+            )
+            is_recorded = recorder is not None and recorder.order is not None
+            if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
+                fetched = await start().wait()
+            else:
+                fetched = await self._in_turn(start, plan, timeout, asked_s)
+            fetched = await self.copies.of_results(fetched)
+            is_whole = True
         finally:
+            if claim is not None:
+                self._atomic.leave(claim)
             if ticket is not None and self.admission is not None:
                 self.admission.leave(ticket, self._turn.loop.time(), is_whole=is_whole)
             if recorder is not None and isinstance(trace, str | Path):
@@ -191,39 +203,6 @@ class Runs:
             if self._ended is not None:
                 self._ended.set()
         return call.result(plan, fetched, allow_dead=allow_dead)
-
-    async def _run(
-        self,
-        call: Call,
-        plan: Plan,
-        values: list[Value],
-        timeout: float | None,
-        asked_s: float,
-        trace: Trace | None,
-        atomic: bool,
-        priority: int,
-        ticket: AdmissionTicket | None,
-    ) -> list[Value]:
-        """The fetched values of a run that needs the scheduler, and for which all is there."""
-        assert self._turn is not None
-        claim = None
-        try:
-            if atomic or self._atomic.claims:
-                values = as_of_now(values)
-                claim = await self._claimed(plan, atomic, timeout, asked_s)
-            if ticket is not None and self.admission is not None:
-                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
-            staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
-            start = partial(self._start, plan, values, timeout, asked_s, trace, None, staying, claim, priority=priority)
-            is_recorded = trace is not None and trace.order is not None
-            if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
-                fetched = await start().wait()
-            else:
-                fetched = await self._in_turn(start, plan, timeout, asked_s)
-            return await self.copies.of_results(fetched)
-        finally:
-            if claim is not None:
-                self._atomic.leave(claim)
 
     async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
         """Does what `Session.warm_up` promises."""
@@ -259,7 +238,7 @@ class Runs:
             self._check_drained()
         call, values = ask()
         assert self._turn is not None
-        checked, _ = call.check(values)
+        checked, waits = call.check(values)
         asked_s = self._turn.loop.time()
         recorder = trace or current_trace()
         channel = Channel(self._turn.loop)
@@ -267,9 +246,8 @@ class Runs:
         run: Run | None = None
         self._calls += 1
         try:
-            checked = await self._copied(checked, timeout, asked_s)
-            plan, checked = await self._planned(call, checked, recorder, timeout)
-            checked = as_of_now(await self._at_hand(plan, call, checked, timeout, asked_s))
+            plan, checked = await self._ready(call, None, checked, waits, timeout, asked_s, recorder)
+            checked = as_of_now(checked)
             if self.admission is not None and not is_within(self._turn):
                 end_s = inf if timeout is None else asked_s + timeout
                 ticket = self.admission.apply(plan, end_s, self._turn.loop.time(), priority, values)
@@ -310,23 +288,35 @@ class Runs:
         async with in_time(timeout, asked_s, "what is fed was not copied"):
             return await self.copies.of_feeds(values)
 
-    async def _planned(
-        self, call: Call, values: list[Value], trace: Trace | None, timeout: float | None
+    async def _ready(
+        self,
+        call: Call,
+        plan: Plan | None,
+        values: list[Value],
+        waits: bool,
+        timeout: float | None,
+        asked_s: float,
+        trace: Trace | None,
     ) -> tuple[Plan, list[Value]]:
-        """The plan of a call, kept there unless it is for a trace that looks inside regions; and its values as of now.
+        """The plan of a call, kept there unless it is for a trace that looks inside regions; the values where it is.
 
-        While a large graph is compiled, those of other libraries may change.
+        While a large graph is compiled, those of other libraries may change: they are taken as of now.
         """
-        values = as_of_now(values)
-        inside = looks_inside(trace)
-        request = call.request._replace(regions=False) if inside else call.request
-        version = request.graph.version
-        tell_watchers(request, values)
-        plan = await self._plans.get(request, self._compile, timeout)
-        if not inside:
-            if call.plan is not None and not plan.cost.recent_s:
-                plan.cost = call.plan.cost  # the graph has grown, and the run does what it did
-            call.plan, call.version = plan, version
+        if waits:
+            values = await self._copied(values, timeout, asked_s)
+        if plan is None:
+            values = as_of_now(values)
+            inside = looks_inside(trace)
+            request = call.request._replace(regions=False) if inside else call.request
+            version = request.graph.version
+            tell_watchers(request, values)
+            plan = await self._plans.get(request, self._compile, timeout)
+            if not inside:
+                if call.plan is not None and not plan.cost.recent_s:
+                    plan.cost = call.plan.cost  # the graph has grown, and the run does what it did
+                call.plan, call.version = plan, version
+        if plan.read_on_host or waits:
+            values = await self._at_hand(plan, call, values, timeout, asked_s)
         return plan, values
 
     async def _at_hand(
