@@ -42,7 +42,8 @@ def replay(path: Path, target: str | None) -> int:
         return 0
     print("as recorded, bit by bit" + (":" if results else "; it was stopped then"))
     for name, value in results.items():
-        print(f"  {name} = {np.array2string(np.asarray(value), threshold=20):.{_MOST_CHARACTERS}}")
+        if value is not None:  # of a node
+            print(f"  {name} = {np.array2string(np.asarray(value), threshold=20):.{_MOST_CHARACTERS}}")
     return 0
 
 

@@ -84,7 +84,8 @@ class NeededGraph:
 
     def _root(self, fetch: Nest) -> Tensor | Node:
         if isinstance(fetch, str):
-            return self.graph.tensor(fetch) if ":" in fetch else self.graph.node(fetch)
+            named = self.graph.node
+            return self.graph.tensor(fetch) if ":" in fetch or named(fetch).outputs else named(fetch)
         if isinstance(fetch, Tensor | Node) and fetch.graph.root is self.graph:
             return fetch
         if not isinstance(fetch, Resource) or not hasattr(fetch, "__asyncflow_tensor__"):

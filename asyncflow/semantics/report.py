@@ -72,8 +72,9 @@ def warn_of_races(graph: Graph, fetches: Nest, feeds: Iterable[Tensor]) -> None:
 def _advice(races: Sequence[Race]) -> str:
     names = dict.fromkeys(race.variable.name for race in races if race.variable is not None)
     allow = f", or say af.allow_races({', '.join(names)})" if names else ""
-    between_runs = races[0].between == "runs"
-    return f"{'run them with atomic=True' if between_runs else 'order them with control_dependencies'}{allow}"
+    if races[0].between == "runs":
+        return f"run one after the other, or each as one step with atomic=True{allow}"
+    return f"order them with control_dependencies{allow}"
 
 
 def _shown(lines: Sequence[str], most: int) -> list[str]:
@@ -96,7 +97,7 @@ def _outcomes(
     told = _differences([_named(outcome, labels) for outcome in found.outcomes])
     if len(told) == 1 and not found.stopped:
         yield "  outcomes: one with these values, whatever is first"
-    elif len(races) == 1 and len(told) == 2 and not found.stopped and (firsts := _firsts(races[0], found)):
+    elif runs == len(races) == 1 and len(told) == 2 and not found.stopped and (firsts := _firsts(races[0], found)):
         label = told[0].rpartition(" ")[0] + " "  # of a value that is one word
         other = told[1].removeprefix(label)
         yield f"  outcomes: {told[0]} if the {firsts[0]} is first, {other} if the {firsts[1]} is"

@@ -35,6 +35,19 @@ async def test_70_a_run_is_done_again_bit_for_bit(open_session: OpenSession, tmp
         assert await af.replay(path, graph) == again
 
 
+async def test_70_nodes_are_fetched_again_as_they_were(open_session: OpenSession, tmp_path: Path) -> None:
+    """CONFORMANCE 70: a node gives no value, in the run and in the one that is done again, from file and graph alike."""
+    with af.Graph(effects="unordered") as graph:
+        v = af.Variable(0, name="v")
+        fetches = [v.assign(v + 1).node, v.assign(v + 2), v]
+    async with open_session(graph, seed=1) as session:
+        fetched = await session.run(fetches, record=tmp_path / "run.json")
+    for given in (None, graph):
+        assert await af.replay(tmp_path / "run.json", given) == dict(
+            zip(("v/assign", "v/assign_1:0", "@v"), fetched, strict=True)
+        )
+
+
 async def test_71_random_numbers_feeds_and_open_variables(open_session: OpenSession, tmp_path: Path) -> None:
     """CONFORMANCE 71: random numbers are those of the recorded run, and a variable without a value has none."""
     with af.Graph() as graph:

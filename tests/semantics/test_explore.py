@@ -89,6 +89,15 @@ def test_71_a_read_beside_a_write() -> None:
     assert [str(o.fetches[0]) for o in explore(graph, read).outcomes] == ["A"]
 
 
+def test_a_name_is_what_it_is_for_a_run() -> None:
+    """As for `Session.run`: without an output a node's first value, if it has one."""
+    with unordered() as graph:
+        v = af.Variable(0, name="v")
+        v.assign(v + 1)
+    for name in ("v/assign", "v/assign:0"):
+        assert [outcome.fetches for outcome in explore(graph, name).outcomes] == [(1,)]
+
+
 def test_71_ordered_effects_have_one_outcome() -> None:
     """CONFORMANCE 71: what was written first is first, through branches and loops too."""
     with af.Graph() as graph:

@@ -66,7 +66,17 @@ def test_runs_of_one_session_are_told_apart() -> None:
     assert [line.rpartition(" have ")[2] for line in lines[:1]] == ["no order in two runs"]
     assert lines[1].endswith("has no order in two runs")
     assert "    v afterwards 1 after run 1: v/read, run 2: v/read, run 1: v/assign, run 2: v/assign" in lines
-    assert lines[-1] == "  run them with atomic=True, or say af.allow_races(v)"
+    assert lines[-1] == "  run one after the other, or each as one step with atomic=True, or say af.allow_races(v)"
+
+
+def test_one_node_in_two_runs_is_told_with_its_run() -> None:
+    with af.Graph() as graph:
+        add = af.Variable(0, name="v").assign_add(1)
+    assert list(describe_races(graph, add, runs=2))[1:4] == [
+        "  outcomes, each with an order that leads to it:",
+        "    run 1: v/assign_add 1, run 2: v/assign_add 2 after run 1: v/assign_add, run 2: v/assign_add",
+        "    run 1: v/assign_add 2, run 2: v/assign_add 1 after run 2: v/assign_add, run 1: v/assign_add",
+    ]
 
 
 def test_outcomes_that_cannot_be_found_say_why() -> None:

@@ -17,7 +17,7 @@ from asyncflow.runtime.trace import Trace
 from asyncflow.semantics.races import allow_races
 from asyncflow.state.variable import Variable
 from asyncflow.streams.beside import call_beside
-from asyncflow.values import Value
+from asyncflow.values import Nest, Value
 
 _STOPPED = ("CancelledError", "DeadlineExceeded", "SessionClosedError", "GeneratorExit", "KeyboardInterrupt")
 """What a run raises that was stopped from outside."""
@@ -33,7 +33,7 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
             and savers are left alone: what they gave is in the record, unless they gave it to a card.
 
     Returns:
-        The fetched values by name; none of a run that was stopped from outside, which is done as far as it came.
+        The fetched values by name, None for a node; none of a run that was stopped from outside, which is done as far as it came.
 
     Raises:
         ReplayError: the file is no record, or the run went another way; the message says at which firing.
@@ -57,7 +57,7 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
                 session.state.lookup(given[label]).assign(value)
         for label, arrays in record.tables.items():
             session.state.lookup(given[label]).restore(arrays)
-        return await _follow(session, record, given)
+        return await _follow(session, graph, record, given)
 
 
 def _recorded_graph(record: Record, path: str | Path) -> tuple[Graph, Mapping[str, Resource]]:
@@ -90,12 +90,14 @@ def _check_graph(record: Record, path: str | Path, graph: Graph, resources: Mapp
         )
 
 
-async def _follow(session: Session, record: Record, resources: Mapping[str, Resource]) -> dict[str, Value]:
+async def _follow(
+    session: Session, graph: Graph, record: Record, resources: Mapping[str, Resource]
+) -> dict[str, Value]:
     kind = record.status.partition(":")[0]
     guide, trace = PickGuide(record.picks, record.answers, is_whole=kind not in _STOPPED), Trace(capacity=0)
     trace.order = guide
-    fetches = [resources[name[1:]] if name.startswith("@") else name for name in record.fetches]
     try:
+        fetches = [_fetched(name, graph, resources) for name in record.fetches]
         results = await session.run_again(fetches, record.feeds, trace, record.run, record.random_seed)
     except BaseException as error:
         if guide.difference is not None:
@@ -117,3 +119,10 @@ async def _follow(session: Session, record: Record, resources: Mapping[str, Reso
         if checksum(value) != expected:
             raise ReplayError(f"the value of {name} differs from that in the record: {value!r:.200}")
     return dict(zip(record.fetches, results, strict=True))
+
+
+def _fetched(name: str, graph: Graph, resources: Mapping[str, Resource]) -> Nest:
+    """What was fetched: a name without an output is that of a node, whose values nobody asked for."""
+    if name.startswith("@"):
+        return resources[name[1:]]
+    return name if ":" in name else graph.node(name)
