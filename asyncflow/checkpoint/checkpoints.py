@@ -215,7 +215,7 @@ class Checkpoints:
         with background:
             manifest = await call_beside(read_manifest, step)
             compared = _Comparison(manifest, step, awaits)
-            await self._compare(compared, found)
+            await self._compare(compared, found, extra_is_fault=variables is None)
             buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
             arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
             del buffers
@@ -242,7 +242,7 @@ class Checkpoints:
             warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
         return Restored(step, manifest.step, tuple(new), tuple(compared.faults))
 
-    async def _compare(self, compared: _Comparison, found: States) -> None:
+    async def _compare(self, compared: _Comparison, found: States, *, extra_is_fault: bool) -> None:
         """Finds out which states there are on both sides."""
         manifest, file = compared.manifest, compared.path / NAME
         if self._graph is not None and manifest.graph is not None:
@@ -257,7 +257,7 @@ class Checkpoints:
         for name, record in manifest.states.items():
             if name in found or compared.awaits:
                 compared.known.append(name)
-            else:
+            elif extra_is_fault:
                 compared.faults.append(f"{compared.path / record.file}: tensor {name!r} is none of the session's")
 
     # -- new versions --------------------------------------------------------------------------------------------
@@ -327,9 +327,10 @@ class Checkpoints:
             if not is_kept[kind]:
                 continue
             if name in found and found[name][1] is not state:
+                kinds = " and ".join(f"a {each.kind}" for each in (found[name][1], cast("CheckpointedState", state)))
                 raise CheckpointError(
-                    f"two variables of the session are named {name!r}, and a checkpoint knows them by their names; "
-                    "give each its own: af.Variable(value, name=...)"
+                    f"{kinds} of the session are named {name!r}, and a checkpoint knows them by their names; give each "
+                    "its own name="
                 )
             found[name] = key, cast("CheckpointedState", state)
         return found

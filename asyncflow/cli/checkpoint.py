@@ -37,7 +37,7 @@ def checkpoint(action: str, paths: Sequence[Path]) -> int:
         return _verified(find_step(paths[0]))
     else:
         lines = list(_differences(*_two(paths)))
-        print("\n".join(lines) or "no difference")
+        print("\n".join(lines) or "no difference in what was written; verify tells whether it is still there")
         return int(bool(lines))
     print("\n".join(lines))
     return 0

@@ -293,6 +293,14 @@ class Graph(NotPickled):
             raise GraphError(f"no tensor is named {name!r}: node {node_name!r} has {len(node.outputs)} outputs")
         return node.outputs[number]
 
+    def named(self, name: str) -> Tensor | Node:
+        """What to fetch by that name: a tensor, or a node that has none.
+
+        Raises:
+            GraphError: there is neither.
+        """
+        return self.tensor(name) if ":" in _checked_name(name) or self.node(name).outputs else self.node(name)
+
     def walk(self) -> list[Node]:
         """Every node, those of branches and loops included, outer before inner."""
         return [node for graph in levels(self) for node in graph.nodes]

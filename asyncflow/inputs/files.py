@@ -99,7 +99,8 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
         if path.suffix not in _LOADERS:
             raise GraphError(f"arrays are read from {', '.join(_LOADERS)}; got {str(path)!r}")
         if (path.suffix == ".npy") is isinstance(spec, dict):
-            raise GraphError(f"the spec of {str(path)!r} is {'a Spec' if path.suffix == '.npy' else 'a dict by name'}")
+            expected = "a Spec" if path.suffix == ".npy" else "a dict by name"
+            raise GraphError(f"the spec of {str(path)!r} is {expected}; got {spec!r}")
     leaves, structure = nest.flatten(spec)
     names = [""] if structure.kind is None else list(map(str, structure.keys))
 
@@ -112,7 +113,8 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
             arrays = [loaded[each] for each in names]
             lengths = {array.shape[:1] for array in arrays}
             if len(lengths) != 1 or () in lengths:
-                raise ValueError(f"arrays of {path} have to be equally long; got {[array.shape for array in arrays]}")
+                shapes = [array.shape for array in arrays]
+                raise ValueError(f"arrays of {path} have a first axis each, of one length; got shapes {shapes}")
             labels = [f"array {each!r} of {path}" if each else f"the array of {path}" for each in names]
             for row in zip(*arrays, strict=True):
                 yield tuple(map(as_value, row, leaves, labels))

@@ -84,8 +84,7 @@ class NeededGraph:
 
     def _root(self, fetch: Nest) -> Tensor | Node:
         if isinstance(fetch, str):
-            named = self.graph.node
-            return self.graph.tensor(fetch) if ":" in fetch or named(fetch).outputs else named(fetch)
+            return self.graph.named(fetch)
         if isinstance(fetch, Tensor | Node) and fetch.graph.root is self.graph:
             return fetch
         if not isinstance(fetch, Resource) or not hasattr(fetch, "__asyncflow_tensor__"):

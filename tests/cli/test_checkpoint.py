@@ -66,7 +66,10 @@ def test_diff(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = "- gone  int64[]\n+ new  float64[2]\n  name  1 of 1 changed\n  w  1 of 6 changed, by 0.25 at most\n"
     assert output(capsys, "diff", root) == (1, expected)
     assert output(capsys, "diff", root / "step-9", root) == (1, expected)
-    assert output(capsys, "diff", root, root / "step-10") == (0, "no difference\n")
+    assert output(capsys, "diff", root, root / "step-10") == (
+        0,
+        "no difference in what was written; verify tells whether it is still there\n",
+    )
     write(root, 11, w=np.zeros(2))
     assert "  w  float32[2,3] became float64[2]\n" in output(capsys, "diff", root)[1]
 

@@ -36,7 +36,7 @@ async def test_70_a_run_is_done_again_bit_for_bit(open_session: OpenSession, tmp
 
 
 async def test_70_nodes_are_fetched_again_as_they_were(open_session: OpenSession, tmp_path: Path) -> None:
-    """CONFORMANCE 70: a node gives no value, in the run and in the one that is done again, from file and graph alike."""
+    """CONFORMANCE 70: a node gives no value, in the run and in the one that is done again, from the file or a graph."""
     with af.Graph(effects="unordered") as graph:
         v = af.Variable(0, name="v")
         fetches = [v.assign(v + 1).node, v.assign(v + 2), v]

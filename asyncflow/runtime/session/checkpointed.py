@@ -69,7 +69,8 @@ class CheckpointedSession(ABC):
 
         Args:
             path: a step, or a directory of steps, whose latest one is taken.
-            variables: what to restore; None for all that `save` saves, with the counters of random numbers.
+            variables: what to restore, whatever else the checkpoint holds; None for all that `save` saves, with the
+                counters of random numbers.
             strict: the checkpoint has to hold the same variables, of the same dtypes and shapes, of an equal graph.
                 False restores what fits and is not damaged, and tells of the rest, by a warning too.
 

@@ -33,7 +33,8 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
             and savers are left alone: what they gave is in the record, unless they gave it to a card.
 
     Returns:
-        The fetched values by name, None for a node; none of a run that was stopped from outside, which is done as far as it came.
+        The fetched values by name, None for a node; none of a run that was stopped from outside, which is done as far
+        as it came.
 
     Raises:
         ReplayError: the file is no record, or the run went another way; the message says at which firing.

@@ -113,7 +113,7 @@ def _named(name: str, graph: Graph | None) -> Tensor | Node:
     if graph is None:
         raise FetchError(f"the name {name!r} says nothing without a graph; give one to Session(graph)")
     try:
-        return graph.tensor(name) if ":" in name or graph.node(name).outputs else graph.node(name)
+        return graph.named(name)
     except GraphError as error:
         raise FetchError(str(error)) from None
 
