@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Protocol, TypeAlias, TypeVar, cast
@@ -58,6 +59,9 @@ class SessionRuns(Protocol):
 
     async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
         """Calls `act` when no run that touches `states` is in flight; later ones wait."""
+
+    def is_on_host(self, key: Hashable, value: Array | HeldValue) -> bool:
+        """Whether a value of a state is on the host as it is."""
 
     async def to_host(self, name: str, key: Hashable, value: Array | HeldValue) -> Array:
         """A value of a state, on the host."""
@@ -142,7 +146,8 @@ class Checkpoints:
         Raises:
             CheckpointError: two of them have one name.
         """
-        found, flips = self._states(variables), self._state.flips
+        flips = self._state.flips
+        found = await self._find_states(variables)
 
         def take() -> SessionSnapshot:
             latest = found if self._state.flips == flips else self._states(variables)
@@ -185,12 +190,19 @@ class Checkpoints:
             key = cut.keys.get(name)
             return kind, {part: await self._runs.to_host(name, key, value) for part, value in capture.items()}
 
+        there: dict[str, tuple[str, Mapping[str, Array]]] = {}
         tasks: dict[str, asyncio.Task[tuple[str, Mapping[str, Array]]]] = {}
         try:
             with background:
                 async with asyncio.TaskGroup() as group:
-                    async for name, state in _in_turns(cut.states.items()):
-                        tasks[name] = group.create_task(bring(name, *state))
+                    async for name, (kind, capture) in _in_turns(cut.states.items()):
+                        key = cut.keys.get(name)
+                        if isinstance(capture, Mapping) and all(
+                            self._runs.is_on_host(key, value) for value in capture.values()
+                        ):
+                            there[name] = kind, cast("Mapping[str, Array]", capture)
+                        else:
+                            tasks[name] = group.create_task(bring(name, kind, capture))
         except ExceptionGroup as errors:  # what except* raises is itself in a group, by some versions of Python
             lost = next((error for error in errors.exceptions if isinstance(error, DeviceLostError)), None)
             if lost is None:
@@ -198,7 +210,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"nothing was saved: the value of a variable was on a device that is lost: {lost}"
             ) from lost
-        return {name: task.result() for name, task in tasks.items()}
+        return there | {name: task.result() for name, task in tasks.items()}
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -210,7 +222,8 @@ class Checkpoints:
         self, path: Path, variables: Sequence[Resource] | None, strict: bool, *, awaits: bool = False
     ) -> Restored:
         """Does what `Session.restore` promises; with `awaits`, states that nobody knows yet get their values later."""
-        found, flips = self._states(variables), self._state.flips
+        flips = self._state.flips
+        found = await self._find_states(variables)
         step = await call_beside(find_step, path)
         with background:
             manifest = await call_beside(read_manifest, step)
@@ -267,7 +280,8 @@ class Checkpoints:
     ) -> list[NewVersion]:
         """States with new values of variables, beside those in use; see `Session.swap_variables`."""
         if isinstance(source, Path):
-            found = {x: each for x, each in self._states(variables).items() if isinstance(each[1], VariableState)}
+            states = await self._find_states(variables)
+            found = {x: each for x, each in states.items() if isinstance(each[1], VariableState)}
             step = await call_beside(find_step, source)
             manifest = await call_beside(read_manifest, step)
             names = found.keys() & manifest.states.keys()
@@ -276,7 +290,7 @@ class Checkpoints:
             place = f"{step}: "
         else:
             resources = [key for key in source if isinstance(key, Resource)]
-            found = {**self._states(None), **self._states(resources)}
+            found = {**await self._find_states(None), **await self._find_states(resources)}
             place, faults = "", []
             arrays = await call_beside(_copied, source)
             found = {x: each for x, each in found.items() if x in arrays}
@@ -305,35 +319,44 @@ class Checkpoints:
 
     # -- what there is -------------------------------------------------------------------------------------------
 
+    async def _find_states(self, variables: Sequence[Resource] | None) -> States:
+        """As `_states`: of thousands the event loop finds some in a turn."""
+        if variables is None:
+            await call_beside(self._of_graph)
+        with background:
+            return dict([state async for state in _in_turns(self._each_state(variables))])
+
     def _states(self, variables: Sequence[Resource] | None) -> States:
-        """The states to save or restore, by name, with what tells each from others.
+        """The states to save or restore, by name, with what tells each from others."""
+        return dict(self._each_state(variables))
+
+    def _each_state(
+        self, variables: Sequence[Resource] | None
+    ) -> Iterator[tuple[str, tuple[Hashable, CheckpointedState]]]:
+        """The states to save or restore, some of them twice.
 
         Raises:
             TypeError: `variables` is no sequence of variables.
             CheckpointError: two of them have one name.
         """
-        if variables is None:
-            for resource in self._of_graph():
-                self._state.lookup(resource)  # makes it, if no run has
-            named = self._state.named()
-        else:
-            named = [(state_key(x), x.effect_key, self._state.lookup(x)) for x in _as_resources(variables)]
-        found: dict[str, tuple[Hashable, CheckpointedState]] = {}
+        found: dict[str, CheckpointedState] = {}
         is_kept: dict[type, bool] = {}  # to ask whether an object has the methods of a protocol takes 10 µs
-        for name, key, state in named:
+        asked = self._of_graph() if variables is None else _as_resources(variables)
+        named = ((state_key(x), x.effect_key, self._state.lookup(x)) for x in asked)  # makes those that no run has
+        for name, key, state in named if variables is not None else chain(named, self._state.named()):
             kind = type(state)
             if kind not in is_kept:
                 is_kept[kind] = isinstance(state, CheckpointedState)
             if not is_kept[kind]:
                 continue
-            if name in found and found[name][1] is not state:
-                kinds = " and ".join(f"a {each.kind}" for each in (found[name][1], cast("CheckpointedState", state)))
+            kept = cast("CheckpointedState", state)
+            if found.setdefault(name, kept) is not kept:
+                kinds = f"a {found[name].kind} and a {kept.kind}"
                 raise CheckpointError(
                     f"{kinds} of the session are named {name!r}, and a checkpoint knows them by their names; give each "
                     "its own name="
                 )
-            found[name] = key, cast("CheckpointedState", state)
-        return found
+            yield name, (key, kept)
 
     def _of_graph(self) -> list[Resource]:
         graph = self._graph

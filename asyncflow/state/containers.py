@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -119,13 +119,15 @@ class StateStore:
         states = [state for _, state in self._private.values() if hasattr(state, "aclose")]
         await asyncio.gather(*(state.aclose() for state in states))
 
-    def named(self) -> list[tuple[str, Hashable, object]]:
+    def named(self) -> Iterator[tuple[str, Hashable, object]]:
         """All states, each with its name in checkpoints, which several may have, and what tells it from others."""
-        private = ((resource(), state) for resource, state in list(self._private.values()))
         with _lock:
             shared = list(self._shared.items())
-        own = [(state_key(found), found.effect_key, state) for found, state in private if found is not None]
-        return own + [(*key, state) for state, key in shared]
+        for resource, state in list(self._private.values()):
+            found = resource()
+            if found is not None:
+                yield state_key(found), found.effect_key, state
+        yield from ((*key, state) for state, key in shared)
 
     def clear(self) -> None:
         """Forgets the states of the session's own, for good: who waits for one is told. Those in containers stay."""

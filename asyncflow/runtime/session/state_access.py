@@ -45,6 +45,11 @@ class StateAccess:
         self._runs.random_seed = state.seed
         self._runs.numbered_from = state.runs - self._runs.begun
 
+    def is_on_host(self, key: Hashable, value: Array | HeldValue) -> bool:
+        """Whether a value of a state is on the host as it is; simulated cards take time for a copy of theirs."""
+        home = self._devices.get(self._homes.get(key, ""))
+        return type(value) is not HeldValue and (home is None or home.asynchronous is None)
+
     async def to_host(self, name: str, key: Hashable, value: Array | HeldValue) -> Array:
         """A value of a state, on the host; the event loop goes on meanwhile.
 
