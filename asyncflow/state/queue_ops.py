@@ -102,10 +102,10 @@ def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
         # Without a loop over values the kernel of a scalar takes 0.6 of the time.
         if getattr(value, "shape", ()) != shape:
             _check_shape(np.shape(value), specs[0], queue)
-        if not isinstance(value, np.ndarray):
-            return queue.put(((value,),), what, _nothing)
-        lock(value)
-        return put(queue, ((value,),), what)
+        is_array = isinstance(value, np.ndarray)
+        if is_array:
+            lock(value)
+        return put(queue, ((value,),), what) if is_array else queue.put(((value,),), what, _nothing)
 
     if len(specs) > 1:
         return run
