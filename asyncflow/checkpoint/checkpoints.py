@@ -241,9 +241,10 @@ class Checkpoints:
 
         def put() -> None:
             latest = found if self._state.flips == flips else self._states(variables)
-            old.extend(latest[name][1].capture() for name in new)
-            for name in new:
-                latest[name][1].restore(arrays[name])
+            with background:
+                old.extend(latest[name][1].capture() for name in new)
+                for name in new:
+                    latest[name][1].restore(arrays[name])
             for name in arrays.keys() - found.keys():
                 self._state.awaited[name] = manifest.states[name].kind, arrays[name]
             if variables is None and manifest.random is not None:

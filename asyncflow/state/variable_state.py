@@ -193,8 +193,10 @@ class VariableState:
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Makes what was captured the value: a device that reads it copies it then."""
         given = arrays.get("")
+        if given is not None and not given.ndim:
+            given = immutable(given)
         with self._lock:
-            self.value = None if given is None else immutable(given)
+            self.value = given
 
     def successor(self, arrays: Mapping[str, Array]) -> VariableState:
         """A state of the same variable, with a value that was captured."""
