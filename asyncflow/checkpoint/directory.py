@@ -29,6 +29,11 @@ def step_path(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
+def step_of(path: Path) -> int:
+    """The number of the step whose directory is `path`."""
+    return int(path.name.removeprefix("step-"))
+
+
 def steps(root: Path) -> list[int]:
     """The complete steps under `root`, in their order; none where there is no such directory.
 

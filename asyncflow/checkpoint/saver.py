@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, overload
 
 from asyncflow.checkpoint.checkpoints import Checkpoints, Restored, SessionSnapshot
-from asyncflow.checkpoint.directory import steps
+from asyncflow.checkpoint.directory import step_of, steps
 from asyncflow.errors import AsyncflowError, CheckpointError, GraphError, brief, user_location
 from asyncflow.graph.build import as_tensor, graph_for, is_symbolic
 from asyncflow.graph.graph import Graph, current_graph
@@ -92,7 +92,7 @@ class Saver(Resource):
         number = None if step is None else _whole(step, "step", 0)
         await self._written()  # which is the step before
         path = await session.write(self.path, await session.cut(), number, self.keep)
-        self._note(max(number or 0, self.step))
+        self._note(max(step_of(path), self.step))
         return path
 
     @overload
@@ -200,11 +200,12 @@ class Saver(Resource):
         if before is not None:
             await asyncio.wait([before])
         try:
-            await session.write(self.path, cut, step, self.keep)
+            path = await session.write(self.path, cut, step, self.keep)
         except AsyncflowError as error:
             self._say(error)
         else:
             self.error = None
+            self.step = max(step_of(path), self.step)
 
     async def _written(self) -> None:
         """Returns when nothing is being written; a caller that is cancelled leaves the writer at work."""

@@ -108,7 +108,7 @@ def test_by_the_clock(tmp_path: Path) -> None:
         async with af.Session(model.graph, restore=saver) as session:
             await session.run(model.step)
             await asyncio.sleep(45)
-            assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+            assert [*names(tmp_path), saver.step] == ["step-1", "step-2", "step-3", 3]
             assert [await saver.maybe_save(step) for step in (50, 51)] == [False, False]
             await asyncio.sleep(10)  # from now on the program says when
             assert [await saver.maybe_save(step) for step in (52, 53)] == [True, False]
@@ -170,6 +170,7 @@ async def test_saving_at_once(tmp_path: Path) -> None:
     saver = af.Saver(tmp_path, every_steps=10, keep=1)
     async with af.Session(model.graph, restore=saver) as session:
         assert await saver.save() == tmp_path / "step-0"
+        assert [(await saver.save()).name, saver.step] == ["step-1", 1]
         await session.run(model.step)
         assert await saver.save(10) == tmp_path / "step-10"
         assert not await saver.maybe_save(10)
