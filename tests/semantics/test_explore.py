@@ -95,7 +95,7 @@ def test_a_name_is_what_it_is_for_a_run() -> None:
         v = af.Variable(0, name="v")
         v.assign(v + 1)
     for name in ("v/assign", "v/assign:0"):
-        assert [outcome.fetches for outcome in explore(graph, name).outcomes] == [(1,)]
+        assert [np.asarray(outcome.fetches).tolist() for outcome in explore(graph, name).outcomes] == [[1]]
 
 
 def test_71_ordered_effects_have_one_outcome() -> None:
