@@ -294,7 +294,7 @@ class Graph(NotPickled):
         return node.outputs[number]
 
     def named(self, name: str) -> Tensor | Node:
-        """What to fetch by that name: a tensor, or a node that has none.
+        """The tensor of that name, or the node if it has no outputs: what a run fetches by it.
 
         Raises:
             GraphError: there is neither.
