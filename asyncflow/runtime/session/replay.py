@@ -123,7 +123,7 @@ async def _follow(
 
 
 def _fetched(name: str, graph: Graph, resources: Mapping[str, Resource]) -> Nest:
-    """What was fetched: a name without an output is that of a node, whose values nobody asked for."""
+    """The fetch of that name: without an output it is a node, whose values nobody asked for."""
     if name.startswith("@"):
         return resources[name[1:]]
     return name if ":" in name else graph.node(name)
