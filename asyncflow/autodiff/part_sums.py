@@ -29,7 +29,16 @@ from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives import scatter
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_of
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
-from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
+from asyncflow.ops.keys import (
+    ELLIPSIS,
+    ROW_RANGE,
+    Key,
+    compile_key,
+    device_index,
+    host_indices,
+    indexed_shape,
+    is_flag,
+)
 from asyncflow.values import Array, Kernel, Namespace
 
 _WHOLE: Key = (ELLIPSIS,)
@@ -50,7 +59,7 @@ class _PartPlace:
         self._xp = xp
         self._add = scatter.part_kernel(xp, key, is_first=False)
         self._is_rows = scatter.names_rows(key)
-        self.is_range = key == (("slice", ("input", 0), ("input", 1), None),)
+        self.is_range = key == ROW_RANGE
 
     def add(self, result: Array, parts: Sequence[_Part]) -> None:
         """Adds parts of this place to an array."""
@@ -142,7 +151,7 @@ class PartSum(StoreVersion[_Part]):
     __slots__ = ("_total", "size", "whole")
 
     def __init__(self, whole: _PartedValue, log: StoreLog[_Part], length: int, nbytes: int, size: int) -> None:
-        super().__init__(log, length, nbytes)
+        self.log, self.length, self.nbytes = log, length, nbytes  # here, as each iteration of a loop makes one
         self.whole = whole
         self.size = size
         self._total: Array | None = None

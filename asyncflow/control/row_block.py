@@ -156,7 +156,7 @@ def even_rows(indices: Array) -> slice | None:
     or less where the first, the second and the last do not fit; what it saves is a copy, and in gradients adding at
     positions.
     """
-    count = indices.size if indices.ndim and indices.dtype == np.int64 else 0
+    count = indices.size if indices.ndim and indices.dtype == _NUMBER else 0
     if not count:
         return None
     first, last = indices.item(0), indices.item(-1)
@@ -169,6 +169,7 @@ def even_rows(indices: Array) -> slice | None:
     return slice(first, last + 1, step) if count < 3 or indices.tobytes() == even else None
 
 
+_NUMBER: Final = np.dtype(np.int64)
 _KNOWN: Final = 16384
 _NUMBERS: Final = np.arange(_KNOWN, dtype=np.int64).tobytes()
 """A part of these takes a tenth of the time of `arange`."""

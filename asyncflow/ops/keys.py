@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -99,6 +99,10 @@ def _input(tensor: Tensor, tensors: list[Tensor]) -> Entry:
 # -- to an index at run time -----------------------------------------------------------------------------------------
 
 
+ROW_RANGE: Final[Key] = (("slice", ("input", 0), ("input", 1), None),)
+"""``x[start:stop]``, as loops over sets of rows read them: worth a short way."""
+
+
 def compile_key(key: Key) -> tuple[Index | None, Callable[..., Index]]:
     """``(static, build)``: the whole index if no tensor is in it, else None; and a function of the tensors' values."""
     if not any(_inputs_of(entry) for entry in key):
@@ -106,6 +110,8 @@ def compile_key(key: Key) -> tuple[Index | None, Callable[..., Index]]:
         return index, lambda: index
     if key == tuple(("input", number) for number in range(len(key))):
         return None, lambda *values: values
+    if key == ROW_RANGE:
+        return None, slice
     parts = [_compile_entry(entry) for entry in key]
     if len(parts) == 1:
         return None, lambda *values: parts[0](values)
