@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from threading import Lock
-from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from asyncflow.devices.swap import Moves
 from asyncflow.devices.swapping import SavedEntry, Swapping
@@ -26,6 +26,9 @@ STORE = Spec(VARIANT, ())
 """The spec of every store."""
 
 Entry = TypeVar("Entry")
+
+_LET_GO: Any = None
+"""In place of an entry that nobody reads again."""
 
 
 class StoreLog(list[Entry]):
@@ -48,7 +51,7 @@ class StoreLog(list[Entry]):
 
     def take(self, index: int) -> Entry:
         """Entry number `index`, for the last time: the log lets go of it."""
-        entry, self[index] = self[index], cast("Entry", None)
+        entry, self[index] = self[index], _LET_GO
         return entry
 
     def copied(self, length: int) -> Self:
