@@ -197,6 +197,31 @@ def test_values_move_where_a_link_is_quick() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("choice", "moved"), [("auto", STEPS - 1), ("swap", 2 * STEPS - 1)])
+def test_the_first_run_of_a_plan_that_moves_values_is_as_quick_as_the_next(choice: Any, moved: int) -> None:
+    """Before it is known what iterations and copies take."""
+
+    async def main() -> list[tuple[float, int, int]]:
+        x, w = (af.placeholder("float32", (SIDE, SIDE), name=name) for name in "xw")
+        fetches, fed = af.gradients(af.sum(loop(x, w)), [x, w]), np.eye(SIDE, dtype=np.float32)
+        found = []
+        async with af.Session(devices=["sim:0"], memory_limit=30 * VALUE, saved_values=choice) as session:
+            memory, clock = session.devices[0].memory, asyncio.get_running_loop()
+            for _ in range(2):
+                started, before = clock.time(), session.statistics().memory["sim:0"].moved_out
+                memory.lap("runs")
+                await session.run(fetches, {x: fed, w: fed})
+                moved_out = session.statistics().memory["sim:0"].moved_out - before
+                found.append((clock.time() - started, memory.lap("runs")[0], moved_out // VALUE))
+        return found
+
+    with virtual_clock(QUICK_LINK, host="c++") as clock, af.Graph():
+        (seconds, peak, count), later = clock.run(main())
+    assert count == moved
+    assert peak <= 30 * VALUE
+    assert later == (pytest.approx(seconds, rel=0.01), peak, count)
+
+
 @pytest.mark.parametrize("share", [0.6, 0.4])
 def test_values_of_loops_in_one_another_are_chosen_together(share: float) -> None:
     """Where nothing was planned for them, the gradient did not fit; the same bits."""
