@@ -224,15 +224,16 @@ class MemoryAccount:
         # Each firing comes here: two checks, and gone. A view may show more bytes than there are (broadcasting) or
         # fewer (a slice); a small slice is let go, as what it looks into was tracked when it was made.
         if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES:
-            owner = value if value.base is None else owner_of(value)
-            watch = self._live.get(id(owner))
-            if watch is not None and watch() is owner:  # most often, and without the lock
+            likely = value if value.base is None else value.base
+            watch = self._live.get(id(likely))
+            if watch is not None and watch() is likely:  # most often, and without the lock
                 return
+            owner = owner_of(value)
             nbytes = owner.nbytes
             if nbytes >= TRACKED_BYTES:
                 used = self._watch(owner, nbytes, label)
                 if self._limit is not None and used > self._limit:
-                    del value, owner  # the traceback keeps this frame, and must not keep the buffer
+                    del value, likely, owner  # the traceback keeps this frame, and must not keep the buffer
                     self._check(nbytes)
         elif self._limit is not None:
             held: Held | None = getattr(value, "held", None)
@@ -323,26 +324,28 @@ class MemoryAccount:
 
     def _watch(self, owner: Buffer, nbytes: int, label: str) -> int:
         """Count a buffer unless it is counted; the bytes now in use, or 0 if that has not changed."""
-        key = id(owner)
+        key, live, freed = id(owner), self._live, self._freed
         with self._lock:
-            if self._freed:
+            if freed:
                 self._settle()
-            if key in self._live:
+            if key in live:
                 return 0
-            watch = self._live[key] = _Watch(owner, self._freed.append)
+            watch = live[key] = _Watch(owner, freed.append)
             watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, -1
-            self._used += nbytes
             self.total += nbytes
-            self._lap = max(self._lap, self._used)
-            return self._used
+            used = self._used = self._used + nbytes
+            if used > self._lap:
+                self._lap = used
+            return used
 
     def _settle(self) -> None:
-        freed = self._freed
+        freed, live = self._freed, self._live
         while freed:
             watch = freed.popleft()
-            del self._live[watch.key]
+            del live[watch.key]
             self._used -= watch.nbytes
-            self._stores -= watch.count >= 0
+            if watch.count >= 0:
+                self._stores -= 1
 
 
 class ChargedAccount(MemoryAccount):

@@ -38,6 +38,7 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import FramePath
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Memory
 from asyncflow.graph.resource import waits_in_line
 from asyncflow.values import Kernel, Namespace, Value
 
@@ -140,8 +141,9 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
     stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
     if not stores or waits_in_line(node):  # what comes of a place in line counts once it has been claimed
         return kernel
-    if node.op is SAVE and (nbytes(node.inputs[2].spec) or 0) >= TRACKED_BYTES:
-        return partial(_save, kernel, memory.track, node.name)  # such values count by themselves
+    if node.op is SAVE and (nbytes(node.inputs[2].spec) or 0) >= TRACKED_BYTES:  # such values count by themselves
+        is_new = node.inputs[2].node.op.traits.memory is Memory.NEW
+        return kernel if is_new else partial(_save, kernel, memory.track, node.name)
 
     def call(*inputs: Value) -> Value:
         result = kernel(*inputs)
