@@ -228,7 +228,7 @@ class MemoryAccount:
             watch = self._live.get(id(likely))
             if watch is not None and watch() is likely:  # most often, and without the lock
                 return
-            owner = owner_of(value)
+            owner = value if value.base is None else owner_of(value)
             nbytes = owner.nbytes
             if nbytes >= TRACKED_BYTES:
                 used = self._watch(owner, nbytes, label)
