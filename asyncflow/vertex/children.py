@@ -253,28 +253,28 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
 
 _MANY: Final = 64
 """Rows from which on `reduceat`, which goes down each column of each segment by itself, is slower than whole rows."""
-_FEW: Final = 8
+_FEW: Final = 2
 """Segments that are left are reduced one by one."""
 _COPIES: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 
 
 def _in_turns(operation: np.ufunc, x: Array, starts: Array) -> Array:
-    """All first rows of segments, with all second ones, and so on."""
-    first, counts = starts[:-1], np.diff(starts)
-    if counts.all():
-        reduced = x.take(first, axis=0)
-    else:
-        reduced = np.zeros((len(counts), *x.shape[1:]), x.dtype)
-        filled = np.flatnonzero(counts)
-        reduced[filled] = x.take(first[filled], axis=0)
-    turn, left = 1, np.flatnonzero(counts > 1)
-    while len(left) >= _FEW:
-        reduced[left] = operation(reduced.take(left, axis=0), x.take(first[left] + turn, axis=0))
-        turn += 1
-        left = left[counts[left] > turn]
-    for segment in left.tolist():
-        rest = operation.reduce(x[first[segment] + turn : starts[segment + 1]], axis=0)
-        reduced[segment] = operation(reduced[segment], rest)
+    """All first rows of segments, with all second ones, and so on: those with most rows stand in front."""
+    counts = starts[1:] - starts[:-1]
+    order = (-counts).argsort(kind="stable")
+    first, counts = starts[:-1].take(order), counts.take(order)
+    # In each turn, how many segments have a row.
+    filled, *lefts = (len(counts) - counts[::-1].searchsorted(np.arange(counts[0]), side="right")).tolist()
+    found = x.take(first[:filled], axis=0)
+    for turn, left in enumerate(lefts, 1):
+        if left <= _FEW:
+            for segment, (row, count) in enumerate(zip(first[:left].tolist(), counts[:left].tolist(), strict=True)):
+                found[segment] = operation(found[segment], operation.reduce(x[row + turn : row + count], axis=0))
+            break
+        operation(found[:left], x.take(first[:left] + turn, axis=0), out=found[:left])
+    new = np.empty if filled == len(counts) else np.zeros
+    reduced = new((len(counts), *x.shape[1:]), x.dtype)
+    reduced[order[:filled]] = found
     return reduced
 
 
