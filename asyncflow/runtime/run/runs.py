@@ -362,7 +362,8 @@ class Runs:
     ) -> list[Value] | None:
         """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
         assert self._turn is not None
-        if self.closed is not None or self._options.debug or not self._turn.has_time():
+        has_own_turn = limit_ns > INLINE_LIMIT_NS
+        if self.closed is not None or self._options.debug or not (has_own_turn or self._turn.has_time()):
             return None
         # It is over at once, so a deadline that has not passed will be kept.
         if timeout is not None and self._turn.loop.time() >= asked_s + timeout:
@@ -397,6 +398,7 @@ class Runs:
         is_part: bool = False,
         priority: int = 0,
         name: str = "",
+        hold_limit_ns: int = INLINE_LIMIT_NS,
         on_end: Callable[[Run], None] | None = None,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
@@ -416,6 +418,7 @@ class Runs:
             staying=staying,
             on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
+            hold_limit_ns=hold_limit_ns,
             name=name,
             context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
@@ -483,9 +486,10 @@ class Runs:
         is_held_up = self._atomic.claims and self._atomic.holds_up(plan.states)
         return self.closed is None and not is_held_up and current_trace() is None
 
-    async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
-        """The fetched values of a body; see `start_batch`."""
-        return cast("list[Array]", await self.start_batch(plan, values, trace=current_trace()).wait())
+    async def run_batch(self, plan: Plan, values: list[Array], hold_limit_ns: int = INLINE_LIMIT_NS) -> list[Array]:
+        """The fetched values of a body, of which no kernel is to hold the event loop longer; see `start_batch`."""
+        run = self.start_batch(plan, values, trace=current_trace(), hold_limit_ns=hold_limit_ns)
+        return cast("list[Array]", await run.wait())
 
     def memory_of(self, plan: Plan) -> MemoryAccount:
         """The account of the device that computes a body of one partition."""
@@ -516,6 +520,7 @@ class Runs:
         on_end: Callable[[Run], None] | None = None,
         trace: Trace | None = None,
         name: str = "",
+        hold_limit_ns: int = INLINE_LIMIT_NS,
     ) -> Run:
         """A run of a body: a part of the runs that it computes for, also while these are drained.
 
@@ -525,10 +530,11 @@ class Runs:
             on_end: is called with the run at its end, which may be before this returns.
             trace: to record into.
             name: as the trace shows it.
+            hold_limit_ns: a region's kernel that is expected to take longer goes to a thread, with those behind it.
         """
         assert self._turn is not None
-        asked_s = self._turn.loop.time()
-        return self._start(plan, values, None, asked_s, trace, None, is_part=True, name=name, on_end=on_end)
+        start = partial(self._start, plan, values, None, self._turn.loop.time(), trace, None, is_part=True)
+        return start(name=name, hold_limit_ns=hold_limit_ns, on_end=on_end)
 
     # -- ending --------------------------------------------------------------------------------------------------
 

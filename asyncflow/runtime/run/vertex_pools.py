@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 from asyncflow.compiler.plan import Plan
+from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
@@ -165,7 +166,8 @@ class VertexPool(TellingState):
     async def _in_order(self, members: list[VertexMember]) -> VertexGroup[VertexMember]:
         assert self._order is not None
         self._memory = self._batches.memory_of(self._order)
-        schedule = await self._batches.compute(self._order, joined([member.sets for member in members]))
+        graphs = joined([member.sets for member in members])
+        schedule = await self._batches.compute(self._order, graphs, self._limit_ns)
         group = VertexGroup.of(members, schedule, self.shared.specs)
         for array in group.arrays():
             self._memory.track(array, self.shared.label)
@@ -183,9 +185,7 @@ class VertexPool(TellingState):
         try:
             own = self.rows.inputs(groups)
             split = self.shared.counts.own
-            # The turn is theirs, as it is of steps of pooled loops: to wait for a thread costs a quarter of a set.
-            limit_ns = BURST_NS / self._pools.count
-            found = await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]], limit_ns)
+            found = await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]], self._limit_ns)
         except Exception as error:
             self._batches.count_call(self.shared, size, failed=1)
             if size == 1 or not self.shared.is_repeatable:
@@ -201,6 +201,14 @@ class VertexPool(TellingState):
             return
         self._batches.count_call(self.shared, size)
         self.rows.advance(groups, found)
+
+    @property
+    def _limit_ns(self) -> int:
+        """How long it holds the event loop at a time: the turn is its own, as it is of steps of pooled loops.
+
+        A thread would hold the interpreter's lock by turns with the loop: it takes longer, and saves nothing.
+        """
+        return max(BURST_NS // self._pools.count, INLINE_LIMIT_NS)
 
     def _deliver(self) -> None:
         ended, self._ended = self._ended, []
