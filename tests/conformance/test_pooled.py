@@ -20,6 +20,7 @@ from asyncflow.runtime.run.pools import LoopPool
 from asyncflow.runtime.shares import PATIENCE_S
 from tests.conftest import OpenSession
 from tests.others import others_end
+from tests.patience import PATIENCE_S as PATIENCE
 
 WEIGHTS = np.linspace(-0.4, 0.4, 9, dtype=np.float32).reshape(3, 3)
 
@@ -200,12 +201,13 @@ async def test_pools_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = 0
     run = pools._Steps.run
 
-    def counted(steps: pools._Steps, values: list[Any]) -> Any:
+    def counted(steps: pools._Steps, *given: Any) -> Any:
         nonlocal runs
         runs += 1
-        return run(steps, values)
+        return run(steps, *given)
 
     monkeypatch.setattr(pools._Steps, "run", counted)
+    monkeypatch.setattr(pools, "_BESIDE_NS", 0.0)  # a step each
     feeds = {x: np.ones(3, np.float32), n: 10}
     async with af.Session(graph) as session:
         await asyncio.gather(*(session.run(fetches, feeds) for fetches in loops))  # and steps are measured
@@ -394,6 +396,46 @@ async def test_f22_timeouts_around_a_pooled_loop(open_session: OpenSession) -> N
             await waiting
         assert await run == 100
         await others_end()
+
+
+async def test_long_steps_share_a_run_until_somebody_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are too long for the event loop are made in one run, which joins and cancellations cut short."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
+        fetches = recurrent(x, n, capacity=4)
+    monkeypatch.setattr("asyncflow.runtime.run.single_call.CountedCall.expected_ns", lambda *_: pools._TURN_NS * 2)
+    monkeypatch.setattr(pools, "_BESIDE_NS", 1e18)
+    sizes: list[tuple[bool, int, int]] = []
+    run = pools._Steps.run
+
+    async def noted(steps: pools._Steps, values: list[Any], size: int, most: Any) -> Any:
+        found = await run(steps, values, size, most)
+        sizes.append((steps.is_one, int(found[-1]), int(most)))
+        return found
+
+    monkeypatch.setattr(pools._Steps, "run", noted)
+    start, endless = np.ones(3, np.float32), 1 << 40
+    async with af.Session(graph) as session:
+        assert (await session.run(fetches, {x: start, n: 200}))[0] == 200
+        assert [made for _, made, _ in sizes] == [200]
+        sizes.clear()
+        async with asyncio.timeout(PATIENCE):
+            running = [asyncio.ensure_future(session.run(fetches, {x: start, n: endless}))]  # stepped alone at first
+            for length in (3, endless, 40):
+                await asyncio.sleep(0)
+                joining = asyncio.ensure_future(session.run(fetches, {x: start, n: length}))
+                if length == endless:
+                    running.append(joining)
+                else:
+                    count, last = await joining
+                    assert count == length
+                    np.testing.assert_allclose(last, recurrent_of(start, length)[1], rtol=1e-5, atol=1e-6)
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await others_end()
+    assert all(made < endless for _, made, _ in sizes)
+    assert any(most == 1 for *_, most in sizes)
 
 
 async def test_limits_on_iterations(open_session: OpenSession) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
+from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,9 @@ from asyncflow.values import Array, Value
 
 _TURN_NS = BURST_NS
 """So long steps may take in one pass of the event loop, those of all pools together."""
+
+_BESIDE_NS = 20_000_000
+"""Or about as long elsewhere, in one run, unless somebody comes or goes: others wait for its thread (20 ms)."""
 
 _STEPS = re.compile(rf"{STEPS}/\d+/?")
 """Begins the tag of what fails in a step."""
@@ -85,22 +89,31 @@ class _Steps:
             return 0
         return int(time_ns / max(expected_ns, 1.0))
 
+    def most_beside(self, size: int, n_groups: int) -> int:
+        """How many steps one run makes: several where it can be told to make no more."""
+        call = self._call
+        return 1 if call is None else max(1, int(_BESIDE_NS / n_groups / max(call.expected_ns(size), 1.0)))
+
     def call(self, given: list[Array], size: int, most: int) -> list[Array]:
         """Next variables, who goes on, and how many steps were made, here and now."""
         assert self._call is not None
         return self._call([most, *given], size)
 
-    async def run(self, given: list[Array]) -> list[Array]:
-        """The same of one step, wherever that is."""
-        return await self._runs.run_batch(self._plan, [np.array(1), *given])
+    async def run(self, given: list[Array], size: int, most: Array) -> list[Array]:
+        """The same, wherever that is; `most` may be lowered meanwhile."""
+        started = perf_counter_ns()
+        found = await self._runs.run_batch(self._plan, [most, *given])
+        if self._call is not None:
+            self._call.learn(size, perf_counter_ns() - started, int(found[-1]))
+        return found
 
     def call_rows(self, values: list[Array], size: int, most: int) -> list[Array]:
         """As `call`, of the values of rows."""
         return self._rows_of(self.call(self._given(values), size, most))
 
-    async def run_rows(self, values: list[Array]) -> list[Array]:
+    async def run_rows(self, values: list[Array], size: int, most: Array) -> list[Array]:
         """As `run`, likewise."""
-        return self._rows_of(await self.run(self._given(values)))
+        return self._rows_of(await self.run(self._given(values), size, most))
 
     def _given(self, values: list[Array]) -> list[Array]:
         if self.is_one:  # a store may keep what it is given
@@ -184,6 +197,8 @@ class LoopPool(TellingState):
         self._has_streams = False
         # For so many passes of the event loop nobody has come or gone.
         self._calm = 0
+        self._most_beside = np.array(1)
+        """How many steps the run that is under way makes."""
         # No row has made as many steps before the pool has made so many.
         self._next_limit = inf if pools.max_iterations is None else 0
 
@@ -195,6 +210,8 @@ class LoopPool(TellingState):
             self._next_limit = 0
         self._has_streams = self._has_streams or activation.streamed != ()
         self.rows.join(activation)
+        if self.rows.live < self.shared.pool.capacity:
+            self._most_beside[...] = 1  # or as many as it has made
 
     def now_s(self) -> float:
         """The time, as deadlines have it."""
@@ -208,6 +225,7 @@ class LoopPool(TellingState):
         """Nobody wants an activation any more."""
         assert isinstance(place, PooledActivation)
         self.rows.give_up(place)
+        self._most_beside[...] = 1
 
     def describe(self) -> str:
         """How many there are."""
@@ -304,13 +322,25 @@ class LoopPool(TellingState):
         return True
 
     async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
-        """Steps a group once, wherever that is."""
-        count = len(group.rows)
-        found = await self._halved(group, 0, count, steps.run_rows)
+        """Steps a group, wherever that is: often, until somebody comes or goes, or, where that fails, once."""
+        count, size = len(group.rows), group.size()
+        found = None
+        most = self._beside(steps, size)
+        if most > 1:
+            with suppress(Exception):  # whose fault it was is found step by step
+                found = await steps.run_rows(group.inputs(0, count), size, most)
+        if found is None:
+            found = await self._halved(group, 0, count, lambda values: steps.run_rows(values, size, np.array(1)))
         if found is None:
             self.rows.settle(group, 0, np.zeros(count, bool))
         else:
             self._advance(group, found)
+
+    def _beside(self, steps: _Steps, size: int) -> Array:
+        """How many steps a run makes; fewer once somebody comes or goes."""
+        most = steps.most_beside(size, max(len(self.rows.groups), 1)) if self.shared.is_repeatable else 1
+        self._most_beside = np.array(int(min(most, self._next_limit - self.rows.steps)))
+        return self._most_beside
 
     async def _step_alone(self, steps: _Steps, activation: PooledActivation) -> None:
         """Steps the only one, often or, where that takes too long for the event loop, or fails, once."""
@@ -320,10 +350,12 @@ class LoopPool(TellingState):
         most = min(4 ** (self._calm + 2), steps.most(size, _TURN_NS / self._pools.count))
         try:
             found = None
-            if most:
-                with suppress(Exception):  # which step it was is found one by one
+            with suppress(Exception):  # which step it was is found one by one
+                if most:
                     found = steps.call(values, size, int(min(most, self._next_limit - rows.steps)))
-            *following, goes_on, made = await steps.run(values) if found is None else found
+                if found is None and (beside := self._beside(steps, size)) > 1:
+                    found = await steps.run(values, size, beside)
+            *following, goes_on, made = await steps.run(values, size, np.array(1)) if found is None else found
         except Exception as error:
             rows.remove_where(lambda each: each is activation)
             self._end([activation], error)

@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 
 from asyncflow.compiler.lowering.single_call import SingleCall
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
 from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
@@ -95,11 +95,16 @@ class CountedCall:
 
     def __init__(self, call: SingleCall, device: Device, quiet: Context) -> None:
         self._call, self._device, self._quiet = call, device, quiet
+        # Not the node's, of whose firings each may make many steps.
+        self._cost = MeasuredCost(base_ns=inf)
 
     def expected_ns(self, size: int) -> float:
         """How long a step on so many elements takes; infinite if that was never measured."""
-        cost = self._call.node.cost
-        return inf if cost is None else cost.predict_ns(size)
+        return self._cost.predict_ns(size)
+
+    def learn(self, size: int, taken_ns: int, made: int) -> None:
+        """So many steps on so many elements have taken so long."""
+        self._cost.observe(size, taken_ns // max(made, 1))
 
     def __call__(self, feeds: Sequence[Value], size: int) -> list[Array]:
         """The fetched values for these fed ones, of so many elements.
@@ -125,7 +130,7 @@ class CountedCall:
                 raise failure from failure.__cause__
             finally:
                 del failure  # see `run_single_call`
-        node.cost.observe(size, taken_ns // max(int(results[-1]), 1))
+        self.learn(size, taken_ns, int(results[-1]))
         return results
 
 
