@@ -13,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
+from asyncflow import serving
 from examples import server
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
@@ -84,7 +85,7 @@ async def test_a_text_that_is_too_long_to_be_read_is_refused() -> None:
 
 async def test_vertices_of_expressions_are_no_rows_of_the_generator() -> None:
     models = server.Models(5)
-    metrics, traffic = server.serving.Metrics(models.session), server.Traffic(models)
+    metrics, traffic = serving.Metrics(models.session), server.Traffic(models)
     shown: dict[str, list[object]] = {}
 
     class Looking(server.Recent):
