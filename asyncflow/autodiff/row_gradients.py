@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -201,7 +201,7 @@ class RowGradient(StoreVersion[_Added]):
     __slots__ = ("kind", "xp")
     log: _RowLog
 
-    def __init__(self, xp: Namespace, kind: RowKind, log: StoreLog[_Added], length: int, nbytes: int) -> None:
+    def __init__(self, xp: Namespace, kind: RowKind, log: _RowLog, length: int, nbytes: int) -> None:
         self.log, self.length, self.nbytes = log, length, nbytes  # here, as each iteration of a loop makes one
         self.xp = xp
         self.kind = kind
@@ -216,7 +216,8 @@ class RowGradient(StoreVersion[_Added]):
         xp, kind, log, length = self.xp, self.kind, self.log, self.length
         if log.added >= log.longest and length == len(log):
             return RowGradient.of(xp, kind, [self._taken(), *entries])
-        return RowGradient(xp, kind, self.grown(entries), length + len(entries), self.nbytes + _nbytes(entries))
+        grown = cast("_RowLog", self.grown(entries))
+        return RowGradient(xp, kind, grown, length + len(entries), self.nbytes + _nbytes(entries))
 
     def with_entry(self, entry: _Added) -> RowGradient:
         """The sum with one addition more."""

@@ -27,9 +27,6 @@ STORE = Spec(VARIANT, ())
 
 Entry = TypeVar("Entry")
 
-_LET_GO: Any = None
-"""In place of an entry that nobody reads again."""
-
 
 class StoreLog(list[Entry]):
     """The entries that versions of a store share; see `asyncflow.devices.memory.Held`."""
@@ -51,7 +48,7 @@ class StoreLog(list[Entry]):
 
     def take(self, index: int) -> Entry:
         """Entry number `index`, for the last time: the log lets go of it."""
-        entry, self[index] = self[index], _LET_GO
+        entry, self[index] = self[index], None  # type: ignore[assignment]
         return entry
 
     def copied(self, length: int) -> Self:
