@@ -436,7 +436,8 @@ class _VertexMap:
         states, kept = stores
         stop = kind.starts[minimum(add(number, 1), self.n_sets)] if is_first else kind.ends[number]
         own = slice(kind.starts[number], stop)
-        crossing = {x: y for x, y in before.items() if x.dtype != VARIANT}  # stores stay in the part that made them
+        # Stores have no rows to slice: they stay in the part that made them, but for those from outside.
+        crossing = {x: y for x, y in before.items() if x.dtype != VARIANT or not y.has_rows}
         known = {x: LiftedValue(y.tensor[own], True) if y.has_rows else y for x, y in crossing.items()}
         children = NoChildren(self.initial) if is_first else self._children(number, states)
         known.update(children.known(kind.traced))

@@ -39,12 +39,12 @@ class FunctionParts:
 
 
 def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
-    """FunctionParts a vertex function; `all_in_core` leaves everything in the core."""
+    """The parts of a vertex function; `all_in_core` leaves everything in the core."""
     nodes = [node for node in traced.body.nodes if node.op is not PARAMETER]
     behind = set(nodes) if all_in_core else _behind_gathers(traced, nodes)
     # What reads all children does so while their set is at hand.
-    held = [x for node in nodes if node.op is REDUCE_CHILDREN for x in node.outputs]
-    core = behind if all_in_core else _core(nodes, behind, [*traced.scattered, *held])
+    held = {node for node in nodes if node.op is REDUCE_CHILDREN}
+    core = behind if all_in_core else _core(nodes, behind, {x.node for x in traced.scattered} | held)
     results = tuple(traced.pushes.values())
     if not all_in_core:
         core = core | _views_for(core, set(nodes) - behind, nodes, results)
@@ -59,29 +59,28 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
     return FunctionParts(frozenset(eager), frozenset(core), frozenset(lazy), tuple(before), tuple(kept))
 
 
-def _behind_gathers(traced: TracedFunction, nodes: Iterable[Node]) -> set[Node]:
-    reached = {x.node for x in traced.of_children}
-    listed, before = list(nodes), -1
+def _behind_gathers(traced: TracedFunction, nodes: Sequence[Node]) -> set[Node]:
+    reached, before = {x.node for x in traced.of_children}, -1
     while len(reached) > before:
         before = len(reached)
-        for node in listed:
+        for node in nodes:
             if node.op is REDUCE_CHILDREN or any(source in reached for source in _sources(node)):
                 reached.add(node)
                 reached.update(_makers_of_stores(node))
     return {node for node in reached if node.op is not PARAMETER}
 
 
-def _core(nodes: list[Node], behind: set[Node], wanted: list[Tensor]) -> set[Node]:
-    """What the state needs, and what reads a store that is filled in a set."""
+def _core(nodes: Sequence[Node], behind: set[Node], wanted: set[Node]) -> set[Node]:
+    """Nodes that the state needs, and those that read a store that is filled in a set."""
     core = behind & _needed(nodes, wanted)
-    while late := [node for node in behind - core if not core.isdisjoint(_makers_of_stores(node))]:
-        core |= behind & _needed(nodes, [x for node in late for x in node.outputs])
+    while late := {node for node in behind - core if not core.isdisjoint(_makers_of_stores(node))}:
+        core |= behind & _needed(nodes, late)
     return core
 
 
 def _makers_of_stores(node: Node) -> set[Node]:
     """The nodes that give it TensorArrays and other stores, which cannot be sliced: all are of one part."""
-    makers = {x.node for x in node.inputs if x.dtype == VARIANT}
+    makers = {x.node for x in node.inputs if x.dtype == VARIANT and x.node.op is not PARAMETER}
     parted = (maker.graph.parted.get(maker) for maker in makers)
     return makers.union(*(each.made for each in parted if each is not None))
 
@@ -102,8 +101,8 @@ def _views_for(core: set[Node], eager: set[Node], nodes: list[Node], results: Se
     return late
 
 
-def _needed(nodes: list[Node], wanted: Iterable[Tensor]) -> set[Node]:
-    needed = {x.node for x in wanted}
+def _needed(nodes: Sequence[Node], wanted: set[Node]) -> set[Node]:
+    needed = set(wanted)
     for node in reversed(nodes):
         if node in needed:
             parted = node.graph.parted.get(node)

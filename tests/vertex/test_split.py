@@ -92,3 +92,28 @@ async def test_a_store_and_what_reads_it_are_of_one_part(where: str) -> None:
         lifted, in_loop = await session.run(fetches)
     for one, other in zip(lifted, in_loop, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+async def test_a_store_from_outside_is_read_in_each_part() -> None:
+    tree = af.InputGraph.from_nested(((1, 2), 3))[0]
+    rows = np.random.default_rng(0).normal(size=(3, 2))
+
+    @af.vertex_function(state=af.spec("float64", (2,)), children=2)
+    def cell(v: Any) -> None:
+        v.scatter(v.pull() * array.read(0) + (v.gather(0) + v.gather(1)) * array.read(1))
+        v.push(v.gather(0) * array.read(2))
+
+    with af.Graph() as graph:
+        x = af.constant(np.ones((tree.n_vertices, 2)))
+        array = af.TensorArray("float64", 3, element_shape=(2,), clear_after_read=False).unstack(af.constant(rows))
+        fetches = []
+        for lift_parts in (True, False):
+            found = af.vertex_map(cell, tree, x, lift_parts=lift_parts)
+            results = (found.roots, found.pushes["y"])
+            fetches.append((*results, af.gradients(results, x)))
+    async with af.Session(graph) as session:
+        lifted, in_loop = await session.run(fetches)
+    a, b, _ = rows
+    np.testing.assert_allclose(lifted[0], [a + (a + 2 * a * b + a) * b])
+    for one, other in zip(lifted, in_loop, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
