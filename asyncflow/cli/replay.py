@@ -28,9 +28,10 @@ def replay(path: Path, target: str | None) -> int:
         0; 1 if the run went another way than the recorded one.
 
     Raises:
-        TargetError: `target` names no graph.
-        OSError: there is no such file.
+        TargetError: `target` names no graph, or there is no such file.
     """
+    if not path.is_file():
+        raise TargetError(f"there is no file {path}; replay takes the record that session.run(..., record=path) writes")
     graph = None if target is None else _graph(target)
     try:
         results = run(do_again(path, graph))

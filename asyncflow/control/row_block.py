@@ -7,6 +7,7 @@ written twice, so views of them stay as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -52,7 +53,13 @@ class RowBlock:
     def __init__(self, xp: Namespace, kind: RowKind, capacity: int) -> None:
         self.xp = xp
         self.kind = kind
-        self.array: Array = xp.empty((capacity, *kind.row_shape), kind.dtype)
+        try:
+            self.array: Array = xp.empty((capacity, *kind.row_shape), kind.dtype)
+        except ValueError:  # more than an address counts
+            nbytes = math.prod((capacity, *kind.row_shape)) * kind.dtype.itemsize
+            raise MemoryError(
+                f"room for {capacity} rows of a {kind} takes {nbytes:,} bytes; give less capacity"
+            ) from None
         self.readable = self.array
         if xp is np:  # elsewhere nobody else can write
             self.readable = self.array.view()
@@ -140,7 +147,11 @@ class RowState:
         if block.xp is np and (rows := even_rows(indices)) is not None and rows.stop <= self.size:
             found = block.readable[rows]
             return found if indices.ndim == 1 else found.reshape(*indices.shape, *block.kind.row_shape)
-        return block.xp.take(block.readable[: self.size], indices, axis=0)
+        try:
+            return block.xp.take(block.readable[: self.size], indices, axis=0)
+        except IndexError:
+            wrong = indices[(indices >= self.size) | (indices < -self.size)]
+            raise IndexError(f"row {wrong[0]} was asked for of a RowStore that has {self.size}") from None
 
     def slice(self, start: int, stop: int) -> Array:
         """A view of the rows from `start` up to `stop`."""

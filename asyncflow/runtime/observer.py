@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 from weakref import ref
 
-from asyncflow.errors import DeadlineExceeded, FeedError, OverloadedError, SessionClosedError
+from asyncflow.errors import DeadlineExceeded, FeedError, OverloadedError, SessionClosedError, brief
 
 RunStatus: TypeAlias = Literal["running", "ok", "invalid", "refused", "deadline", "cancelled", "error"]
 """``invalid``: it was fed what does not fit. ``refused``: it did not start, as the session was busy or closed."""
@@ -82,6 +82,15 @@ class RunObserver(Protocol):
 
     def pool_stepped(self, function: str, size: int) -> None:
         """A pooled loop was stepped for so many activations."""
+
+
+def check_observer(observer: object) -> None:
+    """Raises TypeError for what has not all methods of a `RunObserver`."""
+    wanted = [name for name in vars(RunObserver) if not name.startswith("_")]
+    missing = [name for name in wanted if isinstance(observer, type) or not callable(getattr(observer, name, None))]
+    if missing:
+        rule = f"an observer of runs is an object with the methods {', '.join(wanted)}, as serving.RunObserver has them"
+        raise TypeError(f"{rule}; got {type(observer).__name__} {brief(observer)}, without {', '.join(missing)}")
 
 
 _current: ContextVar[Callable[[], ObservedRun | None]] = ContextVar("asyncflow_observed_run", default=lambda: None)

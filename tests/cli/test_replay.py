@@ -78,7 +78,11 @@ def test_with_ops_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.json"], "nowhere.json"),
+        (
+            ["nowhere.json"],
+            "there is no file nowhere.json; replay takes the record that session.run(..., record=path) ",
+        ),
+        (["."], "there is no file ."),
         (["run.json", "recorded.py:no_graph"], "is a int; name a Graph"),
         (["run.json", "recorded.py:nothing"], "has no 'nothing'"),
     ],
@@ -86,6 +90,14 @@ def test_with_ops_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_replayed(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["replay", *arguments]) == USAGE_ERROR
     assert message in capsys.readouterr().err
+
+
+def test_a_program_is_no_record(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "recorded.py"]) == 1
+    expected = (
+        "recorded.py is no record of a run, or a part of one: it is no JSON; session.run(..., record=path) writes one"
+    )
+    assert capsys.readouterr().err == f"asyncflow replay: {expected}\n"
 
 
 def test_another_outcome(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

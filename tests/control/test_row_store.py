@@ -119,7 +119,7 @@ def test_other_rows_are_a_copy(indices: Any) -> None:
 
 
 def test_even_rows_of_which_some_are_not_there_are_refused() -> None:
-    with pytest.raises(IndexError, match="out of bounds"):
+    with pytest.raises(IndexError, match="row 3 was asked for of a RowStore that has 3"):
         make((2,), 8).append(np.zeros((3, 2), FLOAT)).take(np.array([1, 2, 3]))
 
 
@@ -293,6 +293,9 @@ async def test_rows_are_checked_in_the_run(graph: af.Graph, run: Run) -> None:
     assert str(error) == "rows 1 to 4 were asked for of a RowStore that has 3"
     error = await cause(run, af.RowStore("int8", (), n).stack(), {n: -2})
     assert str(error) == "the capacity of a RowStore is not negative; got -2"
+    error = await cause(run, af.RowStore("float64", (2,), n).stack(), {n: 1 << 60})
+    assert isinstance(error, MemoryError)
+    assert "room for 1152921504606846976 rows of a RowStore of float64[2] takes 18,446," in str(error)
 
 
 async def test_rows_out_of_range_are_refused_on_the_cpu(graph: af.Graph) -> None:
@@ -302,7 +305,11 @@ async def test_rows_out_of_range_are_refused_on_the_cpu(graph: af.Graph) -> None
     async with af.Session(graph, devices=["cpu:0"]) as session:
         error = await cause(session.run, [store.take([1]), more.take([1])])
         assert isinstance(error, IndexError)
-        assert "out of bounds for axis 0 with size 1" in str(error)
+        assert str(error) == "row 1 was asked for of a RowStore that has 1"
+        error = await cause(session.run, af.RowStore("int8").take(0))
+        assert str(error) == "row 0 was asked for of a RowStore that has 0"
+        error = await cause(session.run, more.take([[0, -3]]))
+        assert str(error) == "row -3 was asked for of a RowStore that has 2"
 
 
 def test_an_append_whose_store_is_dropped_is_warned_of(graph: af.Graph) -> None:

@@ -176,6 +176,17 @@ async def test_an_inner_run_is_told_by_itself_and_variables_of_an_observer_hold_
     assert [run.label for run in log.ended] == [inner.name, outer.name] and log.statuses == ["ok", "ok"]
 
 
+@pytest.mark.parametrize(
+    ("observer", "wrong"), [(None, "got NoneType None, without run_began"), (Log, "got type .*Log")]
+)
+async def test_what_is_no_observer_is_refused_at_once(observer: Any, wrong: str) -> None:
+    async with af.Session() as session:
+        with pytest.raises(
+            TypeError, match=f"with the methods run_began, run_ended, batch_ended, pool_stepped.*{wrong}"
+        ):
+            session.observe(observer)
+
+
 async def test_f60_an_observer_that_raises_touches_no_run(caplog: pytest.LogCaptureFixture) -> None:
     class Raises(Log):
         def run_began(self, run: ObservedRun) -> None:

@@ -129,7 +129,7 @@ class Record:
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("format") != _FORMAT:
+            if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT!r}")
             for name in ("feeds", "variables"):
                 found[name] = _each(_read, found[name])
@@ -142,7 +142,10 @@ class Record:
             if not all(isinstance(name, str) for name in (*found["fetches"], *found["devices"])):
                 raise ValueError("a fetch or a device is no name")
             return cls(**found)
-        except (ValueError, TypeError, KeyError, AttributeError, GraphError, UnicodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            wrong = f"{path} is no record of a run, or a part of one: it is no JSON"
+            raise ReplayError(f"{wrong}; session.run(..., record=path) writes one") from error
+        except (ValueError, TypeError, KeyError, AttributeError, GraphError) as error:
             raise ReplayError(f"{path} is no record of a run: {type(error).__name__}: {error}") from error
 
 

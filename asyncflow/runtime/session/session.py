@@ -29,7 +29,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import thread_waits
-from asyncflow.runtime.observer import Observers, RunObserver
+from asyncflow.runtime.observer import Observers, RunObserver, check_observer
 from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared, label_of
@@ -312,8 +312,10 @@ class Session(CheckpointedSession, NotPickled):
         It is told on the event loop, and may not wait. What it raises is logged once, and changes no run.
 
         Raises:
+            TypeError: it lacks a method of a `RunObserver`.
             RuntimeError: there is no event loop.
         """
+        check_observer(observer)
         loop = self._bind()
         if self._runs.observers is None:
             self._runs.observers = Observers(loop.time)
