@@ -6,16 +6,15 @@ from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for, symbolic
+from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import size_of
+from asyncflow.graph.shapes import format_shape, is_compatible, size_of
 from asyncflow.lift.vmap import vmap
 from asyncflow.ops.creation import eye
 from asyncflow.ops.datatypes import isdtype
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.elementwise import multiply
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.shape import shape, size
-from asyncflow.ops.statistical import sum as sum_of
 from asyncflow.state.variable import Variable
 from asyncflow.values import Nest
 
@@ -78,10 +77,19 @@ def hvp(y: Tensor, x: Tensor | Variable, v: TensorLike) -> Tensor:
         v: of the shape and dtype of `x`.
 
     Raises:
-        ShapeError: `y` is no scalar.
+        ShapeError: `y` is no scalar, or `v` of another shape.
+        DTypeError: `v` is of another dtype.
     """
-    slope = _slope(y, x)
-    (found,) = gradients([sum_of(multiply(slope, v))], [x], unconnected="zero")
+    slope = _differentiable("hvp: the gradient by x", _slope(y, x), is_y=True)
+    with graph_for(slope):
+        weights = as_tensor(v) if hasattr(v, "dtype") else as_tensor(v, slope.dtype)
+    if weights.dtype != slope.dtype:
+        raise DTypeError(
+            f"hvp: v has the dtype of x, {dtype_name(slope.dtype)}; got {weights!r}: convert it with af.astype"
+        )
+    if not is_compatible(weights.shape, slope.shape):
+        raise ShapeError(f"hvp: v has the shape of x, {format_shape(slope.shape)}; got {weights!r}")
+    (found,) = gradients([slope], [x], [weights], unconnected="zero")
     return as_tensor(found)
 
 

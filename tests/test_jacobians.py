@@ -123,6 +123,22 @@ def test_second_derivatives_are_those_of_a_scalar() -> None:
             af.jacobian(af.placeholder("float64"), x)
 
 
+@pytest.mark.parametrize(
+    ("v", "kind", "message"),
+    [
+        (V.astype("float32"), af.DTypeError, "hvp: v has the dtype of x, float64; got .* float32"),
+        (V[:1], af.ShapeError, r"hvp: v has the shape of x, \[2,3\]; got .*\[1,3\]"),
+    ],
+)
+def test_a_vector_that_is_not_like_x_is_refused(v: Any, kind: type[Exception], message: str) -> None:
+    with af.Graph():
+        x = af.constant(X)
+        y = af.sum(x * x * x)
+    with pytest.raises(kind, match=message):
+        af.hvp(y, x, v)
+    assert af.hvp(y, x, V.tolist()).spec == x.spec
+
+
 async def test_derivatives_by_variables_are_those_of_all_their_reads() -> None:
     w = af.Variable(X, name="w")
     with af.Graph() as graph:
@@ -150,3 +166,5 @@ def test_what_has_no_derivatives_is_told() -> None:
             af.jacobian(x, 3.0)
         with pytest.raises(af.GraphError, match=r"second derivatives: x is a tensor or a variable; got \["):
             af.hessian(af.sum(x), [x])  # type: ignore[arg-type]
+        with pytest.raises(af.DTypeError, match=r"hvp: the gradient by x is of floats; differentiate the real and the"):
+            af.hvp(af.sum(af.real(z * z)), z, X * 1j)

@@ -287,5 +287,5 @@ class ArrayValue:
     def _shape_unknown(self, what: str, shape: Shape) -> ValueError:
         return ValueError(
             f"{what} needs the shape of an element, of which only {format_shape(shape)} is known; make the TensorArray "
-            f"with element_shape=..."
+            f"with element_shape=..., or, of map_fn and scan, have fn give values whose shape is known in full"
         )

@@ -16,11 +16,13 @@ from asyncflow.graph.build import as_tensor, constant, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import format_shape, is_subshape
+from asyncflow.ops.checks import assert_that
 from asyncflow.ops.elementwise import add, subtract
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.logic import less
-from asyncflow.ops.shape import shape
+from asyncflow.ops.shape import rank, shape
 from asyncflow.values import Nest
 
 
@@ -164,7 +166,12 @@ class RowOrder:
         if len(extents) > 1:
             listed = ", ".join(f"{path} has {extent}" for extent, path in extents.items())
             raise ShapeError(f"{self.what} goes over all of elems at once, so they need one first extent; {listed}")
-        return next(iter(extents)) if extents else getitem(shape(tensors[0]), 0)
+        if extents:
+            return next(iter(extents))
+        path, first = next(self.structure.paths("elems")), tensors[0]
+        text = f"{self.what} goes over the first axis, but {path} is a scalar"
+        with control_dependencies([] if first.shape else [assert_that(less(0, rank(first)), text)]):
+            return getitem(shape(first), 0)
 
     def _array(self, tensor: Tensor) -> TensorArray:
         # The rows are views of a tensor that lives anyway, so freeing them one by one would gain nothing.

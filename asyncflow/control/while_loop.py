@@ -16,6 +16,7 @@ from asyncflow.graph.op import define
 from asyncflow.graph.shapes import as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.ops.axes import check_flag
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import static_value
 from asyncflow.ops.logic import less, logical_and
@@ -122,6 +123,7 @@ def while_loop(
     """
     graph = graph_for(*(leaf for leaf in nest.flatten(loop_vars)[0]))
     check_parallel_iterations(parallel_iterations)
+    check_flag(swap_memory, "swap_memory")
     variables = _Variables(graph, loop_vars, shape_invariants)
     cond = user_function(cond, "cond of while_loop", *variables.passed)
     body = user_function(body, "body of while_loop", *variables.passed)

@@ -183,7 +183,9 @@ def _as_array(value: TensorLike, dtype: DType | None) -> Array:
         raise
     except (ValueError, OverflowError) as error:
         _refuse_tensors(value)
-        raise GraphError(f"cannot make a tensor of {brief(value)}: {error}") from error
+        is_ragged = "inhomogeneous" in str(error)  # NumPy's word, in a sentence about its own parts
+        reason = "its nested lists differ in length or depth; pad them to one shape" if is_ragged else error
+        raise GraphError(f"cannot make a tensor of {brief(value)}: {reason}") from error
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # objects with __array__, __len__ and the like raise what they like

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import TypeAlias
 
 from asyncflow.control.body import refuse_handles, result_tensor, user_function
-from asyncflow.errors import GraphError, ShapeError
+from asyncflow.errors import GraphError, ShapeError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.graph import Subgraph
@@ -41,15 +41,19 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
         A function of the same arguments, which adds nodes to the current graph.
 
     Raises:
-        GraphError: (when called) no argument has rows, or `fn` does something that is not computed for several rows at
-            once, such as awaiting, or changing a variable: the message names it. `map_fn` makes a loop of that.
-        ShapeError: numbers of rows that differ.
+        GraphError: `fn` is no function; or (when called) no argument has rows, or `fn` does something that is not
+            computed for several rows at once, such as awaiting, or changing a variable: the message names it. `map_fn`
+            makes a loop of that.
+        ShapeError: numbers of rows that differ, or a rank that is not known.
 
     >>> import asyncflow as af
     >>> with af.Graph():
     ...     af.vmap(lambda row, matrix: row @ matrix, in_axes=(0, None))(af.ones((5, 3)), af.ones((3, 2)))
     <Tensor vmap/matmul_1:0 float64[5,2]>
     """
+
+    if not callable(fn):
+        raise GraphError(f"vmap: fn is a function of rows; got {brief(fn)}")
 
     @wraps(fn)
     def over_rows(*arguments: Nest) -> Nest:
@@ -59,7 +63,7 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
             axes = _in_axes(in_axes, structure)
             label = graph.unique_name("vmap")
             front = [
-                x if axis is None or x.shape == () else moveaxis(x, axis, 0)
+                moveaxis(x, axis, 0) if axis is not None and x.shape else x
                 for x, axis in zip(tensors, axes, strict=True)
             ]
             count = _count(front, axes, list(structure.paths("argument")))
@@ -96,6 +100,9 @@ def _count(tensors: Sequence[Tensor], axes: Sequence[int | None], paths: Sequenc
     for x, axis, path in zip(tensors, axes, paths, strict=True):
         if axis is None:
             continue
+        if x.shape is None:
+            wanted = "vmap needs to know the rank of what has rows while the graph is built"
+            raise ShapeError(f"{wanted}; that of {path}, {x!r}, is unknown: give it one with af.reshape")
         if not x.shape:
             raise ShapeError(f"vmap: {path} has no axis {axis} for rows: {x!r}; say None for it in in_axes")
         if x.shape[0] is None:

@@ -28,6 +28,12 @@ def static_int(value: object, what: str) -> int:
     raise GraphError(f"{what} must be an int known while the graph is built, got {brief(value)}")
 
 
+def check_flag(value: object, what: str) -> None:
+    """Raises GraphError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise GraphError(f"{what} is True or False, got {brief(value)}")
+
+
 def as_axes(axis: object) -> Axes:
     """`axis` as plain ints.
 

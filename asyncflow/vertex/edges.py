@@ -139,11 +139,11 @@ def read_edges(
         GraphError: they do not fit one another; a `DTypeError` or `ShapeError` if they are no vectors of integers.
     """
     offsets, children = integers("offsets", offsets), integers("children", children)
+    _check_ends("offsets", "vertices", offsets, len(children), "children")
     samples, size = integers("samples", samples), len(offsets) - 1
     types = None if types is None else _of_each("type", types, size)
     heights = None if heights is None else _of_each("height", heights, size)
-    _check_ends("samples", samples, size, "vertices")
-    _check_ends("offsets", offsets, len(children), "children")
+    _check_ends("samples", "samples", samples, size, "vertices")
     lengths, counts = samples[1:] - samples[:-1], offsets[1:] - offsets[:-1]
     if lengths.min(initial=0) < 0:
         sample = lengths.argmin()
@@ -203,7 +203,9 @@ def _of_each(what: str, values: Array, size: int) -> Array:
     return array
 
 
-def _check_ends(name: str, starts: Array, end: int, what: str) -> None:
-    if not len(starts) or starts[0] != 0 or starts[-1] != end:
-        seen = f"{starts[0]} to {starts[-1]}" if len(starts) else "none"
+def _check_ends(name: str, owners: str, starts: Array, end: int, what: str) -> None:
+    if not len(starts):
+        raise GraphError(f"{name} of an input graph have one entry more than there are {owners}, from 0 on; got none")
+    if starts[0] != 0 or starts[-1] != end:
+        seen = f"{starts[0]} to {starts[-1]}"
         raise GraphError(f"{name} of an input graph go from 0 to the number of {what}, {end}; got {seen}")

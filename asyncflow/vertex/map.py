@@ -27,7 +27,7 @@ from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.batched import why_not_shareable
 from asyncflow.lift.lifting import Lifting
-from asyncflow.ops.axes import static_int
+from asyncflow.ops.axes import check_flag, static_int
 from asyncflow.ops.creation import arange, zeros
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import add, minimum, multiply, subtract
@@ -119,6 +119,8 @@ def vertex_map(
         given = pulls if isinstance(pulls, Mapping) else {"x": pulls}
     if static_int(streams, "vertex_map(streams): streams") < 1:
         raise GraphError(f"vertex_map(streams): streams is the number of parts of the batch, 1 or more; got {streams}")
+    check_flag(lift_parts, "vertex_map(lift_parts): lift_parts")
+    check_flag(share, "vertex_map(share): share")
     if share and (streams != 1 or len(functions) != 1):
         raise GraphError("vertex_map(share=True) takes one function, and streams=1")
     with graph_for(*given.values(), graph.offsets), name_scope("vertex_map" if name is None else name) as scope:

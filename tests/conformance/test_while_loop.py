@@ -156,6 +156,11 @@ def test_27_parallel_iterations_below_one_are_rejected(window: Any) -> None:
         count_to(3, parallel_iterations=window)
 
 
+def test_swapping_is_asked_for_or_not() -> None:
+    with pytest.raises(af.GraphError, match="swap_memory is True or False, got 'yes'"):
+        count_to(3, swap_memory="yes")
+
+
 # -- 28: what a body and a predicate must give -----------------------------------------------------------------------
 
 

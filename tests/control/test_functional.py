@@ -200,6 +200,8 @@ async def test_unknown_rank(graph: af.Graph, run: Run) -> None:
     result = map_fn(lambda x: x + 1, elems)
     assert result.shape is None
     assert (await run(result, {elems: np.ones((2, 3), int)})).tolist() == [[2, 2, 2], [2, 2, 2]]
+    with pytest.raises(af.KernelError, match="map_fn goes over the first axis, but elems is a scalar"):
+        await run(result, {elems: 1})
 
 
 async def test_elems_that_do_not_fit(graph: af.Graph, run: Run) -> None:

@@ -120,6 +120,16 @@ def test_what_does_not_fit_is_said(fn: Any, in_axes: Any, message: str) -> None:
         af.vmap(fn, in_axes)(af.constant(A), af.constant(B))
 
 
+def test_a_rank_that_is_not_known_is_said() -> None:
+    with af.Graph(), pytest.raises(af.ShapeError, match=r"vmap needs to know the rank .* argument\[0\], .* is unknown"):
+        af.vmap(lambda row: row)(af.placeholder("float32"))
+
+
+def test_what_is_no_function_is_refused_before_it_is_called() -> None:
+    with pytest.raises(af.GraphError, match="vmap: fn is a function of rows; got 3"):
+        af.vmap(3)  # type: ignore[arg-type]
+
+
 async def test_axes_in_a_dict_go_by_key() -> None:
     def build() -> Any:
         rows = {"a": af.constant(A[:3]), "b": af.constant(A[:3])}

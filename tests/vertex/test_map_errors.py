@@ -51,6 +51,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: af.vertex_map(total, CHAINS, np.zeros((12, 3))),
         r"pulls\['x'\] has a row for each vertex, 9; got <Tensor .* float64\[12,3\]>",
     ),
+    "parts by word": (
+        lambda: af.vertex_map(total, CHAINS, ROWS, lift_parts="yes"),  # type: ignore[arg-type]
+        "lift_parts is True or False, got 'yes'",
+    ),
+    "share by number": (
+        lambda: af.vertex_map(total, CHAINS, ROWS, share=1),  # type: ignore[arg-type]
+        "share is True or False, got 1",
+    ),
     "no rows": (lambda: af.vertex_map(total, CHAINS, 1.0), r"pulls\['x'\] has a row for each vertex, 9; got"),
     "another name": (
         lambda: af.vertex_map(scatters(lambda v: v.pull("words")), CHAINS, {"word": ROWS}),

@@ -217,7 +217,7 @@ MALFORMED: dict[str, tuple[Malformed, str]] = {
     ),
     "ends": (Malformed([0, 0], [0], [0, 1]), "offsets .* to the number of children, 1; got 0 to 0"),
     "sample ends": (Malformed([0, 0], [], [0, 2]), "samples .* to the number of vertices, 1; got 0 to 2"),
-    "no offsets": (Malformed([], [], []), "samples .* number of vertices, -1; got none"),
+    "no offsets": (Malformed([], [], []), "offsets .* one entry more than there are vertices, from 0 on; got none"),
     "types missing": (Malformed([0, 0], [], [0, 1], [0, 0]), "a type for each of its 1 vertices; got 2"),
 }
 
