@@ -51,12 +51,16 @@ def straight(queue: af.Queue, count: int, *, waits: bool) -> Any:
     Args:
         queue: to hand over.
         count: how many.
-        waits: dequeues are ready first, and wait for what is enqueued; else they are served at once.
+        waits: dequeues come first, and wait for what is enqueued, as that is what was taken before and an addition,
+            which is in the figure; else they are served at once.
     """
     with af.Graph() as graph:
         x = af.placeholder("float32", ())
         given = x if waits else af.constant(np.float32(1))
-        pairs = [(queue.enqueue(given), queue.dequeue()) for _ in range(count)]
+        pairs = []
+        for _ in range(count):
+            pairs.append((queue.enqueue(given), queue.dequeue()))
+            given = pairs[-1][1] + x if waits else given
         with af.control_dependencies([node for put, taken in pairs for node in (put, taken.node)]):
             last = x + 0
     return graph, x, last
