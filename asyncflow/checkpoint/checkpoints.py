@@ -361,10 +361,12 @@ class Checkpoints:
 
     def _of_graph(self) -> list[Resource]:
         graph = self._graph
-        if graph is not None and self._resources[0] != graph.version:
-            found = dict.fromkeys(resource for node in graph.walk() for resource in resources_of(node))
-            self._resources = graph.version, list(found)
-        return self._resources[1]
+        version, resources = self._resources
+        if graph is not None and version != graph.version:
+            version = graph.version  # before the walk, which may be on a thread while the graph grows
+            resources = list(dict.fromkeys(resource for node in graph.walk() for resource in resources_of(node)))
+            self._resources = version, resources
+        return resources
 
     def _graph_digest(self) -> str:
         """A digest of the names, operations, types and edges of the session's graph; of a large one, not in no time."""

@@ -74,6 +74,26 @@ async def test_a_variable_that_nothing_has_run_yet_is_saved(tmp_path: Path) -> N
         assert read_manifest(tmp_path / "step-0").states.keys() == {"w", "n"}
 
 
+async def test_a_graph_that_grows_while_a_save_looks_for_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, walk, walks = Model(), af.Graph.walk, 0
+
+    def growing(graph: af.Graph) -> list[af.Node]:
+        nonlocal walks
+        walks += 1
+        nodes = walk(graph)
+        if walks == 1:
+            with graph:
+                af.Variable(1.0, name="late").read()
+        return nodes
+
+    async with af.Session(model.graph) as session:
+        monkeypatch.setattr(af.Graph, "walk", growing)
+        await session.save(tmp_path)
+    assert read_manifest(tmp_path / "step-0").states.keys() == {"w", "n", "late"}
+
+
 async def test_a_variable_without_a_value_stays_without_one(tmp_path: Path) -> None:
     with af.Graph() as graph:
         v = af.Variable(af.spec("float32", (None,)), name="v")
