@@ -63,6 +63,7 @@ def hessian(y: Tensor, x: Tensor | Variable) -> Tensor:
 
     Raises:
         ShapeError: `y` is no scalar, or the rank of `x` is not known.
+        DTypeError: `y` is not of floats, or `x` has no gradient.
     """
     found = jacobian(_slope(y, x), x)
     return as_tensor(found)
@@ -78,7 +79,7 @@ def hvp(y: Tensor, x: Tensor | Variable, v: TensorLike) -> Tensor:
 
     Raises:
         ShapeError: `y` is no scalar, or `v` of another shape.
-        DTypeError: `v` is of another dtype.
+        DTypeError: `y` is not of floats, `x` has no gradient, or `v` is of another dtype.
     """
     slope = _differentiable("hvp: the gradient by x", _slope(y, x), is_y=True)
     with graph_for(slope):
