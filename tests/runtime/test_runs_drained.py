@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import asyncflow as af
 from tests.conftest import assert_baseline
 from tests.faults.kernels import CoroutineGate, in_flight, ticks, until
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.every_loop
 
@@ -103,6 +106,18 @@ async def test_f29_what_is_compiled_when_draining_begins_runs(graph: af.Graph, g
         await session.drain(FOR_EVER_S)
         assert await asked == 0
         assert await large == 4
+
+
+async def test_f29_a_run_whose_trace_cannot_be_written_is_over(graph: af.Graph, tmp_path: Path) -> None:
+    """`drain` does not wait for it; and one that is refused writes none."""
+    x = af.placeholder("int64", ())
+    async with af.Session(graph) as session:
+        with pytest.raises(FileNotFoundError):
+            await session.run(x + 1, {x: 1}, trace=tmp_path / "nowhere" / "trace.json")
+        with pytest.raises(af.FeedError):
+            await session.run(x + 1, {x: "one"}, trace=tmp_path / "trace.json")
+        assert os.listdir(tmp_path) == []
+        await asyncio.wait_for(session.drain(FOR_EVER_S), PATIENCE_S)
 
 
 async def test_f29_state_is_saved_after_draining(graph: af.Graph, tmp_path: Any) -> None:

@@ -197,11 +197,14 @@ class Runs:
                 self._atomic.leave(claim)
             if ticket is not None and self.admission is not None:
                 self.admission.leave(ticket, self._turn.loop.time(), is_whole=is_whole)
-            if recorder is not None and isinstance(trace, str | Path):
-                await call_beside(write_trace, recorder, Path(trace))
-            self._calls -= 1
-            if self._ended is not None:
-                self._ended.set()
+            try:
+                # One that was refused leaves the trace that is there.
+                if recorder is not None and checked is not None and isinstance(trace, str | Path):
+                    await call_beside(write_trace, recorder, Path(trace))
+            finally:
+                self._calls -= 1
+                if self._ended is not None:
+                    self._ended.set()
         return call.result(plan, fetched, allow_dead=allow_dead)
 
     async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
@@ -533,8 +536,10 @@ class Runs:
             hold_limit_ns: a region's kernel that is expected to take longer goes to a thread, with those behind it.
         """
         assert self._turn is not None
-        start = partial(self._start, plan, values, None, self._turn.loop.time(), trace, None, is_part=True)
-        return start(name=name, hold_limit_ns=hold_limit_ns, on_end=on_end)
+        now_s = self._turn.loop.time()
+        return self._start(
+            plan, values, None, now_s, trace, None, is_part=True, name=name, hold_limit_ns=hold_limit_ns, on_end=on_end
+        )
 
     # -- ending --------------------------------------------------------------------------------------------------
 
