@@ -88,9 +88,8 @@ def as_kernel_error(
         wrapped.move_to(node=loop.name, op="while", tag=tag, inputs=seen, location=loop.location)
     if body is not None:
         _place_in_body(wrapped, body)
-    if isinstance(wrapped, OutOfMemoryError | QueueClosedError):
-        # Its frames hold the very values that are too many, or whoever closed the queue.
-        error.__traceback__ = None
+    if isinstance(wrapped, OutOfMemoryError):
+        error.__traceback__ = None  # its frames hold the very values that are too many
     wrapped.__cause__ = error
     return wrapped
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from asyncflow.errors import QueueClosedError
 from asyncflow.state.waiting.awaiting import wake_on
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
 
@@ -83,6 +84,8 @@ class Waits:
             try:
                 result = place.claim()
             except Exception as error:
+                if isinstance(error, QueueClosedError):
+                    error.__traceback__ = None  # its frames lead to whoever closed the queue, and to what they hold
                 waiting = self._ended(place, None, "error")
                 executor.kernel_failed(error, waiting.node, waiting.iteration, waiting.inputs)
             else:
