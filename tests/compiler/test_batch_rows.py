@@ -263,26 +263,47 @@ async def test_operands_that_do_not_fit_fail_as_in_the_loop(graph: af.Graph) -> 
     assert seen[0][:2] == ("loop/body/matmul", "loop/0")
 
 
-def test_bytes_of_what_is_ahead() -> None:
-    """None before the first look; then those of the last two blocks."""
-    steps = (("getitem", {"key": (("input", 0),)}, (1, 0)), ("matmul", {"dtype": np.dtype("float32")}, (3, 2)))
+def ahead_of(rows: Array, matrix: Array) -> Any:
+    """``rows[t] @ matrix``, made ahead from iteration 0 on."""
+    steps = (("getitem", {"key": (("input", 0),)}, (1, 0)), ("matmul", {"dtype": np.dtype("float32")}, (4, 2)))
     bind = PRODUCTS_AHEAD.kernel
     assert bind is not None
     ahead = bind(
         np,
         steps=steps,
-        results=(4,),
-        n_inputs=2,
+        results=(5,),
+        n_inputs=3,
         counter=np.dtype("int64"),
         step=1,
         margin=None,
         is_exact=False,
         block_bytes=1 << 20,
     )
+    return ahead(rows, matrix, np.int64(0))
+
+
+def test_bytes_of_what_is_ahead() -> None:
+    """None before the first look; then those of the last two blocks."""
     rows, matrix = values(20, 3, 8), values(8, 2)
-    held = ahead(rows, matrix)
+    held = ahead_of(rows, matrix)
     sizes = [held.nbytes]
     for index in range(7):
         np.testing.assert_allclose(held.row(0, index), rows[index] @ matrix, rtol=1e-5)
         sizes.append(held.nbytes)
     assert sizes == [0, 24, 72, 72, 144, 144, 144, 144]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_multiplied_together_does_not_depend_on_who_asks_first(seed: int) -> None:
+    """Iterations overlap, and some run on threads; the last bits of a row depend on how many rows a product has."""
+    rows, matrix = values(40, 3, 48), values(48, 48)
+
+    def found(order: Any) -> dict[int, tuple[bytes, int]]:
+        held, seen = ahead_of(rows, matrix), {}
+        for index in order:
+            product = held.row(0, index)
+            seen[index] = product.tobytes(), (product if product.base is None else product.base).size
+        return seen
+
+    in_order = found(range(40))
+    assert found(np.random.default_rng(seed).permutation(40).tolist()) == in_order

@@ -233,6 +233,7 @@ class _Move:
                 front.append(detached_node(self.loop.graph, CONSTANT, (), value.node.attrs, like, value.spec))
                 value = front[-1].outputs[0]
             outer.append(value)
+        outer.append(self.loop.inputs[self.place])
         numbers = {node: 1 + len(outer) + place for place, node in enumerate(self.program)}
         steps = tuple(
             _as_step(node, tuple(each if isinstance(each, int) else numbers[each] for each in inputs))

@@ -10,6 +10,7 @@ the predicate says how many iterations are left, they are as long as pays.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -34,6 +35,9 @@ ENOUGH_ROWS = 4096
 
 INLINE_FLOPS = 8e6
 """The arithmetic done in one go of work that is done on the event loop: less than 0.2 ms on one core."""
+
+_REMEMBERED = 256
+"""Blocks that an iteration which comes late may still ask for; more overlap only if `parallel_iterations` says so."""
 
 LONG_FLOPS = 2e6
 """A product of so many is not expected to run there (`asyncflow.compiler.placement.node_costs`)."""
@@ -218,17 +222,36 @@ class _Course:
 
 
 class ProductsAhead:
-    """The products of a loop's next iterations. It holds the last two blocks, as iterations overlap."""
+    """The products of a loop's next iterations. It holds the last two blocks, as iterations overlap.
 
-    __slots__ = ("_block_bytes", "_blocks", "_bound", "_course", "_inputs", "_lock", "_next", "_program")
+    Blocks follow one another from the loop's first iteration on, whoever asks first: what is multiplied together, and
+    so the last bits, does not depend on the order in which iterations come.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_block_bytes",
+        "_blocks",
+        "_bound",
+        "_course",
+        "_first",
+        "_inputs",
+        "_lock",
+        "_next",
+        "_program",
+    )
 
     def __init__(self, program: Kernel, course: _Course, block_bytes: int, inputs: Sequence[Any]) -> None:
         self._program = program
         self._course = course
         self._block_bytes = block_bytes
-        self._bound = None if course.margin is None else int(inputs[-1])
+        self._bound = None if course.margin is None else int(inputs[-2])
         self._inputs = inputs
+        self._first = int(inputs[-1])
+        """The counter of the iteration behind all blocks."""
         self._blocks: tuple[_MadeAhead, ...] = ()
+        self._asked: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        """Where blocks began, and for how many iterations they were asked for."""
         self._next = 1
         self._lock = Lock()
 
@@ -239,7 +262,7 @@ class ProductsAhead:
             if 0 <= place < block.count:
                 return block.outputs[which][place]
         with self._lock:
-            block = next((block for block in self._blocks if block.has(index)), None) or self._make(index)
+            block = next((block for block in self._blocks if block.has(index)), None) or self._block_of(index)
         return block.outputs[which][(index - block.first) * block.step]
 
     @property
@@ -247,18 +270,36 @@ class ProductsAhead:
         """Bytes of the rows it holds."""
         return sum(row.nbytes for block in self._blocks for rows in block.outputs for row in rows)
 
-    def _make(self, index: int) -> _MadeAhead:
-        counters = self._counters(index)
+    def _block_of(self, index: int) -> _MadeAhead:
+        step = self._course.step
+        if (index - self._first) * step < 0:  # it was made, and let go of
+            found = next((each for each in reversed(self._asked) if (index - each[0]) * step >= 0), (index, 1))
+            return self._make(*found)[0]
+        while True:
+            first, count = self._first, self._next
+            try:
+                block, progress = self._make(first, count)
+            except Exception:
+                if first == index:
+                    raise
+                return self._make(index, 1)[0]  # the iteration that it is the fault of says so itself
+            self._asked.append((first, count))
+            self._first = first + step * block.count
+            most = most_at_once(progress.rows, ENOUGH_ROWS, progress.nbytes, progress.flops, self._block_bytes)
+            self._next = most if self._course.is_exact else min(2 * self._next, most)
+            if block.has(index):
+                return block
+
+    def _make(self, first: int, count: int) -> tuple[_MadeAhead, _BlockProgress]:
+        counters = self._counters(first, count)
         progress = _BlockProgress(len(counters))
         outputs = self._program(progress, counters, *self._inputs)
-        block = _MadeAhead(index, self._course.step, progress.count, outputs)
+        block = _MadeAhead(first, self._course.step, progress.count, outputs)
         self._blocks = (block, *self._blocks[:1])
-        most = most_at_once(progress.rows, ENOUGH_ROWS, progress.nbytes, progress.flops, self._block_bytes)
-        self._next = most if self._course.is_exact else min(2 * self._next, most)
-        return block
+        return block, progress
 
-    def _counters(self, index: int) -> Sequence[Value]:
-        course, count = self._course, self._next
+    def _counters(self, index: int, count: int) -> Sequence[Value]:
+        course = self._course
         if self._bound is not None and course.margin is not None:
             count = min(count, (self._bound - index) * course.step + course.margin)
         limits = np.iinfo(course.dtype)
