@@ -36,11 +36,11 @@ ENOUGH_ROWS = 4096
 INLINE_FLOPS = 8e6
 """The arithmetic done in one go of work that is done on the event loop: less than 0.2 ms on one core."""
 
-_REMEMBERED = 256
-"""Blocks that an iteration which comes late may still ask for; more overlap only if `parallel_iterations` says so."""
-
 LONG_FLOPS = 2e6
 """A product of so many is not expected to run there (`asyncflow.compiler.placement.node_costs`)."""
+
+_REMEMBERED = 256
+"""Blocks that an iteration which comes late may still ask for; more overlap only if `parallel_iterations` says so."""
 
 
 def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes: int) -> int:
@@ -234,7 +234,7 @@ class ProductsAhead:
         "_blocks",
         "_bound",
         "_course",
-        "_first",
+        "_end",
         "_inputs",
         "_lock",
         "_next",
@@ -247,7 +247,7 @@ class ProductsAhead:
         self._block_bytes = block_bytes
         self._bound = None if course.margin is None else int(inputs[-2])
         self._inputs = inputs
-        self._first = int(inputs[-1])
+        self._end = int(inputs[-1])
         """The counter of the iteration behind all blocks."""
         self._blocks: tuple[_MadeAhead, ...] = ()
         self._asked: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
@@ -272,11 +272,11 @@ class ProductsAhead:
 
     def _block_of(self, index: int) -> _MadeAhead:
         step = self._course.step
-        if (index - self._first) * step < 0:  # it was made, and let go of
+        if (index - self._end) * step < 0:  # it was made, and let go of
             found = next((each for each in reversed(self._asked) if (index - each[0]) * step >= 0), (index, 1))
             return self._make(*found)[0]
         while True:
-            first, count = self._first, self._next
+            first, count = self._end, self._next
             try:
                 block, progress = self._make(first, count)
             except Exception:
@@ -284,7 +284,7 @@ class ProductsAhead:
                     raise
                 return self._make(index, 1)[0]  # the iteration that it is the fault of says so itself
             self._asked.append((first, count))
-            self._first = first + step * block.count
+            self._end = first + step * block.count
             most = most_at_once(progress.rows, ENOUGH_ROWS, progress.nbytes, progress.flops, self._block_bytes)
             self._next = most if self._course.is_exact else min(2 * self._next, most)
             if block.has(index):
