@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cost import MeasuredCost
-from asyncflow.runtime.scheduler.region_launch import Regions
-from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
-from asyncflow.runtime.scheduler.turn import BURST_NS
 from tests.faults.kernels import until
 from tests.others import others_end
 from tests.patience import PATIENCE_S
-from tests.runtime.work_clock import WorkClock
 from tests.vertex.evaluation import H, slotted, slotted_alone
 
 WIDTH = 2
@@ -129,35 +124,6 @@ async def test_a_session_that_closes() -> None:
         assert isinstance(each, af.SessionClosedError | asyncio.CancelledError)
     del each, asked
     assert not pools_of(session)
-
-
-async def test_long_sets_of_short_kernels_are_computed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the event loop, unless one of their kernels takes longer than a turn."""
-    WorkClock(monkeypatch)
-    weights = np.eye(128)  # so that a product may take longer than others may on an event loop
-
-    @af.vertex_function(state=af.spec("float64", (128,)), children=1)
-    def multiplied(v: af.Vertex) -> None:
-        v.scatter(af.tanh(af.sum(v.pull()) + v.gather(0) @ weights))
-
-    trees = Trees(multiplied)
-    on_threads: list[SlicedRegion] = []
-    go = Regions._on_stream
-
-    def counted(self: Regions, firing: SlicedRegion) -> None:
-        on_threads.append(firing)
-        go(self, firing)
-
-    async with af.Session(trees.graph) as session:
-        await session.run(trees.roots, trees.feeds(5))
-        monkeypatch.setattr(Regions, "_on_stream", counted)
-        monkeypatch.setattr(MeasuredCost, "predict_ns", lambda *_: 3 * BURST_NS)
-        monkeypatch.setattr(SlicedRegion, "expected_hold_ns", lambda _: 0.7 * BURST_NS)
-        await session.run(trees.roots, trees.feeds(5))
-        assert not on_threads
-        monkeypatch.setattr(SlicedRegion, "expected_hold_ns", lambda _: 1.3 * BURST_NS)
-        await session.run(trees.roots, trees.feeds(5))
-        assert len(on_threads) == 5
 
 
 async def test_a_pool_ends_with_its_last_run() -> None:

@@ -195,7 +195,7 @@ class RunsBatches(Protocol):
     ) -> Run:
         """A run of a body, which calls ``on_end(run)``; it may have ended by then."""
 
-    async def run_batch(self, plan: Plan, values: list[Array], hold_limit_ns: int = INLINE_LIMIT_NS) -> list[Array]:
+    async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values."""
 
 
@@ -452,9 +452,9 @@ class Batches(TellingState):
         return self._runs.memory_of(plan)
 
     async def compute(self, plan: Plan, values: list[Array], limit_ns: int = INLINE_LIMIT_NS) -> list[Array]:
-        """The fetched values of a body's plan: here and now if that takes no longer, or if no kernel does, by turns."""
+        """The fetched values of a body's plan: here and now, if that takes no longer."""
         found = self._runs.run_short(plan, values, limit_ns)
-        return await self._runs.run_batch(plan, values, limit_ns) if found is None else found
+        return await self._runs.run_batch(plan, values) if found is None else found
 
     def _ended(
         self, call: BatchCall[BatchMember], fed: Sequence[Array], results: Sequence[Array], started_ns: int

@@ -8,7 +8,6 @@ from contextvars import Context, copy_context
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.runtime.scheduler.executor import Executor
@@ -60,8 +59,6 @@ class Run:
     on_end: Callable[[Run], None] | None = None
     has_age: bool = False
     """It only computes: where memory is short it waits for older runs, and younger ones for it."""
-    hold_limit_ns: int = INLINE_LIMIT_NS
-    """How long a kernel of a region may hold the event loop."""
     name: str = ""
     """As traces show it; without one, its number."""
     id: int = field(default_factory=itertools.count(1).__next__, init=False)

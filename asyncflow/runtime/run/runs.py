@@ -401,7 +401,6 @@ class Runs:
         is_part: bool = False,
         priority: int = 0,
         name: str = "",
-        hold_limit_ns: int = INLINE_LIMIT_NS,
         on_end: Callable[[Run], None] | None = None,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
@@ -421,7 +420,6 @@ class Runs:
             staying=staying,
             on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
-            hold_limit_ns=hold_limit_ns,
             name=name,
             context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
@@ -489,10 +487,9 @@ class Runs:
         is_held_up = self._atomic.claims and self._atomic.holds_up(plan.states)
         return self.closed is None and not is_held_up and current_trace() is None
 
-    async def run_batch(self, plan: Plan, values: list[Array], hold_limit_ns: int = INLINE_LIMIT_NS) -> list[Array]:
-        """The fetched values of a body, of which no kernel is to hold the event loop longer; see `start_batch`."""
-        run = self.start_batch(plan, values, trace=current_trace(), hold_limit_ns=hold_limit_ns)
-        return cast("list[Array]", await run.wait())
+    async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
+        """The fetched values of a body; see `start_batch`."""
+        return cast("list[Array]", await self.start_batch(plan, values, trace=current_trace()).wait())
 
     def memory_of(self, plan: Plan) -> MemoryAccount:
         """The account of the device that computes a body of one partition."""
@@ -523,7 +520,6 @@ class Runs:
         on_end: Callable[[Run], None] | None = None,
         trace: Trace | None = None,
         name: str = "",
-        hold_limit_ns: int = INLINE_LIMIT_NS,
     ) -> Run:
         """A run of a body: a part of the runs that it computes for, also while these are drained.
 
@@ -533,13 +529,10 @@ class Runs:
             on_end: is called with the run at its end, which may be before this returns.
             trace: to record into.
             name: as the trace shows it.
-            hold_limit_ns: a region's kernel that is expected to take longer goes to a thread, with those behind it.
         """
         assert self._turn is not None
-        now_s = self._turn.loop.time()
-        return self._start(
-            plan, values, None, now_s, trace, None, is_part=True, name=name, hold_limit_ns=hold_limit_ns, on_end=on_end
-        )
+        asked_s = self._turn.loop.time()
+        return self._start(plan, values, None, asked_s, trace, None, is_part=True, name=name, on_end=on_end)
 
     # -- ending --------------------------------------------------------------------------------------------------
 

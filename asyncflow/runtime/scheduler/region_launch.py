@@ -10,6 +10,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
+from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 from asyncflow.runtime.scheduler.threads import goes_to_a_thread, submit
 from asyncflow.state.waiting.awaiting import wake_on
@@ -61,13 +62,10 @@ class Regions:
         with executor.recording(spans):
             clock = None if executor.asynchronous is None else executor.asynchronous.now_ns
             is_traced = executor.recorder is not None and executor.asynchronous is None
-            generator, limit_ns = node.kernel(*inputs), executor.run.hold_limit_ns
-            firing = SlicedRegion(
-                node, iteration, inputs, generator, spans, clock, is_traced=is_traced, limit_ns=limit_ns
-            )
+            firing = SlicedRegion(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
         # A thread would gain nothing where steps only launch.
         hold_ns = firing.expected_hold_ns() if executor.asynchronous is None else 0.0
-        if hold_ns > limit_ns and goes_to_a_thread(executor, node, hold_ns):
+        if hold_ns > INLINE_LIMIT_NS and goes_to_a_thread(executor, node, hold_ns):
             self._on_stream(firing)
         else:
             self.suspended.append(firing)

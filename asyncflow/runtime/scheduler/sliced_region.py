@@ -53,7 +53,6 @@ class SlicedRegion:
     Args:
         clock: nanoseconds of the thread that launches it, where that is simulated.
         is_traced: its phases are asked for.
-        limit_ns: what holds a thread for longer is not for the event loop.
     """
 
     node: PlanNode
@@ -64,7 +63,6 @@ class SlicedRegion:
     """What an asynchronous device records of it; None if the run is not traced."""
     clock: Callable[[], int] | None = None
     is_traced: bool = field(default=False, kw_only=True)
-    limit_ns: int = field(default=INLINE_LIMIT_NS, kw_only=True)
     budget: int | None = field(default=None, init=False)
     """The number of back edges and long kernels until it yields again; None before it has begun."""
     is_heavy: bool = field(default=False, init=False)
@@ -112,7 +110,7 @@ class SlicedRegion:
         if hold is not None:
             return hold.predict_ns(self.size)
         assert self.node.estimate is not None
-        return inf if self.node.estimate.expects(self.limit_ns, self.inputs) else 0.0
+        return inf if self.node.estimate.expects(INLINE_LIMIT_NS, self.inputs) else 0.0
 
     def run_slice(self) -> int:
         """Runs until the budget is spent and sets the next one; gives the time afterwards.
@@ -174,13 +172,13 @@ class SlicedRegion:
     def _take_time(self, before: int, now: int, busy_ns: int) -> tuple[int, int]:
         """Accounts for a slice; how long it took, and how many steps it may have had."""
         taken, spent = now - before, self.budget or 1
-        limit_ns = min(self.limit_ns * spent, _OVERRUN_NS)
+        limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
         held_ns = taken // spent
         self.is_heavy = False
         if taken > limit_ns:
             self.is_suspect = True
             self.is_unsettled = not self.is_watched
-            held_ns = self.limit_ns
+            held_ns = INLINE_LIMIT_NS
             if self.is_watched:
                 computed_ns = thread_time_ns() - busy_ns
                 self.is_heavy = computed_ns > limit_ns
@@ -199,7 +197,7 @@ class SlicedRegion:
     def learn(self, computed_ns: int = 0) -> None:
         """At its end: `learn_hold`, if that says anything new, and how long it computed, on a thread and before."""
         self.node.is_suspect = self.is_unsettled
-        is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= self.limit_ns
+        is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
         if not (self.has_learned or is_known):
             self.learn_hold()
         if self.node.cost is None:
