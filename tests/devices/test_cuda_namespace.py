@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
@@ -57,6 +58,17 @@ def test_a_scalar_becomes_an_array_without_a_copy() -> None:
     xp = cuda_namespace(Cupy(full=lambda shape, value, dtype: ("filled", shape, value, dtype)), uploaded.append)
     assert xp.asarray(np.float32(2)) == ("filled", (), np.float32(2), np.dtype("float32"))
     assert not uploaded
+
+
+@pytest.mark.parametrize("shape", [(1 << 60, 2), (1 << 32, 1 << 32), 1 << 61, [1 << 57]])
+def test_no_array_has_more_bytes_than_can_be_counted(shape: Any) -> None:
+    """CuPy counts them modulo 2**64: kernels then wrote where there is no memory, and the card was lost."""
+    xp = cuda_namespace(Cupy(full=lambda *_: pytest.fail("an array was made")))
+    for call in (partial(xp.empty, dtype="int8"), partial(xp.zeros, dtype="int8"), xp.ones, lambda n: xp.full(n, 1.0)):
+        with pytest.raises(ValueError, match="larger than any memory"):
+            call(shape)
+    assert xp.zeros(3).shape == (3,)
+    assert xp.ones(()).shape == ()
 
 
 @pytest.mark.parametrize("n", [1, 8, 9, 65])

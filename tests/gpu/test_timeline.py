@@ -99,12 +99,14 @@ async def test_t16_the_timeline_of_a_run(card: Card, figures: Figures, out: Path
 @pytest.mark.needs("card", "torch")
 @on_loop
 async def test_t16_spans_are_those_that_cupti_sees(card: Card, figures: Figures) -> None:
+    """Of kernels that come behind others: the event before one on an idle stream has the time when it was asked for."""
     async with card.device() as device:
         spans: list[Any] = []
         await asyncio.to_thread(device._clock.refresh)
         with cupti.profiled() as found:
             before = device.record_into(spans)
             for index in range(20):
+                card.spin(device.compute, 0.2)
                 with device.timed(device.compute, f"spin {index}"):
                     card.spin(device.compute, 0.2)
                 await ticket(device.compute)
@@ -113,13 +115,13 @@ async def test_t16_spans_are_those_that_cupti_sees(card: Card, figures: Figures)
     kernels = sorted(
         (record for record in found if record.category == "kernel" and record.name == "spin"),
         key=lambda record: record.started_ns,
-    )
+    )[1::2]
     assert len(kernels) == len(settled)
     starts = [(span.started_ns - kernel.started_ns) / 1e3 for span, kernel in zip(settled, kernels, strict=True)]
     ends = [(span.ended_ns - kernel.ended_ns) / 1e3 for span, kernel in zip(settled, kernels, strict=True)]
     figures["start_minus_cupti_us"] = {share: percentile(starts, share) for share in (1, 50, 99)}
     figures["end_minus_cupti_us"] = {share: percentile(ends, share) for share in (1, 50, 99)}
-    figures.below("clock_error_us", abs(percentile(starts, 50)), 30.0)
+    figures.below("clock_error_us", max(abs(percentile(starts, 50)), abs(percentile(ends, 50))), 30.0)
 
 
 @pytest.mark.needs("card")

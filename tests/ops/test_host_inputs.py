@@ -232,7 +232,9 @@ def _decompositions(x: Tensor) -> list[Tensor]:
     linalg, tall = af.linalg, af.matrix_transpose(x)
     square = af.matmul(x, tall) + af.eye(2)
     found = [linalg.cholesky(square), linalg.det(square), linalg.inv(square), linalg.eigvalsh(square)]
-    found += [*linalg.slogdet(square), *linalg.eigh(square), *linalg.qr(tall), *linalg.svd(tall, full_matrices=False)]
+    found += linalg.slogdet(square)
+    # The signs of vectors are any; of their squares they are not.
+    found += [y * y for y in (*linalg.eigh(square), *linalg.qr(tall), *linalg.svd(tall, full_matrices=False))]
     found += [linalg.svdvals(x), linalg.pinv(x), linalg.matrix_rank(x), linalg.solve(square, x)]
     return [*found, linalg.cross(x, af.flip(x))]
 

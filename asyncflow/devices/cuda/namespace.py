@@ -10,6 +10,7 @@ corrected for is NaN, never infinite.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,11 @@ _ARRAY_FUNCTIONS = (
 """Functions that take arrays alone in CuPy, and scalars too in NumPy."""
 
 _MOST_JOINED = 8
+
+_OF_SHAPES = ("empty", "full", "ones", "zeros")
+"""Functions for which CuPy counts bytes modulo 2**64, so that kernels write where there is no memory."""
+
+_MOST_ELEMENTS = 1 << 56
 
 _OF_TRUTHS = ("logical_and", "logical_not", "logical_or", "logical_xor")
 """Functions that CuPy does not define for complex numbers."""
@@ -54,6 +60,8 @@ class _CudaNamespace(ModuleType):
         self.stack = self._stack
         for name in _ARRAY_FUNCTIONS.split():
             setattr(self, name, self._of_arrays(getattr(cupy, name)))
+        for name in _OF_SHAPES:
+            setattr(self, name, self._of_shapes(getattr(cupy, name)))
         for name in _OF_TRUTHS:
             setattr(self, name, self._of_truths(getattr(cupy, name)))
         for name in _OF_CHOICES:
@@ -106,6 +114,14 @@ class _CudaNamespace(ModuleType):
         if isinstance(value, tuple | list):
             return type(value)([self._as_array(item) for item in value])
         return self._as_array(value)
+
+    def _of_shapes(self, function: Kernel) -> Kernel:
+        def call(shape: Any, *args: Any, **options: Any) -> CupyArray:
+            if math.prod(map(float, shape if isinstance(shape, tuple | list) else (shape,))) > _MOST_ELEMENTS:
+                raise ValueError(f"an array of shape {shape} is larger than any memory")
+            return function(shape, *args, **options)
+
+        return call
 
     def _of_truths(self, function: Kernel) -> Kernel:
         def call(*args: Placed) -> CupyArray:
