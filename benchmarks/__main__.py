@@ -110,6 +110,7 @@ WORKLOADS: dict[str, Workload] = {
 GPU_WORKLOADS: dict[str, Workload] = {
     "gpu_launches": gpu.measure_launches,
     "gpu_chain": gpu.measure_chain,
+    "gpu_layers": gpu.measure_layers,
     "gpu_loop": gpu.measure_loop,
     "gpu_decisions": gpu.measure_decisions,
     "gpu_pipeline": gpu.measure_pipeline,

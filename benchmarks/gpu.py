@@ -1,4 +1,4 @@
-"""On a card: launches, chains, trivial loops, a pipeline over logical devices, and the training step of an LSTM layer.
+"""On a card: launches, chains, layers, trivial loops, a pipeline over logical devices, and an LSTM's training step.
 
 Beside CuPy by hand, PyTorch and JAX on the same card, all of which give their results to the host. Products are of
 float32 in every system, not of TF32.
@@ -36,10 +36,11 @@ INTERPRETED: Final = f"{ASYNCFLOW}, interpreted"
 OPERATION_TIME: Final = Figure("time an operation", "µs")
 ITERATION_RATE: Final = Figure("rate", "iterations/s", higher_is_better=True)
 
-LAUNCHES, CHAIN = "gpu_launches", "gpu_chain"
+LAUNCHES, CHAIN, LAYERS = "gpu_launches", "gpu_chain", "gpu_layers"
 LOOP, DECISIONS = "gpu_loop", "gpu_decisions"
 PIPELINE, LSTM = "gpu_pipeline", "gpu_lstm_training"
 PIPELINE_SIZES: Final = {"layers": 4, "size": 512, "iterations": 100}
+LAYER_SIZES: Final = {"layers": 16, "batch": 64, "hidden": 512}
 LSTM_SIZES: Final = {"steps": 100, "batch": 64, "hidden": 512}
 
 
@@ -138,6 +139,52 @@ def _chains_by_hand(peers: Peers, numbers: Any, fed: Any, rounds: int) -> dict[s
         tensor = torch.from_numpy(numbers).to(CARD)
         ways[TORCH] = lambda: _chain(torch, tensor, torch.from_numpy(fed).to(CARD), rounds).cpu().numpy()
     return ways
+
+
+# -- layers: products of matrices in between -------------------------------------------------------------------------
+
+
+def _layered(xp: Any, x: Any, layers: Sequence[tuple[Any, Any]]) -> Any:
+    for weights, bias in layers:
+        x = xp.tanh(x @ weights + bias)
+    return x
+
+
+async def measure_layers(
+    peers: Peers = NO_PEERS, *, repeats: int = 7, sizes: dict[str, int] | None = None
+) -> list[Result]:
+    """µs of a layer of a network, launched one by one, and as one CUDA graph, from the feed to the last on the host."""
+    chosen = LAYER_SIZES | (sizes or {})
+    hidden, random = chosen["hidden"], np.random.default_rng(0)
+    numbers = [
+        (
+            random.standard_normal((hidden, hidden), np.float32) / np.float32(hidden**0.5),
+            np.full(hidden, 0.1, np.float32),
+        )
+        for _ in range(chosen["layers"])
+    ]
+    fed, unit = random.standard_normal((chosen["batch"], hidden), np.float32), 1e6 / chosen["layers"]
+    with af.Graph() as graph:
+        x = af.placeholder("float32", fed.shape)
+        y = _layered(af, x, [(af.constant(weights), af.constant(bias)) for weights, bias in numbers])
+    trials: dict[str, Trial] = {}
+    async with AsyncExitStack() as stack:
+        for name, graphs in ((ASYNCFLOW, False), (f"{ASYNCFLOW}, CUDA graph", True)):
+            session = await stack.enter_async_context(af.Session(graph, devices=[CARD], cuda_graphs=graphs))
+            trials[name] = timed_await(OPERATION_TIME, unit, partial(session.run, y, {x: fed}))
+        cupy = cuda_backend().cupy
+        on_card = [(cupy.asarray(weights), cupy.asarray(bias)) for weights, bias in numbers]
+        trials[CUPY] = timed(OPERATION_TIME, unit, lambda: _layered(cupy, cupy.asarray(fed), on_card).get())
+        if peers.torch is not None:
+            torch = peers.torch
+            tensors = [
+                (torch.from_numpy(weights).to(CARD), torch.from_numpy(bias).to(CARD)) for weights, bias in numbers
+            ]
+            trials[TORCH] = timed(
+                OPERATION_TIME, unit, lambda: _layered(torch, torch.from_numpy(fed).to(CARD), tensors).cpu().numpy()
+            )
+        case = f"{chosen['layers']} layers of {hidden}, a batch of {chosen['batch']}"
+        return await compare(LAYERS, case, trials, repeats=repeats, warm_ups=WARM_UPS + 2, lead_ins=1, tolerance=1e-4)
 
 
 # -- loops ---------------------------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ class Traits:
 
     Attributes:
         memory: what kernels do with it.
-        is_capturable: kernels are launched and nothing else is done, so that a CUDA graph can hold it. cuBLAS does not
-            let CuPy capture it; what sorts or waits for the device cannot be captured either.
+        is_capturable: kernels are launched and nothing else is done, so that a CUDA graph can hold it. What sorts or
+            waits for the device cannot be captured, nor what has CuPy call cuBLAS.
         is_cheap: it costs next to nothing, most often as it only looks at its input in another way: gradients compute
             it again rather than keep the value.
     """

@@ -13,7 +13,7 @@ from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, Memory, Op, Traits, define
+from asyncflow.graph.op import NEW, OPAQUE, Op, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
@@ -77,7 +77,7 @@ MATMUL = define(
     lambda xp, dtype: _narrowed(xp.matmul, dtype),
     is_total=True,
     flops=_matmul_flops,
-    traits=Traits(Memory.NEW, is_capturable=False, is_cheap=False),
+    traits=NEW,
 )
 
 

@@ -25,6 +25,7 @@ TINY_LSTM = {"steps": 3, "batch": 2, "hidden": 4}
 TINY = {
     "gpu_launches": lambda: gpu.measure_launches(repeats=2, operations=10),
     "gpu_chain": lambda: gpu.measure_chain(repeats=1, rounds=2, sizes=(10,)),
+    "gpu_layers": lambda: gpu.measure_layers(repeats=1, sizes={"layers": 4, "batch": 2, "hidden": 4}),
     "gpu_decisions": lambda: gpu.measure_decisions(repeats=1, iterations=4, size=10),
     "gpu_loop": lambda: gpu.measure_loop(repeats=1, iterations=10),
     "gpu_pipeline": lambda: gpu.measure_pipeline(repeats=1, counts=(1, 2), windows=(1, 2), sizes=TINY_PIPELINE),

@@ -52,11 +52,12 @@ YES: dict[str, Callable[[af.Tensor, af.Tensor], af.Tensor]] = {
     "a counter": lambda x, n: x * af.astype(n + 1, af.float64),
     "an index of the device": lambda x, n: x[af.argmax(x)],
     "a branch on the host": lambda x, n: af.cond(n > 2, lambda: x + 1, lambda: x - 1),
+    "products of matrices": lambda x, n: af.matmul(x, x),
+    "products in a branch": lambda x, n: af.cond(n > 2, lambda: x @ x, lambda: x),
     "a loop on the host": lambda x, n: af.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, y * 2), (0, x))[1],
 }
 NO: dict[str, Callable[[af.Tensor, af.Tensor], af.Tensor]] = {
-    "cuBLAS": lambda x, n: af.matmul(x, x),
-    "cuBLAS in a branch": lambda x, n: af.cond(n > 2, lambda: x @ x, lambda: x),
+    "cuBLAS by CuPy": lambda x, n: af.tensordot(x, x, axes=1),
     "a branch on the device": lambda x, n: af.cond(af.max(x) > 2, lambda: x + 1, lambda: x - 1),
     "a loop on the device": lambda x, n: af.while_loop(lambda y: af.max(y) < 2, lambda y: y * 2, (x,))[0],
     "sorting": lambda x, n: af.sort(x),
@@ -115,7 +116,8 @@ LOOPS: dict[str, tuple[bool, Callable[[af.Tensor, af.Tensor], Any]]] = {
         lambda x, n: af.while_loop(lambda y: af.max(y) < 9, lambda y: y + af.astype(n * 2, af.float64), (x,)),
     ),
     "decided by the host": (False, lambda x, n: af.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, y), (0, x))),
-    "with cuBLAS": (False, lambda x, n: af.while_loop(lambda y: af.max(y) < 9, lambda y: y @ y, (x,))),
+    "with products": (True, lambda x, n: af.while_loop(lambda y: af.max(y) < 9, lambda y: y @ y, (x,))),
+    "with sorting": (False, lambda x, n: af.while_loop(lambda y: af.max(y) < 9, af.sort, (x,))),
     "with a branch of the host": (
         True,
         lambda x, n: af.while_loop(
@@ -138,11 +140,11 @@ LOOPS: dict[str, tuple[bool, Callable[[af.Tensor, af.Tensor], Any]]] = {
         True,
         lambda x, n: inside(x, lambda y: inside(y, lambda z: af.cond(af.max(z) > 1, lambda: newton(z)[1], lambda: z))),
     ),
-    "with cuBLAS in a branch": (
+    "with sorting in a branch": (
         False,
-        lambda x, n: inside(x, lambda y: af.cond(af.max(y) > 1, lambda: y @ y, lambda: y + 1)),
+        lambda x, n: inside(x, lambda y: af.cond(af.max(y) > 1, lambda: af.sort(y), lambda: y + 1)),
     ),
-    "with cuBLAS in a loop": (False, lambda x, n: inside(x, lambda y: inside(y, lambda z: z @ z))),
+    "with sorting in a loop": (False, lambda x, n: inside(x, lambda y: inside(y, af.sort))),
     "with branches of two shapes": (
         False,
         lambda x, n: inside(x, lambda y: y + af.sum(af.cond(af.max(y) > 1, lambda: y, lambda: y[:1]))),

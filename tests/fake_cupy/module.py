@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.fake_cupy.arrays import Array, Capsule
 from tests.fake_cupy.bindings import Bindings
+from tests.fake_cupy.cublas import FakeCublas
 from tests.fake_cupy.elementwise import ElementwiseKernel
 from tests.fake_cupy.engine import Engine, Kind
 from tests.fake_cupy.errors import CompileException, CUDADriverError, PerformanceWarning
@@ -112,6 +113,7 @@ class FakeCupy:
         )
         self.RawModule: type[RawModule] = type("RawModule", (RawModule,), {"_kernels": kernels})
         self.bindings = Bindings(self)
+        self.cublas = FakeCublas(self)
         self.ufunc = Ufunc
         self.linalg = Namespace(self._functions, "linalg")
         self.fft = Namespace(self._functions, "fft")

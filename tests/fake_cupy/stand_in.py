@@ -1,4 +1,4 @@
-"""Puts a stand-in where sessions look for CuPy and for `cuda.bindings`."""
+"""Puts a stand-in where sessions look for CuPy, for `cuda.bindings`, and for cuBLAS."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.backend import using_cupy
 from asyncflow.devices.cuda.experimental.bindings import using_bindings
+from asyncflow.devices.cuda.experimental.products import using_cublas
 from asyncflow.devices.cuda.transfers.pinned import close_shared_slab, shared_slab
 from tests.fake_cupy.module import FakeCupy
 
@@ -20,7 +21,7 @@ def stand_in(*, pinned_nbytes: int = 1 << 20, **options: Any) -> Iterator[FakeCu
     with FakeCupy(**options) as fake:
         shared_slab(fake, pinned_nbytes)
         try:
-            with using_cupy(fake), using_bindings(fake.bindings):
+            with using_cupy(fake), using_bindings(fake.bindings), using_cublas(fake.cublas):
                 yield fake
         finally:
             close_shared_slab(fake)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -86,8 +87,59 @@ async def test_t12_replays_are_equal_to_launches(card: Card, figures: Figures) -
         assert function.calls == WARM_UPS + 1, "it was not captured, or more than once"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
 @on_loop
-async def test_t12_a_product_cannot_be_captured(card: Card) -> None:
+async def test_t12_a_graph_holds_our_own_products(card: Card, dtype: str) -> None:
+    """In whatever layout; to the bit those that are launched, and NumPy's within rounding."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    wide = np.dtype("complex128" if kind.kind == "c" else "float64")
+    random_ = np.random.default_rng(0)
+
+    def numbers(*shape: int) -> np.ndarray:
+        return (random_.standard_normal(shape) * (1 + 1j if kind.kind == "c" else 1)).astype(kind)
+
+    async with card.device(memory_limit=64 << 20) as device:
+        device.make_capturable()
+        xp: Any = device.xp
+        m, k, n = (card.choose(*extents) for extents in ((96, 6), (130, 5), (70, 4)))
+        x, y, many, single = numbers(m, k), numbers(k, n), numbers(3, m, k), numbers(m, 1)
+        sent = [await _sent(device, value) for value in (x, y, many, single)]
+        pairs: list[Callable[[Any, Any, Any, Any], tuple[Any, Any]]] = [
+            lambda x, y, many, single: (x, y),
+            lambda x, y, many, single: (x.T, x),
+            lambda x, y, many, single: (y.T, x[:, :].T),
+            lambda x, y, many, single: (x[:, 1:-1], y[1:-1]),
+            lambda x, y, many, single: (x[::2, ::-1], y[:, ::2]),
+            lambda x, y, many, single: (many, y),
+            lambda x, y, many, single: (many, many.swapaxes(-1, -2)),
+            lambda x, y, many, single: (many[::2], y[None]),
+            lambda x, y, many, single: (single.T, x),
+            lambda x, y, many, single: (x[0], y),
+            lambda x, y, many, single: (x, y[:, 0]),
+            lambda x, y, many, single: (single, single.T),
+        ]
+
+        def products(*values: Any) -> tuple[Any, ...]:
+            return tuple([xp.matmul(*pair(*values)) for pair in pairs])
+
+        region = CapturedRegion(card.cupy, device.compute, device.pool, products, "products")
+        with device.activate():
+            results = [region(*sent) for _ in range(WARM_UPS + 3)]
+            with pytest.raises(NotImplementedError):  # CuPy's cannot be captured, and were not what was
+                capture(device.compute.raw, lambda: sent[0] @ sent[1])
+        launched = await _fetched(device, results[0])
+        for replayed in results[1:]:
+            for one, other in zip(await _fetched(device, replayed), launched, strict=True):
+                assert one.tobytes() == other.tobytes()
+        for index, (pair, found) in enumerate(zip(pairs, launched, strict=True)):
+            one, other = (value.astype(wide) for value in pair(x, y, many, single))
+            tolerance = 8 * float(ml_dtypes.finfo(kind).eps) * np.matmul(abs(one), abs(other)).max()
+            np.testing.assert_allclose(found.astype(wide), np.matmul(one, other), 0, tolerance, err_msg=str(index))
+
+
+@on_loop
+async def test_t12_a_product_of_cupys_cannot_be_captured(card: Card) -> None:
     """CuPy refuses; the stream works on, and a region with one works without a graph."""
     async with card.device(memory_limit=64 << 20) as device:
         with device.activate():
@@ -288,6 +340,27 @@ async def test_t13_a_launch_makes_so_many_iterations_at_most(card: Card) -> None
         found, count = await _launched(device, loop, values)
         assert tuple(map(int, found)) == _by_hand(27)
         assert count == _by_hand(27)[1] % 50
+
+
+@on_loop
+async def test_t13_a_loop_on_the_card_holds_our_own_products(card: Card) -> None:
+    """In its body, and in a branch: powers of a matrix until one is large."""
+    async with card.device(memory_limit=64 << 20) as device:
+        device.make_capturable()
+        xp: Any = device.xp
+        matrix = np.array([[1, 1], [1, 0]], np.float32)
+        start, factor = await _sent(device, np.eye(2, dtype=np.float32)), await _sent(device, matrix)
+
+        def body(x: Any, factor: Any) -> Generator[Decision, Any, tuple[Any, ...]]:
+            (x,) = yield Branch(x[0, 0] > 0, lambda x: (xp.matmul(x, factor),), lambda x: (x,), (x,))
+            return (xp.matmul(x, factor),)
+
+        loop = DeviceLoop(
+            xp, device.compute, device.pool, card.bindings, lambda x, factor: x[0, 0] < 1000.0, body, "powers"
+        )
+        found, count = await _launched(device, loop, [start], [factor])
+        assert count == 8
+        np.testing.assert_array_equal(found[0], np.linalg.matrix_power(matrix, 16))
 
 
 def _product_at(place: str, xp: Any) -> Callable[..., Any]:

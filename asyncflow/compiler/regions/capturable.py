@@ -1,10 +1,11 @@
 """What may be captured in a CUDA graph? Nodes of which it is known that they launch kernels and do nothing else.
 
-Left out are products of matrices (cuBLAS does not let CuPy capture it), sorting, linear algebra and what has shapes
-that depend on the data (they wait for the device), random numbers, state and tensor arrays (they keep what they are
-given), and the user's functions. Python decides while it captures, so branches and loops in a graph are those of the
-values on the host at that time, which are part of what the graph is valid for. Only loops that a device runs by itself
-decide by its own values, and so do branches and loops in them.
+Left out are tensor products (for which CuPy calls cuBLAS, which it does not while a stream captures), sorting, linear
+algebra and what has shapes that depend on the data (they wait for the device), random numbers, state and tensor arrays
+(they keep what they are given), and the user's functions. Products of matrices are not CuPy's on a device that captures
+(`devices/cuda/experimental/products.py`). Python decides while it captures, so branches and loops in a graph are those
+of the values on the host at that time, which are part of what the graph is valid for. Only loops that a device runs by
+itself decide by its own values, and so do branches and loops in them.
 """
 
 from __future__ import annotations

@@ -14,17 +14,20 @@ how far the device has got and whether it is lost in `asyncflow.devices.cuda.pro
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.devices.cuda.experimental.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
+from asyncflow.devices.cuda.experimental.products import Products, cublas
 from asyncflow.devices.cuda.launch import CudaHostLauncher, CudaLauncher, CudaRegionLauncher
 from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda.namespace import cuda_namespace
@@ -52,6 +55,8 @@ from asyncflow.streams.holding import ThreadHold, holding, refuse_to_queue
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
     from asyncflow.values import Array, Kernel, Value
+
+_log = logging.getLogger("asyncflow.devices")
 
 _NS_PER_KERNEL = 3_000.0
 _NS_PER_FLOP = 1e9 / 10e12
@@ -111,7 +116,8 @@ class CudaDevice(Progress):
         self.swapping = CudaSwapping(self, host or Space("host"), spill_directory)
         self.pool.make_room = self.swapping.make_room
         self.memory.advise = self.swapping.advice
-        self.xp = cuda_namespace(cupy, self.upload, CudaHolder(self))
+        self._namespace = cuda_namespace(cupy, self.upload, CudaHolder(self))
+        self.xp: ModuleType = self._namespace
         self._given_slab = pinned
         self._host = ThreadStream(f"{self.name}/host")
         self.exchange = Exchange(self)
@@ -212,6 +218,10 @@ class CudaDevice(Progress):
 
     def _release(self) -> None:
         self.exchange.close()
+        if self._namespace.products is not None:
+            with self.cupy.cuda.Device(self.physical):
+                self._namespace.products.close()
+            self._namespace.products = None
         self.swapping.give_back()
         self.pool.release()
         self.copies.close()
@@ -228,7 +238,19 @@ class CudaDevice(Progress):
 
     def bind_loop(self, loop: LoopCode, info: KernelInfo) -> WhileLauncher:
         """A loop that the card runs by itself, where it can be captured; see `WhileLauncher`."""
+        self.make_capturable()
         return WhileLauncher(self, cuda_bindings(), loop, info)
+
+    def make_capturable(self) -> None:
+        """Has products of matrices made so that CUDA graphs can hold them, from here on, if there is cuBLAS for it."""
+        if self._namespace.products is not None:
+            return
+        with capturing, self.cupy.cuda.Device(self.physical):
+            library, streams = cublas(self.cupy), [stream.raw for stream in self.compute_streams]
+            try:
+                self._namespace.products = None if library is None else Products(self.cupy, library, streams)
+            except RuntimeError:  # most often there is no room for it
+                _log.info("%s makes no CUDA graphs of products", self.name, exc_info=True)
 
     def activate(self) -> Raw:
         """A context in which this device's calls are cheaper; it must not be left open where something waits."""

@@ -141,6 +141,7 @@ class CudaRegionLauncher:
         self._device = device
         stream = device.compute_streams[info.stream]
         if info.captures:
+            device.make_capturable()
             function = captured(device.cupy, stream, device.pool, function, info.name, is_generator=is_generator)
         self._function = self._stepped(function) if is_generator else self._called(function)
         self._info = info

@@ -19,6 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncflow.devices.cuda.experimental.products import Products
     from asyncflow.devices.cuda.transfers.holder import CudaHolder
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
@@ -44,13 +45,15 @@ _OF_CHOICES = ("tril", "triu", "where")
 """Functions that give float32 for bfloat16 in CuPy."""
 
 
-class _CudaNamespace(ModuleType):
+class CudaNamespace(ModuleType):
     """CuPy's names, but for those in its own dictionary."""
 
     def __init__(self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None, holder: CudaHolder | None) -> None:
         super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
         self._cupy = cupy
         self.holder = holder
+        self.products: Products | None = None
+        """Makes products of matrices in place of CuPy."""
         self._upload = cupy.asarray if upload is None else upload
         self.array = self._array
         self.asarray = self._as_array
@@ -95,6 +98,9 @@ class _CudaNamespace(ModuleType):
         return self._concatenate([self._cupy.expand_dims(self._as_array(array), axis) for array in arrays], axis)
 
     def _matmul(self, x1: CupyArray, x2: CupyArray, **options: Any) -> CupyArray:
+        found = None if self.products is None else self.products.matmul(x1, x2, **options)
+        if found is not None:
+            return found
         # cuBLAS multiplies matrices of bfloat16; CuPy has no kernel of its own for stacks of them.
         if max(x1.ndim, x2.ndim) > 2 and x1.dtype.name == x2.dtype.name == "bfloat16":
             product = self._cupy.matmul(x1.astype(np.float32), x2.astype(np.float32), **options)
@@ -139,7 +145,7 @@ class _CudaNamespace(ModuleType):
 
 def cuda_namespace(
     cupy: Cupy, upload: Callable[[Array], CupyArray] | None = None, holder: CudaHolder | None = None
-) -> ModuleType:
+) -> CudaNamespace:
     """The namespace that kernels of CUDA devices get as `xp`.
 
     Args:
@@ -148,4 +154,4 @@ def cuda_namespace(
             None takes CuPy's own way, which may block while it makes its first buffers.
         holder: what keeps values of variables in the device's memory; None for a namespace without variables.
     """
-    return _CudaNamespace(cupy, upload, holder)
+    return CudaNamespace(cupy, upload, holder)

@@ -48,9 +48,9 @@ class SessionOptions:
         regions: compile clusters of nodes that never wait into generated Python functions.
         fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
             runs; results are the same but for rounding in transcendental functions.
-        cuda_graphs: with `regions`, launch a region of elementwise operations and reductions as one CUDA graph once it
-            has run a few times with the same shapes and the same numbers on the host. New; right on the one card it
-            ran on, and about three times as fast there.
+        cuda_graphs: with `regions`, launch a region of elementwise operations, reductions and products of matrices as
+            one CUDA graph once it has run a few times with the same shapes and the same numbers on the host. New; right
+            on the one card it ran on, and about three times as fast there.
         device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
             loops of them included, with no copy to the host in between; needs the package ``cuda-bindings``, which the
             extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop
