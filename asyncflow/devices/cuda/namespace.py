@@ -122,7 +122,7 @@ class CudaNamespace(ModuleType):
         return self._as_array(value)
 
     def _of_shapes(self, function: Kernel) -> Kernel:
-        def call(shape: Any, *args: Any, **options: Any) -> CupyArray:
+        def call(shape: int | Sequence[int], *args: Value, **options: Value) -> CupyArray:
             if math.prod(map(float, shape if isinstance(shape, tuple | list) else (shape,))) > _MOST_ELEMENTS:
                 raise ValueError(f"an array of shape {shape} is larger than any memory")
             return function(shape, *args, **options)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,8 @@ class _Type(NamedTuple):
 
     data: int
     sums: int
-    one: Any
-    zero: Any
+    one: Raw
+    zero: Raw
 
 
 _SINGLE, _DOUBLE = (ctypes.c_float(1), ctypes.c_float(0)), (ctypes.c_double(1), ctypes.c_double(0))
