@@ -23,6 +23,7 @@ from benchmarks import (
     dynamic_lstm,
     dynamic_unrolling,
     gpu,
+    gpu_rows,
     graph_size,
     import_time,
     loop_gap,
@@ -115,6 +116,9 @@ GPU_WORKLOADS: dict[str, Workload] = {
     "gpu_decisions": gpu.measure_decisions,
     "gpu_pipeline": gpu.measure_pipeline,
     "gpu_lstm_training": gpu.measure_lstm,
+    "gpu_vertex_models": gpu_rows.measure_vertices,
+    "gpu_pooled_loop": gpu_rows.measure_pool,
+    "gpu_batched": gpu_rows.measure_batched,
 }
 """Those of a card: part of all where there is one. ``gpu`` stands for all of them."""
 

@@ -16,7 +16,11 @@ from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, Peers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from asyncflow.runtime.session.calls import Prepared
+
+    Array = np.ndarray[Any, Any]
 
 THROUGHPUT = Figure("throughput", "requests/s", higher_is_better=True)
 MEDIAN = Figure("latency p50", "ms")
@@ -31,8 +35,23 @@ async def measure(
     steps: int = 8,
     clients: tuple[int, ...] = (1, 32),
     requests: int = 320,
+    workload: str = "batched_requests",
+    by_hand: Mapping[str, Callable[[Array, Array, int], Trial]] | None = None,
+    **options: Any,
 ) -> list[Result]:
-    """Requests per second, and their latencies, with batches and without."""
+    """Requests per second, and their latencies, with batches and without.
+
+    Args:
+        peers: none takes part.
+        repeats: measured trials of each way.
+        hidden: extent of states.
+        steps: of each request.
+        clients: who ask at once.
+        requests: of all of them.
+        workload: as results name it.
+        by_hand: other ways, from weights, what is asked, and how many clients there are.
+        options: of the session.
+    """
     random = np.random.default_rng(0)
     weights = (random.normal(size=(2 * hidden, 4 * hidden)) / hidden**0.5).astype(np.float32)
     asked = random.normal(size=(requests, hidden)).astype(np.float32)
@@ -40,20 +59,21 @@ async def measure(
         x = af.placeholder("float32", (hidden,))
         alone, batched = lstm(x, weights, steps), af.batched(lambda x: lstm(x, weights, steps))(x)
     found = []
-    async with af.Session(graph) as session:
+    async with af.Session(graph, **options) as session:
         for count in clients:
             trials: dict[str, Trial] = {
-                ASYNCFLOW: _trial(session.prepare(batched, [x]), asked, count),
-                ALONE: _trial(session.prepare(alone, [x]), asked, count),
+                ASYNCFLOW: trial_of(session.prepare(batched, [x]), asked, count),
+                ALONE: trial_of(session.prepare(alone, [x]), asked, count),
             }
+            trials |= {name: way(weights, asked, count) for name, way in (by_hand or {}).items()}
             case = f"{steps} steps, hidden {hidden}, {requests} requests, {count} at a time"
-            found += await compare("batched_requests", case, trials, repeats=repeats, tolerance=1e-4)
+            found += await compare(workload, case, trials, repeats=repeats, tolerance=1e-4)
     return found
 
 
-def lstm(x: af.Tensor, weights: np.ndarray[Any, Any], steps: int) -> af.Tensor:
+def lstm(x: af.Tensor, weights: Array, steps: int) -> af.Tensor:
     """The last of so many states, for the same input in every step; both are [hidden]."""
-    start = af.zeros((weights.shape[0] // 2,), dtype="float32")
+    start = np.zeros(weights.shape[0] // 2, np.float32)
 
     def step(i: af.Tensor, h: af.Tensor, c: af.Tensor) -> tuple[af.Tensor, ...]:
         into, forget, candidate, out = af.split(af.concat([x, h]) @ weights, 4)
@@ -64,7 +84,9 @@ def lstm(x: af.Tensor, weights: np.ndarray[Any, Any], steps: int) -> af.Tensor:
     return last
 
 
-def _trial(run: Prepared, requests: np.ndarray[Any, Any], clients: int) -> Trial:
+def trial_of(run: Prepared, requests: Array, clients: int) -> Trial:
+    """Clients that ask for one after the other."""
+
     async def trial() -> Sample:
         left = iter(enumerate(requests))
         answers: list[Any] = [None] * len(requests)

@@ -50,8 +50,8 @@ async def measure(
         async with af.Session(graph) as session:
             for each in clients:
                 trials: dict[str, Trial] = {
-                    ASYNCFLOW: _trial(session.prepare(pooled, [x, n]), asked, each),
-                    ALONE: _trial(session.prepare(alone, [x, n]), asked, each),
+                    ASYNCFLOW: trial_of(session.prepare(pooled, [x, n]), asked, each),
+                    ALONE: trial_of(session.prepare(alone, [x, n]), asked, each),
                     BY_HAND: _by_hand_trial(weights, asked, each),
                 }
                 case = f"{width} wide, {requests} requests of {lengths[0]} to {lengths[1]} steps, {each} at a time"
@@ -70,11 +70,13 @@ def gru(x: af.Tensor, n: af.Tensor, weights: np.ndarray[Any, Any], pool: af.Pool
         candidate = af.tanh(x[2 * width :] + reset * gates[2 * width :])
         return i + 1, state + update * (candidate - state)
 
-    found: af.Tensor = af.while_loop(lambda i, _: i < n, step, (0, af.zeros((width,), dtype="float32")), pool=pool)[1]
+    found: af.Tensor = af.while_loop(lambda i, _: i < n, step, (0, np.zeros(width, np.float32)), pool=pool)[1]
     return found
 
 
-def _trial(run: Prepared, requests: list[Request], clients: int) -> Trial:
+def trial_of(run: Prepared, requests: list[Request], clients: int) -> Trial:
+    """Clients that ask for one after the other."""
+
     async def trial() -> Sample:
         left = iter(enumerate(requests))
         answers: list[Any] = [None] * len(requests)

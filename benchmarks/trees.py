@@ -7,7 +7,7 @@ hand: what somebody would write who knows in advance how the trees are to be bat
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -64,6 +64,12 @@ class Trees:
         """Share of a tree in the loss."""
         return np.float32(1 / self.count)
 
+    def map(self, convert: Callable[[Any], Any]) -> Trees:
+        """The same with arrays of another system; what says where children begin stays."""
+        levels = [replace(each, children=convert(each.children), owners=convert(each.owners)) for each in self.levels]
+        arrays = convert(self.xs), convert(self.order), convert(self.roots)
+        return replace(self, xs=arrays[0], order=arrays[1], roots=arrays[2], levels=levels)
+
 
 def batch_of(graphs: Sequence[af.InputGraph], hidden: int) -> Trees:
     """The graphs with a random row for each vertex."""
@@ -107,11 +113,12 @@ def tree_fc(hidden: int) -> tuple[af.VertexFunction, list[af.Variable]]:
 
 
 class TreeFcByHand:
-    """Tree-FC level by level in NumPy: one product a level, over both children side by side."""
+    """Tree-FC level by level in NumPy or CuPy: one product a level, over both children side by side."""
 
-    def __init__(self, trees: Trees, hidden: int) -> None:
-        self.trees = trees
-        self.w = np.concatenate([weights(hidden, hidden), weights(hidden, hidden)[::-1]])
+    def __init__(self, trees: Trees, hidden: int, xp: Any = np) -> None:
+        self.trees = trees.map(xp.asarray)
+        self.w = xp.asarray(np.concatenate([weights(hidden, hidden), weights(hidden, hidden)[::-1]]))
+        self._xp = xp
 
     def forward(self) -> NDArray[np.float32]:
         """All states, in execution order."""
@@ -121,14 +128,14 @@ class TreeFcByHand:
             own = states[level.first : level.last]
             if len(level.children):
                 own += states[level.children].reshape(-1, two) @ self.w
-            np.maximum(own, 0, out=own)
+            self._xp.maximum(own, 0, out=own)
         return states
 
     def step(self) -> tuple[Any, ...]:
         """The loss, and its gradients of the weights."""
         trees, (two, hidden) = self.trees, self.w.shape
         states = self.forward()
-        grads, of_w = np.zeros_like(states), np.zeros_like(self.w)
+        grads, of_w = self._xp.zeros_like(states), self._xp.zeros_like(self.w)
         grads[trees.roots] = trees.weight
         for level in reversed(trees.levels):
             if not len(level.children):
@@ -162,21 +169,24 @@ def tree_lstm(hidden: int) -> tuple[af.VertexFunction, list[af.Variable]]:
     return cell, [w, u, f]
 
 
-def _sigmoid(x: Any) -> Any:
-    return 1 / (1 + np.exp(-x))
-
-
 class TreeLstmByHand:
-    """Child-sum Tree-LSTM level by level in NumPy; inputs are multiplied for all vertices at once."""
+    """Child-sum Tree-LSTM level by level in NumPy or CuPy; inputs are multiplied for all vertices at once."""
 
-    def __init__(self, trees: Trees, hidden: int) -> None:
-        self.trees = trees
+    def __init__(self, trees: Trees, hidden: int, xp: Any = np) -> None:
+        self.trees = trees.map(xp.asarray)
         self.hidden = hidden
-        self.w, self.u, self.f = weights(hidden, 4 * hidden), weights(hidden, 3 * hidden), weights(hidden, hidden)
+        self.w, self.u, self.f = (xp.asarray(weights(hidden, count * hidden)) for count in (4, 3, 1))
+        self._xp = xp
+
+    def _sigmoid(self, x: Any) -> Any:
+        return 1 / (1 + self._xp.exp(-x))
 
     def _below(self, level: Level, rows: Any) -> Any:
         """Rows of children, summed for each vertex."""
-        total = np.zeros_like(rows, shape=(level.last - level.first, self.hidden))
+        total = self._xp.zeros_like(rows, shape=(level.last - level.first, self.hidden))
+        if self._xp is not np:
+            self._xp.add.at(total, level.owners, rows)
+            return total
         filled = np.flatnonzero(np.diff(level.starts))
         if len(filled):
             total[filled] = np.add.reduceat(rows, level.starts[filled], axis=0)
@@ -187,16 +197,16 @@ class TreeLstmByHand:
         trees, n = self.trees, self.hidden
         xs = trees.xs[trees.order]
         x = xs @ self.w
-        h, c = np.empty_like(xs, shape=(len(xs), n)), np.empty_like(xs, shape=(len(xs), n))
+        h, c = self._xp.empty_like(xs, shape=(len(xs), n)), self._xp.empty_like(xs, shape=(len(xs), n))
         for level in trees.levels:
             rows = slice(level.first, level.last)
             h_below, c_below = h[level.children], c[level.children]
             h_sum = self._below(level, h_below)
             gates = x[rows, : 3 * n] + h_sum @ self.u
-            gate, new = _sigmoid(gates[:, : 2 * n]), np.tanh(gates[:, 2 * n :])
-            forget = _sigmoid(x[rows, 3 * n :][level.owners] + h_below @ self.f)
+            gate, new = self._sigmoid(gates[:, : 2 * n]), self._xp.tanh(gates[:, 2 * n :])
+            forget = self._sigmoid(x[rows, 3 * n :][level.owners] + h_below @ self.f)
             c[rows] = self._below(level, forget * c_below) + gate[:, :n] * new
-            shown = np.tanh(c[rows])
+            shown = self._xp.tanh(c[rows])
             h[rows] = gate[:, n:] * shown
             if kept is not None:
                 kept.append((h_below, c_below, h_sum, gate, new, forget, shown))
@@ -207,9 +217,9 @@ class TreeLstmByHand:
         trees, n = self.trees, self.hidden
         kept: list[Any] = []
         xs, h, _ = self.forward(kept)
-        of_x = np.zeros_like(xs, shape=(len(xs), 4 * n))
-        of_h, of_c = np.zeros_like(h), np.zeros_like(h)
-        of_u, of_f = np.zeros_like(self.u), np.zeros_like(self.f)
+        of_x = self._xp.zeros_like(xs, shape=(len(xs), 4 * n))
+        of_h, of_c = self._xp.zeros_like(h), self._xp.zeros_like(h)
+        of_u, of_f = self._xp.zeros_like(self.u), self._xp.zeros_like(self.f)
         of_h[trees.roots] = trees.weight
         for level, (h_below, c_below, h_sum, gate, new, forget, shown) in zip(
             reversed(trees.levels), reversed(kept), strict=True
@@ -217,7 +227,7 @@ class TreeLstmByHand:
             rows = slice(level.first, level.last)
             d_h = of_h[rows]
             d_c = of_c[rows] + d_h * gate[:, n:] * (1 - shown * shown)
-            d_gates = np.concatenate([d_c * new, d_h * shown, d_c * gate[:, :n]], axis=1)
+            d_gates = self._xp.concatenate([d_c * new, d_h * shown, d_c * gate[:, :n]], axis=1)
             d_gates[:, : 2 * n] *= gate * (1 - gate)
             d_gates[:, 2 * n :] *= 1 - new * new
             of_x[rows, : 3 * n] = d_gates
@@ -354,14 +364,19 @@ async def _measured(
             await each.session.aclose()
 
 
-def torch_step(torch: Any, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand) -> Callable[[], tuple[Any, ...]]:
+def torch_step(
+    torch: Any, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand, *, place: str = "cpu"
+) -> Callable[[], tuple[Any, ...]]:
     """A training step level by level in PyTorch; the states of a level are joined to those below."""
-    xs = torch.from_numpy(trees.xs[trees.order])
-    roots = torch.from_numpy(trees.roots)
-    levels = [(each, torch.from_numpy(each.children), torch.from_numpy(each.owners)) for each in trees.levels]
+    xs = torch.from_numpy(trees.xs[trees.order]).to(place)
+    roots = torch.from_numpy(trees.roots).to(place)
+    levels = [
+        (each, torch.from_numpy(each.children).to(place), torch.from_numpy(each.owners).to(place))
+        for each in trees.levels
+    ]
     is_lstm = isinstance(by_hand, TreeLstmByHand)
     names = ("w", "u", "f") if is_lstm else ("w",)
-    parameters = [torch.from_numpy(getattr(by_hand, name).copy()).requires_grad_() for name in names]
+    parameters = [torch.tensor(getattr(by_hand, name), device=place).requires_grad_() for name in names]
     n = xs.shape[1]
 
     def fc() -> Any:
@@ -391,8 +406,8 @@ def torch_step(torch: Any, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand)
 
     def step() -> tuple[Any, ...]:
         loss = lstm() if is_lstm else fc()
-        grads = [grad.numpy() for grad in torch.autograd.grad(loss, parameters)]
+        grads = [grad.cpu().numpy() for grad in torch.autograd.grad(loss, parameters)]
         split = grads if is_lstm else [grads[0][:n], grads[0][n:]]
-        return loss.detach().numpy()[()], *split
+        return loss.detach().cpu().numpy()[()], *split
 
     return step

@@ -139,7 +139,7 @@ async def measure(
             works = {ASYNCFLOW: ours.step, **peer_works(peers, samples, sizes)}
             sessions, answer_of = [ours.session], None
             if isinstance(samples, Sequences):
-                loops, answer_of = _loops(samples), partial(_of_weights, samples)
+                loops, answer_of = _loops(samples), partial(weights_of, samples)
                 works |= {name: loop.run for name, loop in loops.items()}
                 sessions += [loop.session for loop in loops.values()]
             trials = {name: timed_sample(batch, work, answer_of) for name, work in works.items()}
@@ -211,7 +211,8 @@ def _loops(batch: Sequences) -> dict[str, AsyncflowStep | sequences.OfDynamicRnn
     }
 
 
-def _of_weights(batch: Sequences, step: Step) -> Any:
+def weights_of(batch: Sequences, step: Step) -> Any:
+    """The loss and the gradients of weights, which all systems have, in one array."""
     loss, grads = step
     return comparable((loss, list(grads)[: len(batch.model.weights)]), batch.outputs)
 

@@ -9,8 +9,9 @@ import pytest
 
 from asyncflow.devices.cuda.backend import CudaBackend
 from benchmarks import __main__ as command
-from benchmarks import gpu
+from benchmarks import gpu, gpu_rows
 from benchmarks.harness import ASYNCFLOW
+from benchmarks.vertex_models import Sizes
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 TINY_PIPELINE = {"layers": 2, "size": 8, "iterations": 4}
 TINY_LSTM = {"steps": 3, "batch": 2, "hidden": 4}
+TINY_MODELS = Sizes(steps=6, leaves=4, files=8)
 TINY = {
     "gpu_launches": lambda: gpu.measure_launches(repeats=2, operations=10),
     "gpu_chain": lambda: gpu.measure_chain(repeats=1, rounds=2, sizes=(10,)),
@@ -30,6 +32,9 @@ TINY = {
     "gpu_loop": lambda: gpu.measure_loop(repeats=1, iterations=10),
     "gpu_pipeline": lambda: gpu.measure_pipeline(repeats=1, counts=(1, 2), windows=(1, 2), sizes=TINY_PIPELINE),
     "gpu_lstm_training": lambda: gpu.measure_lstm(repeats=1, sizes=TINY_LSTM),
+    "gpu_vertex_models": lambda: gpu_rows.measure_vertices(repeats=1, batches=(1, 3), hidden=8, sizes=TINY_MODELS),
+    "gpu_pooled_loop": lambda: gpu_rows.measure_pool(repeats=1, hidden=4, rows=6, lengths=((3, 3), (2, 5))),
+    "gpu_batched": lambda: gpu_rows.measure_batched(repeats=1, hidden=4, steps=2, clients=(1, 3), requests=6),
 }
 
 
