@@ -1,6 +1,6 @@
 """``python -m tests.gpu.check A --out FOLDER``, then ``B``: all tests of this folder, one JSON line each.
 
-A is what has to be right (T0 to T11), B are features and timing (T12 to T20). The lines go to standard output and to
+A is what has to be right (T0 to T11), B are features and timing (T12 to T22). The lines go to standard output and to
 ``FOLDER/results-A.jsonl`` as the tests end, so that a run that is cut short leaves what it had; timelines go to the
 same folder. On a card each part takes less than nine minutes, after which it ends itself with the stacks of all
 threads. Without a card the stand-in for CuPy is used, and the first line says so.
@@ -25,7 +25,7 @@ import pytest
 from asyncflow.devices.cuda.backend import cuda_backend
 
 HERE = Path(__file__).parent
-PARTS: Mapping[str, range] = {"A": range(12), "B": range(12, 21)}
+PARTS: Mapping[str, range] = {"A": range(12), "B": range(12, 23)}
 LIMIT_S = 530.0
 
 
