@@ -134,6 +134,7 @@ class PlanNode:
         waits_in_line: the kernel may give a place in line.
         is_light: it is one of those, needs no context, and gives what is small.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
+        is_for_host: what is fed is used by the host alone, and not copied in.
     """
 
     source: Node
@@ -152,6 +153,7 @@ class PlanNode:
     is_suspect: bool = False
     waits_in_line: bool = False
     is_light: bool = False
+    is_for_host: bool = False
     fetch_index: int = -1
     uses_index: bool = False
     index_values: tuple[np.int32, ...] = ()

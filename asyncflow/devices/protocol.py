@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -116,9 +116,26 @@ class CoroutineKernel:
     __slots__ = ()
 
 
+class HostKernel(CoroutineKernel):
+    """One that a device leaves to the host, which takes what is there already as it is.
+
+    Attributes:
+        staying: positions of outputs that nobody but the host uses: they are not copied in.
+    """
+
+    __slots__ = ()
+
+    staying: Collection[int]
+
+
 def is_coroutine_kernel(kernel: object) -> bool:
     """Whether a call of a bound kernel gives a coroutine."""
     return isinstance(kernel, CoroutineKernel)
+
+
+def host_kernel(kernel: object) -> HostKernel | None:
+    """A bound kernel, if its device leaves it to the host."""
+    return kernel if isinstance(kernel, HostKernel) else None
 
 
 Spans: TypeAlias = list[Any]

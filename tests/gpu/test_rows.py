@@ -218,7 +218,7 @@ async def test_t22_concurrent_runs_give_what_each_gives_alone(
             await asyncio.sleep(0)
             for run in runs[5::16]:
                 run.cancel()
-            found = await asyncio.gather(*runs, return_exceptions=True)
+            found: list[Any] = await asyncio.gather(*runs, return_exceptions=True)
             for k, (answer, expected) in enumerate(zip(found, wanted, strict=True)):
                 if k % 16 == 5 and isinstance(answer, asyncio.CancelledError):
                     continue

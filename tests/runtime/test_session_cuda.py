@@ -107,6 +107,37 @@ async def settled(quantity: Callable[[], int]) -> int:
 # -- launching ---------------------------------------------------------------------------------------------------------
 
 
+async def test_what_only_the_host_uses_is_not_copied(cupy: FakeCupy) -> None:
+    """What is fed to functions of the host, constants for them, and what they give to one another, or to a fetch."""
+
+    @af.op(outputs=af.spec("float32", (40,)))
+    def added(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return x + y
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (40,))
+        y = added(added(x, np.ones(40, np.float32)), x)
+        z = y * 2.0
+    fed = np.arange(40, dtype=np.float32)
+    async with opened(graph, ["cuda:0"]) as session:
+
+        async def copies(fetches: Any) -> tuple[Any, int]:
+            before = len(cupy.engine.launches)
+            found = await session.run(fetches, {x: fed})
+            return found, sum(name == "memcpyAsync" for _, name in cupy.engine.launches[before:])
+
+        found, count = await copies(y)
+        np.testing.assert_array_equal(found, 2 * fed + 1)
+        assert count == 0
+        found, count = await copies(z)
+        np.testing.assert_array_equal(found, 4 * fed + 2)
+        assert count == 2, "into the card for the product, and out"
+        found, count = await copies(af.on_device(y))
+        assert isinstance(found, cupy.ndarray)
+        np.testing.assert_array_equal(found.get(), 2 * fed + 1)
+        assert count == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("regions", [False, True])
 async def test_thousands_of_launches_never_block_the_event_loop(cupy: FakeCupy, regions: bool) -> None:

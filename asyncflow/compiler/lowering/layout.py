@@ -18,7 +18,7 @@ from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
-from asyncflow.devices.protocol import is_coroutine_kernel
+from asyncflow.devices.protocol import host_kernel, is_coroutine_kernel
 from asyncflow.errors import GraphError, LoopIdentity
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath, output_frame
@@ -77,6 +77,7 @@ class Layout:
             self.connect(plan_node)
         for source, plan_node in self.nodes.items():
             self.finish(source, plan_node)
+            leave_on_host(plan_node)
         for fetch, index in fetches.items():
             self.nodes[fetch].fetch_index = index
         root = self.frames[()]
@@ -173,7 +174,8 @@ class Layout:
     def prefill(self, planned: PlanNode, index: int, tensor: Tensor) -> None:
         """Puts a constant outside all loops where it is needed, so that it costs nothing in a run."""
         frame = planned.frame
-        value = self.constant(tensor.node)
+        is_for_host = host_kernel(planned.kernel) is not None and tensor.shape != ()
+        value = tensor.node.attrs["value"] if is_for_host else self.constant(tensor.node)
         if planned.kind == Kind.MERGE:
             if frame.values[planned.slot] is not None:
                 raise GraphError(
@@ -206,3 +208,16 @@ class Layout:
         planned.uses_index = source in self.indexed_merges
         if source.op is EXIT:
             planned.dead = Dead(source.inputs[0].node.name, str(source.location))
+
+
+def leave_on_host(planned: PlanNode) -> None:
+    """Has what is fed, or what the host makes, stay there if only the host uses it."""
+    if planned.kind == Kind.FEED:
+        ((plain, merges),) = planned.targets
+        planned.is_for_host = bool(plain) and not merges and all(host_kernel(each.kernel) for *_, each in plain)
+    elif (kernel := host_kernel(planned.kernel)) is not None:
+        kernel.staying = [
+            index
+            for index, (plain, merges) in enumerate(planned.targets)
+            if not merges and all(host_kernel(each.kernel) or each.crossing == Crossing.TO_HOST for *_, each in plain)
+        ]

@@ -21,11 +21,11 @@ import numpy as np
 from asyncflow.devices.cuda.arguments import Values
 from asyncflow.devices.cuda.experimental.graph import captured
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
-from asyncflow.devices.protocol import CoroutineKernel, KernelInfo, Placed, Span, recording
-from asyncflow.devices.values import as_scalar, is_plain, stays_on_host
+from asyncflow.devices.protocol import HostKernel, KernelInfo, Placed, Span, recording
+from asyncflow.devices.values import DeviceValue, as_scalar, is_plain, stays_on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator, Sequence
+    from collections.abc import Collection, Coroutine, Generator, Sequence
 
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.values import Kernel, Value
@@ -82,12 +82,13 @@ class CudaLauncher:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class CudaHostLauncher(CoroutineKernel):
+class CudaHostLauncher(HostKernel):
     """A kernel that a CUDA device leaves to the host: calling it gives a coroutine."""
 
     _device: CudaDevice
     _kernel: Kernel
     _info: KernelInfo
+    staying: Collection[int] = ()
 
     def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
         """Copy the inputs to the host, run the kernel there, and copy its outputs in.
@@ -108,8 +109,8 @@ class CudaHostLauncher(CoroutineKernel):
         given = {id(value): argument for value, argument in zip(values, args, strict=True)}
         with recording(device, spans):
             outputs = [
-                given[id(output)] if id(output) in given else self._brought_in(output)
-                for output in ([result] if info.single else result)
+                output if index in self.staying else self._placed(given.get(id(output)), output)
+                for index, output in enumerate([result] if info.single else result)
             ]
         outputs = await _all(outputs)
         return outputs[0] if info.single else tuple(outputs)
@@ -122,7 +123,9 @@ class CudaHostLauncher(CoroutineKernel):
             result = self._kernel(*values)
         return await result if inspect.isawaitable(result) else result
 
-    def _brought_in(self, output: Value) -> Placed:
+    def _placed(self, argument: Placed, output: Value) -> Placed:
+        if isinstance(argument, DeviceValue):
+            return argument
         if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
             return self._device.fed(np.asarray(output), self._info.name)
         output = as_scalar(output)

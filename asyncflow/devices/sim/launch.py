@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.devices.memory import Held, owner_of
-from asyncflow.devices.protocol import ArraySpec, CoroutineKernel, KernelInfo, Placed, Span, recording
+from asyncflow.devices.protocol import ArraySpec, HostKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, Storage, StoreBuffer
 from asyncflow.devices.values import DeviceValue, DType, is_array
 from asyncflow.errors import InternalError, ShapeError
@@ -91,11 +91,11 @@ class SimLauncher:
                 outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
 
-    def call_async(self, *args: Value) -> Coroutine[object, object, Placed]:
-        """Copy the inputs to the host, await the user's kernel there, and copy its outputs in."""
-        return self._call_async(args, self._device.recorded())
+    def call_async(self, args: Sequence[Value], staying: Collection[int]) -> Coroutine[object, object, Placed]:
+        """Copy the inputs to the host, await the user's kernel there, and copy its outputs in, but for some."""
+        return self._call_async(args, staying, self._device.recorded())
 
-    async def _call_async(self, args: Sequence[Value], spans: list[Span] | None) -> Placed:
+    async def _call_async(self, args: Sequence[Value], staying: Collection[int], spans: list[Span] | None) -> Placed:
         device, info = self._device, self._info
         values = [await self._fetched(value, spans) for value in args]
         result = self._kernel(*values)
@@ -103,7 +103,10 @@ class SimLauncher:
             result = await result
         device.machine.check()
         with recording(device, spans):
-            outputs = [device.copy_in(output, info.name) for output in ([result] if info.single else result)]
+            outputs = [
+                output if index in staying else device.copy_in(output, info.name)
+                for index, output in enumerate([result] if info.single else result)
+            ]
         return outputs[0] if info.single else tuple(outputs)
 
     # -- on the host ---------------------------------------------------------------------------------------------
@@ -349,17 +352,18 @@ class SimLauncher:
         return self._device.allocate(self._stream, written, nbytes, array)
 
 
-class SimHostLauncher(CoroutineKernel):
+class SimHostLauncher(HostKernel):
     """A kernel that a simulated device leaves to the host: calling it gives a coroutine."""
 
-    __slots__ = ("_launcher",)
+    __slots__ = ("_launcher", "staying")
 
     def __init__(self, launcher: SimLauncher) -> None:
         self._launcher = launcher
+        self.staying: Collection[int] = ()
 
     def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
         """See `SimLauncher.call_async`."""
-        return self._launcher.call_async(*args)
+        return self._launcher.call_async(args, self.staying)
 
 
 class _Homes:

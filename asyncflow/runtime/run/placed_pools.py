@@ -159,7 +159,7 @@ class PlacedSteps:
         for activation in activations:
             if activation in group.rows:  # or else it was cancelled meanwhile
                 pool.rows.remove(group, group.rows.index(activation))
-        pool.deliver([(each, [x[k, ...] for x in results]) for k, each in enumerate(activations)])
+        pool.deliver([(each, [x[k, ...].copy() for x in results]) for k, each in enumerate(activations)])
         return True
 
     async def _fail(self, group: Group, before: _Before, error: Exception) -> None:

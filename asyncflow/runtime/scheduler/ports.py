@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncflow.compiler.plan import Crossing, Kind, PlanNode
 from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, recording
-from asyncflow.devices.values import DeviceArray, DeviceValue
+from asyncflow.devices.values import DeviceArray, DeviceValue, is_array, stays_on_host
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class Ports:
                 deliver(None, error)
 
         for index, node in enumerate(executor.scheduler.partition.feeds):
-            if not executor.stopped:
+            is_there = node.is_for_host and isinstance(feeds[index], np.ndarray)
+            if not (executor.stopped or is_there):
                 left += 1
                 copy(index, node)
         arrived()
@@ -184,6 +185,9 @@ class Ports:
         if self._run.staying and isinstance(value, DeviceArray) and value.can_lend and self._leave(node, value):
             executor.complete(node, iteration, (value,), value)
             return
+        if self._run.staying and is_array(value) and not stays_on_host(value) and self._staying(node):
+            self._bring_in(node, iteration, value, device)
+            return
 
         def take(result: Value, error: BaseException | None) -> None:
             if error is not None:
@@ -207,15 +211,35 @@ class Ports:
         else:
             deliver(value, None)
 
+    def _staying(self, node: PlanNode) -> list[PlanNode]:
+        """The fetches that take a value where it is."""
+        plain, _ = node.targets[0]
+        return [
+            target for _, _, target in plain if target.kind == Kind.FETCH and target.fetch_index in self._run.staying
+        ]
+
     def _leave(self, node: PlanNode, value: DeviceArray) -> bool:
         """Gives a value to the fetches that take it where it is; whether nobody else needs it on the host."""
         plain, merges = node.targets[0]
-        staying = [
-            target for _, _, target in plain if target.kind == Kind.FETCH and target.fetch_index in self._run.staying
-        ]
+        staying = self._staying(node)
         for target in staying:
             self._run.stay(target.fetch_index, value)
         return not merges and len(staying) == len(plain)
+
+    def _bring_in(self, node: PlanNode, iteration: Iteration, value: Value, device: AsynchronousDevice) -> None:
+        """Copies to the device what the host has made, and a fetch wants there."""
+
+        def take(copied: Value, error: BaseException | None) -> None:
+            if error is not None:
+                self._executor.kernel_failed(error, node, iteration, (value,))
+            elif not self._executor.stopped:
+                self._to_host(node, iteration, copied)
+
+        deliver = self._executor.expect(take)
+        try:
+            device.feed(value, deliver)
+        except BaseException as error:
+            deliver(None, error)
 
     def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Value, ...]) -> None:
         emitter, executor = self._run.emitter, self._executor
