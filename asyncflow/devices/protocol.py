@@ -123,7 +123,7 @@ class HostKernel(CoroutineKernel):
         staying: positions of outputs that nobody but the host uses: they are not copied in.
     """
 
-    __slots__ = ()
+    __slots__ = ("staying",)
 
     staying: Collection[int]
 

@@ -38,11 +38,15 @@ from asyncflow.lift.batched import (
 from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.ops.batch import Pool
 from asyncflow.ops.indexing import take
-from asyncflow.ops.manipulation import concat
+from asyncflow.ops.manipulation import concat, expand_dims
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
+from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
 from asyncflow.ops.utility import all as all_of
 from asyncflow.values import Array, Kernel, Namespace, Value
+
+SEVERAL = 8
+"""So many steps are one launch where nobody comes or goes."""
 
 STEPS = "steps_together"
 """The name of the loop inside that makes steps."""
@@ -146,6 +150,29 @@ class SharedLoop(SharedCode):
                 (again,) = self._values(self._condition, given, count, is_one=False, label=f"{self.label}/again")
             program = self._emitting[streamed] = BodyProgram(graph, feeds, (*following, again, *emitted))
         return program._replace(states=self.states)
+
+    @cached_property
+    def several(self) -> BodyProgram:
+        """`emitting` nothing, with `SEVERAL` steps: whoever ends with one of them keeps its variables in the others."""
+        with Graph() as graph:
+            given = self._given()
+            feeds = tuple(value.tensor for value in given.values())
+            count = shape(feeds[0])[0]
+            following: list[Tensor] = []
+            again: Tensor | None = None
+            for k in range(SEVERAL):
+                before = following
+                following = self._values(self._body, given, count, is_one=False, label=f"{self.label}/{k}")
+                if again is not None:
+                    following = [
+                        where(expand_dims(again, tuple(range(1, len(new.shape or ())))), new, old)
+                        for new, old in zip(following, before, strict=True)
+                    ]
+                given.update({place: LiftedValue(x, has_rows=True) for place, x in enumerate(following)})
+                (goes_on,) = self._values(self._condition, given, count, is_one=False, label=f"{self.label}/{k}/again")
+                again = goes_on if again is None else again & goes_on
+            assert again is not None
+        return BodyProgram(graph, feeds, (*following, again), self.states)
 
     def _given(self, *, is_one: bool = False) -> dict[int, LiftedValue]:
         """Placeholders for the inputs, by their places."""

@@ -131,6 +131,30 @@ async def test_the_next_step_is_launched_before_a_predicate_is_read(
     assert after.completed == before.completed + 4 + 4
 
 
+@pytest.mark.slow
+async def test_several_steps_are_one_launch_where_nobody_comes_or_goes(cupy: FakeCupy) -> None:
+    """Those that end in between have the variables of their last step, and nobody makes more than are allowed."""
+    graph, x, n, y = counting()
+    start = np.full(4, 10, np.float32)
+    async with af.Session(graph, devices=["cuda:0"], max_iterations=100) as session:
+
+        async def asked(*steps: int) -> list[Any]:
+            feeds = ({x: start, n: 40 + 4 * count - 2} for count in steps)
+            found = await asyncio.gather(*(session.run(y, each) for each in feeds), return_exceptions=True)
+            return [type(each) if isinstance(each, BaseException) else each.tolist() for each in found]
+
+        async with asyncio.timeout(PATIENCE_S):
+            while True:  # until the plan of several steps is there
+                before = session.statistics()
+                assert await asked(90) == [[100] * 4]
+                after = session.statistics()
+                if after.completed - before.completed < 60:
+                    break
+        assert after.batches["steps"].calls >= 90
+        assert await asked(9, 21, 22, 70) == [[10 + count] * 4 for count in (9, 21, 22, 70)]
+        assert await asked(100, 40, 101) == [[110] * 4, [50] * 4, af.KernelError]
+
+
 async def test_limits_of_steps_that_were_launched_ahead(cupy: FakeCupy) -> None:
     """One that ends with the last step that it may make has its result, though one more was launched."""
     graph, x, n, y = counting()

@@ -355,7 +355,7 @@ class SimLauncher:
 class SimHostLauncher(HostKernel):
     """A kernel that a simulated device leaves to the host: calling it gives a coroutine."""
 
-    __slots__ = ("_launcher", "staying")
+    __slots__ = ("_launcher",)
 
     def __init__(self, launcher: SimLauncher) -> None:
         self._launcher = launcher

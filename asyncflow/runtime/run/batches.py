@@ -14,7 +14,7 @@ from functools import partial
 from math import ceil, inf
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.vertex_pools import VertexPools
     from asyncflow.values import Array
+
+T = TypeVar("T")
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -231,7 +233,7 @@ class Batches(TellingState):
         """Pooled loops of the session."""
         self.vertex_pools: VertexPools | None = None
         """Vertex maps of the session that are shared."""
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()
         self._runs_of: dict[BatchCall[BatchMember], Run] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -369,7 +371,7 @@ class Batches(TellingState):
         else:
             self._compute(call, plan)
 
-    def beside(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def beside(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
         """Does something that the session's end cancels."""
         task = self.turn.loop.create_task(work)
         self._under_way.add(task)

@@ -1,8 +1,9 @@
 """The steps of a pooled loop whose rows stand in the memory of a device: launched, and not waited for.
 
 A step is launched before it is known who goes on after the one before, whose flags are copied to the host meanwhile.
-Whoever has ended with that is computed once more; then the rows that are left, and those that have joined, are made
-slabs of. Where something fails, the rows come to the host as they were before, and are stepped there.
+Where nobody has come or gone for a while, that is several steps. Whoever has ended is computed once more; then the rows
+that are left, and those that have joined, are made slabs of. Where something fails, the rows come to the host as they
+were before, and are stepped there.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
+from asyncflow.lift.pooled import SEVERAL
 from asyncflow.runtime.pool import RowGroup
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
@@ -47,12 +50,14 @@ class _StepAhead(NamedTuple):
         run: that it is.
         rows: whose.
         following: their next variables, on the device.
+        made: how many steps that is.
     """
 
     before: _Before
     run: _PlacedRun
     rows: Sequence[PooledActivation]
     following: Sequence[Value]
+    made: int
 
 
 class _PlacedRun:
@@ -92,6 +97,7 @@ class PlacedSteps:
     def __init__(self, pool: LoopPool) -> None:
         self._pool = pool
         self._unread: _StepAhead | None = None
+        self._several: asyncio.Task[Plan] | None = None
 
     async def step(self, group: Group) -> None:
         """Launches a step of all rows, and then looks who goes on after the one before."""
@@ -128,12 +134,20 @@ class PlacedSteps:
         if (exchanged := group.exchanged()) is not None:
             plan = await pool.plan_of(pool.shared.exchange)
             group.settled(await self._start(plan, exchanged, group.width).staying())
-        plan = await pool.plan_of(pool.shared.emitting(()))
+        several = self._plan_of_several() if pool.may_step(SEVERAL) else None
+        plan = await pool.plan_of(pool.shared.emitting(())) if several is None else several
         run = self._start(plan, group.all_inputs(), pool.shared.n_vars)
         following = await run.staying()
         group.slabs = [*following, *group.slabs[len(following) :]]
-        pool.rows.steps += 1
-        return _StepAhead(before, run, tuple(group.rows), following)
+        made = 1 if several is None else SEVERAL
+        pool.rows.steps += made
+        return _StepAhead(before, run, tuple(group.rows), following, made)
+
+    def _plan_of_several(self) -> Plan | None:
+        """The plan of several steps; None as long as it is being made."""
+        if self._several is None:
+            self._several = self._pool.beside(self._pool.plan_of(self._pool.shared.several))
+        return self._several.result() if self._several.done() else None
 
     def _start(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> _PlacedRun:
         return _PlacedRun(self._pool.runs.start_placed(plan, values, staying), plan.fetches[:staying])
@@ -146,7 +160,7 @@ class PlacedSteps:
             there = set(group.rows)
             left = [activation in there for activation in step.rows]
             if any(left):
-                pool.count(sum(left))
+                pool.count(sum(left), step.made)
             ended = [row for row in np.logical_not(goes_on).nonzero()[0].tolist() if left[row]]
             if not ended:
                 return True

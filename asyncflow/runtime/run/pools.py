@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
 from time import perf_counter_ns
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,6 +35,8 @@ from asyncflow.runtime.shares import PATIENCE_S
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
+
+T = TypeVar("T")
 
 _TURN_NS = BURST_NS
 """So long steps may take in one pass of the event loop, those of all pools together."""
@@ -234,6 +236,15 @@ class LoopPool(TellingState):
     async def plan_of(self, program: BodyProgram) -> Plan:
         """The plan of one of its programs."""
         return await self._batches.plan_of(program)
+
+    def beside(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Does something that the session's end cancels."""
+        return self._batches.beside(work)
+
+    def may_step(self, count: int) -> bool:
+        """Whether so many steps may be made at once: nobody has come or gone for a while, or has made too many."""
+        is_calm = self._calm == _MOST_CALM and self.shared.is_repeatable
+        return is_calm and self.rows.steps + count <= self._next_limit
 
     def count(self, size: int, steps: int = 1) -> None:
         """Counts steps of so many."""
