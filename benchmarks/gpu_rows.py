@@ -143,7 +143,7 @@ async def measure_pool(
     repeats: int = 5,
     hidden: int = 512,
     rows: int = 256,
-    lengths: Sequence[tuple[int, int]] = ((64, 64), (20, 120)),
+    lengths: Sequence[tuple[int, int]] = ((64, 64), (20, 120), (512, 512)),
 ) -> list[Result]:
     """Tokens/s of requests that are all there at once, each of so many steps of a GRU.
 

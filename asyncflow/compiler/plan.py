@@ -269,6 +269,7 @@ class Partition:
         n_fetches: number of values the whole plan fetches.
         fetch_indexes: which of them this partition fetches.
         frames: all frames by their paths, the root included.
+        is_on_host: nothing of it is done by the device, which leaves all of it to the host.
     """
 
     device: str
@@ -278,6 +279,7 @@ class Partition:
     n_fetches: int = 0
     fetch_indexes: list[int] = field(default_factory=list)
     frames: dict[FramePath, PlanFrame] = field(default_factory=dict)
+    is_on_host: bool = False
 
     @property
     def nodes(self) -> list[PlanNode]:

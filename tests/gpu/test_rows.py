@@ -114,7 +114,6 @@ async def test_t21_the_card_gives_what_the_host_gives(
 
 
 NO_KERNELS = ("eventRecord", "streamWaitEvent", "memcpyAsync", "poison")
-OURS = ("asyncflow", "cupy")
 
 
 async def _kernels(card: Card, run: Callable[[], Awaitable[object]]) -> list[str]:
@@ -132,7 +131,7 @@ async def _kernels(card: Card, run: Callable[[], Awaitable[object]]) -> list[str
 @pytest.mark.parametrize("function", FUNCTIONS)
 @on_loop
 async def test_t21_kernels_of_a_set_do_not_depend_on_the_batch(card: Card, figures: Figures, function: str) -> None:
-    """In training, of a complete tree. On a card PyTorch counts, and cuBLAS and CUB choose how many they launch."""
+    """In training, of a complete tree; on a card PyTorch's profiler counts."""
     program = _Vertices(FUNCTIONS[function])
     tree = af.InputGraph.from_parents([-1, *((vertex - 1) // 2 for vertex in range(1, 31))])
     n_sets = 5
@@ -141,14 +140,14 @@ async def test_t21_kernels_of_a_set_do_not_depend_on_the_batch(card: Card, figur
         for batch in (1, 8, 16, card.choose(256, 32)):
             feeds = program.feeds(af.InputGraph.batch([tree] * batch))
             await session.run(program.fetches, feeds)  # which compiles
-            names = await _kernels(card, lambda feeds=feeds: session.run(program.fetches, feeds))  # type: ignore[misc]
-            figures[f"kernels_a_set_batch_{batch}"] = len(names) / n_sets
-            counts[batch] = [name for name in names if card.fake is not None or name.startswith(OURS)]
-    alone, least, *others = counts.values()
-    assert len(least) >= 2 * n_sets, "forward and backward have kernels for each set"
-    assert len(least) <= len(alone), "a set of one row is summed in other places"
-    for names in others:
-        assert sorted(names) == sorted(least)
+            counts[batch] = await _kernels(card, lambda feeds=feeds: session.run(program.fetches, feeds))  # type: ignore[misc]
+            figures[f"kernels_a_set_batch_{batch}"] = len(counts[batch]) / n_sets
+    alone, least, *others = map(len, counts.values())
+    assert least >= 2 * n_sets, "forward and backward have kernels for each set"
+    assert least <= alone, "sets of one row are summed elsewhere"
+    # cuBLAS, CUB and CuPy choose by the shape how many kernels a product, a sum or a copy takes.
+    figures.below("most_by_least", max(least, *others) / min(least, *others), 1.15)
+    assert card.is_real or {least} == set(others)
 
 
 # -- what concurrent runs share --------------------------------------------------------------------------------------

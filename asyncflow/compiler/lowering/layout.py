@@ -91,6 +91,7 @@ class Layout:
             n_fetches=n_fetches,
             fetch_indexes=list(fetches.values()),
             frames=self.frames,
+            is_on_host=all(map(is_on_host, root.nodes)),
         )
 
     def place(self, node: Node) -> None:
@@ -221,3 +222,13 @@ def leave_on_host(planned: PlanNode) -> None:
             for index, (plain, merges) in enumerate(planned.targets)
             if not merges and all(host_kernel(each.kernel) or each.crossing == Crossing.TO_HOST for *_, each in plain)
         ]
+
+
+def is_on_host(planned: PlanNode) -> bool:
+    """Whether the device has nothing to do with a node."""
+    if planned.kind == Kind.FEED:
+        return planned.is_for_host or planned.source.outputs[0].shape == ()
+    kernel = host_kernel(planned.kernel)
+    if kernel is not None:
+        return len(kernel.staying) == len(planned.targets)
+    return planned.kind == Kind.FETCH or planned.crossing == Crossing.TO_HOST

@@ -106,7 +106,7 @@ class Run:
         for partition in plan.partitions:
             executor = Executor(partition, self)
             self.executors.append(executor)
-            if executor.asynchronous is not None:
+            if executor.asynchronous is not None and (self.staying or not partition.is_on_host):
                 self._undrained.append(executor)
 
     def start(self, feeds: Sequence[Value], timeout: float | None, asked_s: float) -> None:
