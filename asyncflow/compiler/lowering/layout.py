@@ -52,6 +52,8 @@ class Layout:
     aliases: dict[Tensor, Tensor] = field(default_factory=dict)
     """A LoopCond without control inputs only gives a name to its input."""
     indexed_merges: set[Node] = field(default_factory=set)
+    uses_host: bool = False
+    """Whether the device leaves something to the host."""
 
     def __post_init__(self) -> None:
         controls = {control for node in self.sources for control in node.control_inputs}
@@ -77,7 +79,9 @@ class Layout:
             self.connect(plan_node)
         for source, plan_node in self.nodes.items():
             self.finish(source, plan_node)
-            leave_on_host(plan_node)
+        if self.uses_host:
+            for plan_node in self.nodes.values():
+                leave_on_host(plan_node)
         for fetch, index in fetches.items():
             self.nodes[fetch].fetch_index = index
         root = self.frames[()]
@@ -91,7 +95,7 @@ class Layout:
             n_fetches=n_fetches,
             fetch_indexes=list(fetches.values()),
             frames=self.frames,
-            is_on_host=all(map(is_on_host, root.nodes)),
+            is_on_host=self.uses_host and all(map(is_on_host, root.nodes)),
         )
 
     def place(self, node: Node) -> None:
@@ -127,6 +131,7 @@ class Layout:
             planned.kernel = self.bind(node)
             if is_coroutine_kernel(planned.kernel):
                 planned.is_async, planned.is_small = True, False
+                self.uses_host = self.uses_host or host_kernel(planned.kernel) is not None
             else:
                 planned.waits_in_line = waits_in_line(node)
                 gives_small = all(is_small_spec(x.spec) for x in node.outputs)
@@ -175,7 +180,7 @@ class Layout:
     def prefill(self, planned: PlanNode, index: int, tensor: Tensor) -> None:
         """Puts a constant outside all loops where it is needed, so that it costs nothing in a run."""
         frame = planned.frame
-        is_for_host = host_kernel(planned.kernel) is not None and tensor.shape != ()
+        is_for_host = self.uses_host and host_kernel(planned.kernel) is not None and tensor.shape != ()
         value = tensor.node.attrs["value"] if is_for_host else self.constant(tensor.node)
         if planned.kind == Kind.MERGE:
             if frame.values[planned.slot] is not None:

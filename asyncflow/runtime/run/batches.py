@@ -14,7 +14,7 @@ from functools import partial
 from math import ceil, inf
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -233,7 +233,7 @@ class Batches(TellingState):
         """Pooled loops of the session."""
         self.vertex_pools: VertexPools | None = None
         """Vertex maps of the session that are shared."""
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._under_way: set[asyncio.Task[object]] = set()
         self._runs_of: dict[BatchCall[BatchMember], Run] = {}
         self._timer: asyncio.TimerHandle | None = None
 
