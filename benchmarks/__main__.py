@@ -23,6 +23,7 @@ from benchmarks import (
     dynamic_lstm,
     dynamic_unrolling,
     gpu,
+    gpu_memory,
     gpu_rows,
     graph_size,
     import_time,
@@ -119,6 +120,7 @@ GPU_WORKLOADS: dict[str, Workload] = {
     "gpu_vertex_models": gpu_rows.measure_vertices,
     "gpu_pooled_loop": gpu_rows.measure_pool,
     "gpu_batched": gpu_rows.measure_batched,
+    "gpu_memory": gpu_memory.measure_memory,
 }
 """Those of a card: part of all where there is one. ``gpu`` stands for all of them."""
 
@@ -132,6 +134,7 @@ PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
     "dynamic_unrolling": dynamic_unrolling.draw,
     "gpu_pipeline": gpu.draw_pipeline,
     "gpu_lstm_training": gpu.draw_lstm,
+    "gpu_memory": gpu_memory.draw_memory,
     "stacked_lstm_training": stacked_lstm_training.draw,
     "vertex_models": vertex_models.draw,
     "saved_values": saved_values.draw,

@@ -290,7 +290,7 @@ def draw_pipeline(
             await session.run(top, trace=trace)
             return trace
 
-    return _saved(af.run(traced()), folder, PIPELINE)
+    return saved_timeline(af.run(traced()), folder, PIPELINE)
 
 
 # -- an LSTM layer ---------------------------------------------------------------------------------------------------
@@ -346,10 +346,11 @@ def draw_lstm(results: Sequence[Result], folder: Path, *, sizes: dict[str, int] 
                 await asyncio.gather(step.run(), step.run())
             return trace
 
-    return _saved(af.run(traced()), folder, LSTM)
+    return saved_timeline(af.run(traced()), folder, LSTM)
 
 
-def _saved(trace: af.Trace, folder: Path, name: str) -> list[Path]:
+def saved_timeline(trace: af.Trace, folder: Path, name: str) -> list[Path]:
+    """Write a timeline for Perfetto, for browsers, and as a picture where there is something to draw with."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [".png"] if importlib.util.find_spec("matplotlib") else []  # which a machine with a card may lack
     paths = [folder / f"{name}{suffix}" for suffix in (".json.gz", ".html", *pictures)]

@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.devices.cuda.backend import CudaBackend
 from benchmarks import __main__ as command
-from benchmarks import gpu, gpu_rows
+from benchmarks import gpu, gpu_memory, gpu_rows
 from benchmarks.harness import ASYNCFLOW
 from benchmarks.vertex_models import Sizes
 from tests.fake_cupy import FakeCupy
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 TINY_PIPELINE = {"layers": 2, "size": 8, "iterations": 4}
 TINY_LSTM = {"steps": 3, "batch": 2, "hidden": 4}
 TINY_MODELS = Sizes(steps=6, leaves=4, files=8)
+TINY_MEMORY = [{"hidden": 128, "batch": 128, "steps": 8}]
+"""Whose values are just large enough to move."""
+
 TINY = {
     "gpu_launches": lambda: gpu.measure_launches(repeats=2, operations=10),
     "gpu_chain": lambda: gpu.measure_chain(repeats=1, rounds=2, sizes=(10,)),
@@ -35,6 +38,7 @@ TINY = {
     "gpu_vertex_models": lambda: gpu_rows.measure_vertices(repeats=1, batches=(1, 3), hidden=8, sizes=TINY_MODELS),
     "gpu_pooled_loop": lambda: gpu_rows.measure_pool(repeats=1, hidden=4, rows=6, lengths=((3, 3), (2, 5))),
     "gpu_batched": lambda: gpu_rows.measure_batched(repeats=1, hidden=4, steps=2, clients=(1, 3), requests=6),
+    "gpu_memory": lambda: gpu_memory.measure_memory(repeats=1, models=TINY_MEMORY, lengths=(2,)),
 }
 
 
@@ -64,8 +68,9 @@ def test_timelines(tmp_path: Path) -> None:
     paths = [
         *gpu.draw_pipeline([], tmp_path, count=2, sizes=TINY_PIPELINE),
         *gpu.draw_lstm([], tmp_path, sizes=TINY_LSTM),
+        *gpu_memory.draw_memory([], tmp_path, models=TINY_MEMORY),
     ]
-    assert len(paths) == 6
+    assert len(paths) == 10
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
