@@ -110,13 +110,14 @@ class Card:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def spin(self, stream: CudaStream, ms: float) -> None:
-        """Give `stream` a kernel that takes so long; on the stand-in, one that takes no time."""
+    def spin(self, stream: CudaStream, ms: float, blocks: int = 1) -> None:
+        """Give `stream` a kernel that takes so long, of large blocks if several; on the stand-in, no time."""
         with stream:
             if self.fake is not None:
                 self.fake.engine.give(self.fake.engine.queue(stream.raw.ptr, stream.physical), "spin", None)
             else:
-                self._kernel("spin", SPIN)((1,), (1,), (np.uint64(round(ms * 1e6)),))
+                threads = 1 if blocks == 1 else 1024
+                self._kernel("spin", SPIN)((blocks,), (threads,), (np.uint64(round(ms * 1e6)),))
 
     @contextmanager
     def stall(self, *streams: CudaStream, ms: float) -> Iterator[None]:
