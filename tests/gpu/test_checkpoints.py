@@ -49,7 +49,9 @@ class Training:
         self, card: Card, session: af.Session, figures: Figures, name: str, saver: af.Saver | None = None
     ) -> list[bytes]:
         """The losses of all steps that are to be made yet."""
-        losses, times, heartbeat = [], [], Heartbeat()
+        losses: list[bytes] = []
+        times: list[float] = []
+        heartbeat = Heartbeat()
         with heartbeat.beating():
             while (made := int(await session.run(self.made))) < STEPS:
                 # The first step compiles, and is the first to be saved.

@@ -104,6 +104,10 @@ def _random_program(seed: int) -> Callable[[af.Tensor, af.Tensor], af.Tensor]:
         random = Random(seed)
         return nested(random, x, x, w, depth=0)
 
+    def branch(i: af.Tensor, y: af.Tensor, x: af.Tensor, w: af.Tensor) -> af.Tensor:
+        chosen: af.Tensor = af.cond(i % 3 == 1, lambda: af.tanh(y @ w) * x, lambda: y * x)
+        return chosen
+
     def nested(random: Random, y: af.Tensor, x: af.Tensor, w: af.Tensor, depth: int) -> af.Tensor:
         steps = random.randint(2, 3) if depth else 5
         kinds = random.sample(["product", "branch", "wave", "loop"], 3)
@@ -115,8 +119,7 @@ def _random_program(seed: int) -> Callable[[af.Tensor, af.Tensor], af.Tensor]:
                 if kind == "product" or (kind == "loop" and depth == 1):
                     y = af.tanh(y @ w)
                 elif kind == "branch":
-                    z = y
-                    y = af.cond(i % 3 == 1, lambda z=z: af.tanh(z @ w) * x, lambda z=z: z * x)
+                    y = branch(i, y, x, w)
                 elif kind == "wave":
                     y = y + np.float32(0.5) * af.sin(y * x)
                 else:
