@@ -332,8 +332,11 @@ class SwapManager:
             self._fetch_ahead(group, handle.rank - handle.stride, into)
         return Orders(into=into)
 
-    def left(self, handle: SavedHandle, taken_ns: int) -> Orders:
-        """A copy out has ended. If the value is AWAY now, its buffer goes; else the copy goes."""
+    def left(self, handle: SavedHandle, taken_ns: int | None) -> Orders:
+        """A copy out has ended. If the value is AWAY now, its buffer goes; else the copy goes.
+
+        None: it has not, but whoever uses the memory again comes after it; `took` tells the time.
+        """
         self._ended(handle, taken_ns)
         if handle.state is SavedState.LEAVING:
             handle.state = SavedState.AWAY
@@ -343,6 +346,12 @@ class SwapManager:
         else:
             self._discard(handle)
         return self.relieve()
+
+    def took(self, nbytes: int, taken_ns: int) -> None:
+        """Note the time of a copy."""
+        copied = self._copied
+        copied[0], copied[1] = copied[0] + nbytes, copied[1] + taken_ns
+        self.ns_per_byte = copied[1] / copied[0] if copied[0] else self.ns_per_byte
 
     def stays(self, handle: SavedHandle) -> None:
         """A copy out has failed: the value stays where it is."""
@@ -604,11 +613,10 @@ class SwapManager:
 
     # -- counting ------------------------------------------------------------------------------------------------
 
-    def _ended(self, handle: SavedHandle, taken_ns: int) -> None:
+    def _ended(self, handle: SavedHandle, taken_ns: int | None) -> None:
         handle.copying = False
-        copied = self._copied
-        copied[0], copied[1] = copied[0] + handle.nbytes, copied[1] + taken_ns
-        self.ns_per_byte = copied[1] / copied[0] if copied[0] else self.ns_per_byte
+        if taken_ns is not None:
+            self.took(handle.nbytes, taken_ns)
 
     def _hold(self, handle: SavedHandle, nbytes: int) -> None:
         assert handle.space is not None

@@ -544,7 +544,7 @@ class Swapping(ABC):
                     return
                 raise
 
-    def _has_left(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
+    def _has_left(self, handle: SavedHandle, there: object, taken_ns: int | None) -> None:
         handle.there = there
         orders = self.manager.left(handle, taken_ns)
         if handle.state is SavedState.AWAY:

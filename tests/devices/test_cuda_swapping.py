@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.cuda import progress
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.transfers import slabs, swapping
 from asyncflow.devices.presets import DEFAULT_HOST
@@ -207,6 +208,29 @@ async def test_f30_what_may_move_makes_room_for_what_does_not_fit(cupy: FakeCupy
         session.devices[0].pool.make_room = lambda _: False  # type: ignore[attr-defined]
         with pytest.raises(af.OutOfMemoryError, match="largest now"):
             await training.step(session)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regions", [True, False])
+async def test_where_memory_is_short_streams_wait_for_copies_out_and_the_host_launches(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, regions: bool
+) -> None:
+    """Nothing that was launched has run yet, and half of what a loop saves is away already."""
+    monkeypatch.setattr(progress, "MOST_AHEAD", 900)
+    training = Training()
+    never, _ = await training.once(regions=regions, saved_values="keep")
+    async with training.session(memory_limit=LIMIT, regions=regions, without=["plan_memory"]) as session:
+        await training.step(session)  # pins
+        moves = swapping_of(session)
+        cupy.pause()
+        try:
+            task = asyncio.ensure_future(session.run(training.grads, training.fed))
+            await until(lambda: moves.statistics().host >= STEPS * VALUE // 2)
+            assert not moves._paused
+        finally:
+            cupy.resume()
+        np.testing.assert_array_equal(await task, never)
+        assert session.statistics().memory["cuda:0"].peak <= LIMIT
 
 
 @pytest.mark.usefixtures("always")

@@ -57,7 +57,7 @@ class Clock:
         self._anchor = best[1]
 
     def new_event(self) -> Raw:
-        """An event on the stream that is current, from which times are counted."""
+        """An event of the card that is current, from which times are counted."""
         # No thread sleeps on it, and of such that one can sleep on a stream takes few: see `EventPool`.
         return self._cupy.cuda.Event(block=False, disable_timing=False)
 

@@ -1,8 +1,9 @@
 """How a CUDA device moves saved values: to pinned memory on ``d2h`` when they go, back on ``h2d`` ahead of their reads.
 
 Nobody waits but streams: the copy out for what wrote the value, whoever reads it for the copy in. The device's memory
-is free when the host sees that the copy out has ended; or at once, where an allocation finds no room (`make_room`):
-then what comes next on the memory's home stream waits for the copy, as its order protects the memory.
+is free when the host sees that the copy out has ended; or at once, where an allocation finds no room (`make_room`), or
+launching would have to pause (`_hurry`): then what comes next on the memory's home stream waits for the copy, as its
+order protects the memory.
 
 What goes to the spill file passes through pinned memory, a few values at a time; a thread writes and reads. A value in
 the file is not there for streams to wait for, so whoever launches what reads it waits (`must_wait`, `throttle`).
@@ -31,6 +32,7 @@ from asyncflow.devices.protocol import Placed, Shape, recording
 from asyncflow.devices.spill import SpillBlock, SpillFile
 from asyncflow.devices.swap import Orders, SavedHandle, SavedState, Space
 from asyncflow.devices.swapping import Movable, SavedEntry, Swapping
+from asyncflow.devices.working_set import WorkingSet
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaEvent, active
 
@@ -61,7 +63,6 @@ class _Flight(NamedTuple):
     landing: Landing
     ended: CudaEvent
     there: _OnHost
-    started_ns: int
 
 
 class CudaSwapping(Swapping):
@@ -129,24 +130,30 @@ class CudaSwapping(Swapping):
     def _leave(self, handle: SavedHandle, passing: int, buffer: PinnedBuffer | None) -> None:
         here: CudaArray | None = handle.here
         if buffer is not None and here is not None and handle.state is SavedState.LEAVING:
-            done = partial(self._is_out, handle, _OnHost(buffer), passing)
+            done = partial(self._is_out, handle, _OnHost(buffer), passing, perf_counter_ns())
             try:
                 with recording(self._device, None):  # `Swapping` notes the copy
                     landing, ended = self._device.copies.move_out(here, buffer, handle.label, done)
             except RuntimeError as error:
                 self._failure = f"a copy of {handle.label!r} to the host failed: {self._device.cause_of(error)}"
             else:
-                self._flights[handle] = _Flight(landing, ended, _OnHost(buffer, ended), perf_counter_ns())
+                self._flights[handle] = _Flight(landing, ended, _OnHost(buffer, ended))
                 return
         self._later(self._stays, handle, passing)
 
-    def _is_out(self, handle: SavedHandle, there: _OnHost, passing: int, error: BaseException | None) -> None:
-        flight = self._flights.pop(handle, None)  # None: it counts as away already
-        if flight is not None and error is not None:
+    def _is_out(
+        self, handle: SavedHandle, there: _OnHost, passing: int, started_ns: int, error: BaseException | None
+    ) -> None:
+        # Else it counts as away already. Nothing refers to the flight: its memory is to be free when others are told.
+        is_leaving = self._flights.pop(handle, None) is not None
+        taken_ns = self._taken_ns(started_ns)
+        if is_leaving and error is not None:
             self.not_sent(handle)
-        elif flight is not None:
-            taken_ns, flight = self._taken_ns(flight.started_ns), None  # its memory is to be free when others are told
+        elif is_leaving:
             self.sent(handle, there, taken_ns)
+        elif error is None:
+            with self._noted(handle, "d2h", taken_ns), self._locked():
+                self.manager.took(handle.nbytes, taken_ns)
         if passing and error is None:
             self._write(handle, there.buffer)
         else:
@@ -253,7 +260,7 @@ class CudaSwapping(Swapping):
                 if handle.state is SavedState.COMING and handle.here is None:
                     self._absent.add(handle)
                     return True
-        return super().must_wait(values, number)
+        return super().must_wait(values, number) and not self._hurry(None)
 
     def _is_in_file(self, handle: SavedHandle) -> bool:
         if type(handle.there) is not SpillBlock or handle.error is not None:
@@ -266,6 +273,27 @@ class CudaSwapping(Swapping):
         return bool(self._absent) or self.manager.is_short
 
     # -- room on the device --------------------------------------------------------------------------------------
+
+    def lacks(self, run: int, *sets: WorkingSet) -> bool:
+        """See `Swapping`; streams wait for copies out in place of the host, for no more of them than it takes."""
+        return super().lacks(run, *sets) and not self._hurry(run)
+
+    def throttle(self, resume: Callable[[], None], loop: asyncio.AbstractEventLoop, run: int | None = None) -> bool:
+        """See `Swapping`, and `lacks`."""
+        if (run is None and not self.is_held_up) or self._hurry(run):
+            return False
+        return super().throttle(resume, loop, run)
+
+    def _hurry(self, run: int | None) -> bool:
+        """Whether launching may go on once the oldest of the values that are leaving count as away."""
+        if run is None and self._absent:
+            return False
+        with self._locked():
+            for handle in [*self._flights]:
+                if self._may_go_on(run):
+                    return True
+                self._leave_early(handle)
+            return self._may_go_on(run)
 
     def make_room(self, nbytes: float) -> bool:
         """Free so many bytes at once, for an allocation that found no room; whether any were.
@@ -305,7 +333,7 @@ class CudaSwapping(Swapping):
         home.wait(flight.ended)
         flight.landing.awaited_by(home)
         del self._flights[handle]
-        self._has_left(handle, flight.there, self._taken_ns(flight.started_ns))
+        self._has_left(handle, flight.there, None)
         return True
 
     # -- what all have in common ---------------------------------------------------------------------------------
