@@ -32,7 +32,7 @@ def _check(part: str, folder: Path, *arguments: str, **environment: str) -> tupl
 
 def test_every_number_of_the_list_has_a_test() -> None:
     names = re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests/gpu").glob("*.py")))
-    assert {number_of(name) for name in names} == set(range(23)) == {n for part in PARTS.values() for n in part}
+    assert {number_of(name) for name in names} == set(range(25)) == {n for part in PARTS.values() for n in part}
 
 
 @pytest.mark.slow
