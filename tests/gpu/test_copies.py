@@ -186,7 +186,7 @@ class _Copies:
 
 @on_loop
 async def test_t07_copies_run_beside_kernels(card: Card, figures: Figures) -> None:
-    """All three together take about as long as the longest."""
+    """All three together take about as long as the kernel, or as both copies: what the link gives is not ours."""
     nbytes = card.choose(128 << 20, 1 << 16)
     async with card.device() as device:
         buffers = [await asyncio.to_thread(_pinned, card, nbytes) for _ in range(2)]
@@ -216,7 +216,7 @@ async def test_t07_copies_run_beside_kernels(card: Card, figures: Figures) -> No
         figures["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8, by default")
         figures["streams_of_the_process"] = len(device.compute._card._made)
         # Whose machine this is may copy as well, so the best of some tries counts.
-        longest = min(span["all"][1] for span in tries) / max(*alone.values(), 1e-6)
+        longest = min(span["all"][1] for span in tries) / max(alone["kernel"], others["h2d and d2h"]["all"][1], 1e-6)
         figures.below("together_over_longest", longest, 1.3)
         assert longest > 0
         for buffer in buffers:

@@ -166,7 +166,7 @@ async def test_t05_a_training_step_that_swaps(card: Card, figures: Figures) -> N
 
     async with af.Session(graph, devices=["cuda:0"], memory_limit=card.choose(40, 12) * limit) as session:
         free = await stepped(session, "kept")
-    async with af.Session(graph, devices=["cuda:0"], memory_limit=limit) as session:
+    async with af.Session(graph, devices=["cuda:0"], memory_limit=limit, saved_values="swap") as session:
         limited = await stepped(session, "swapped")
         memory = session.statistics().memory["cuda:0"]
         figures["moved_out_bytes"], figures["peak_bytes"] = memory.moved_out, memory.peak
