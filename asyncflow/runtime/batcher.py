@@ -19,6 +19,7 @@ event                    state                                        what happe
                          half of their time until they are due
 `take`, idle             it pays to wait for those who were just      nothing, until they are back, or late (`Returns`)
                          answered
+`take`                   pools go before the lane                     nothing
 `take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
 `take`                   else                                         who is past its deadline leaves; a call is made
                                                                       of the others, of the size that is best, or
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -137,6 +138,8 @@ class Lane(Generic[M]):
     """Parts of calls that failed, which go before all others, each by itself."""
     under_way: list[BatchCall[M]] = field(default_factory=list)
     shares: PriorityShares = field(default_factory=PriorityShares)
+    held_ns: float = -inf
+    """Until when others go before it, as was known when it was last asked for."""
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values()))
@@ -144,6 +147,11 @@ class Lane(Generic[M]):
     def everybody(self) -> Iterator[M]:
         """All who wait or are under way."""
         return chain(*self.waiting.values(), *self.suspects, *(call.members for call in self.under_way))
+
+    @property
+    def rank(self) -> int:
+        """The lowest number of priority in it."""
+        return min(member.priority for member in self.everybody())
 
     @property
     def most(self) -> int:
@@ -260,7 +268,9 @@ class Batcher(Generic[M]):
         calls = (call for call in lane.under_way if member in call.members)
         return next((call for call in calls if all(each.is_gone for each in call.members)), None)
 
-    def take(self, now_ns: int, *, is_idle: bool) -> Iterator[BatchCall[M]]:
+    def take(
+        self, now_ns: int, *, is_idle: bool, held_until_ns: Callable[[Lane[M]], float] | None = None
+    ) -> Iterator[BatchCall[M]]:
         """The calls that are to be made now, the most urgent first.
 
         Each is under way, as those `beside` it are, until it has `ended` or `failed`. Whoever has no time for more may
@@ -269,8 +279,13 @@ class Batcher(Generic[M]):
         Args:
             now_ns: the time.
             is_idle: nothing else can go on, so that nobody else will come by itself.
+            held_until_ns: until when pools go before a lane; infinity if that is not known.
         """
         ready = [lane for lane in self.lanes.values() if self._is_ready(lane, now_ns, is_idle)]
+        if held_until_ns is not None:
+            for lane in ready:
+                lane.held_ns = held_until_ns(lane)
+            ready = [lane for lane in ready if lane.held_ns <= now_ns]
         for lane in ready if len(ready) < 2 else self._by_urgency(ready):
             parts = self._next(lane, now_ns)
             if parts:
@@ -295,6 +310,8 @@ class Batcher(Generic[M]):
         for lane in self.lanes.values():
             if lane.under_way:
                 found = min(found, *(call.overdue_ns() for call in lane.under_way))
+            elif now_ns < lane.held_ns:
+                found = min(found, lane.held_ns)
             elif lane.waiting and self._delays(lane):
                 found = min(found, lane.leaves_ns())
             elif lane.waiting and now_ns < (until_ns := self._returns_ns(lane, now_ns)):
@@ -377,6 +394,7 @@ class Batcher(Generic[M]):
                 del ranked[priority]
 
     def _is_ready(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
+        lane.held_ns = -inf
         if lane.under_way:
             return False
         if lane.suspects:

@@ -22,8 +22,9 @@ import numpy as np
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.batched import BodyProgram, SharedBody, SharedCode, install_gatherer
-from asyncflow.runtime.batcher import BatchCall, Batcher
+from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
+from asyncflow.runtime.run.step_waits import StepWaits
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
@@ -139,6 +140,7 @@ class KnownBody:
         plans: of its programs, for each version of variables: over one member (False), over many (True).
         costs: by the dtypes and shapes of arguments, those seen last behind.
         threads: how many calls its device may compute at the same time.
+        device: which that is.
         calls: how many there were.
         members: of all of them.
         largest: the most of one.
@@ -148,6 +150,7 @@ class KnownBody:
     plans: WeakKeyDictionary[SharedCode, dict[bool, Plan]] = field(default_factory=WeakKeyDictionary)
     costs: dict[Hashable, CallCosts] = field(default_factory=dict)
     threads: int = 1
+    device: str = ""
     calls: int = 0
     members: int = 0
     largest: int = 0
@@ -235,6 +238,10 @@ class Batches(TellingState):
         """Vertex maps of the session that are shared."""
         self._under_way: set[asyncio.Task[object]] = set()
         self._runs_of: dict[BatchCall[BatchMember], Run] = {}
+        self.steps = StepWaits(turn)
+        """Who goes first of pools and batches, each of which is one."""
+        self.place: Hashable = None
+        self.is_stepping = False
         self._timer: asyncio.TimerHandle | None = None
 
     # -- as those see it who wait --------------------------------------------------------------------------------
@@ -257,10 +264,16 @@ class Batches(TellingState):
         member.deadline_ns = inf
         member.part = part
         member.priority = part.priority
+        self.steps.turns.come(self, member.priority)
         if part.deadline_s < inf:
             member.deadline_ns = member.offered_ns + (part.deadline_s - self.turn.loop.time()) * 1e9
         self._batcher.offer(member.signature, known.costs_of(kind), shared.batch, member)
         self.turn.wake()
+
+    @property
+    def rank(self) -> float:
+        """The lowest number of priority among members; infinity if there are none."""
+        return min((lane.rank for lane in self._batcher.lanes.values()), default=inf)
 
     def places(self) -> list[PlaceInLine]:
         """Everybody in line."""
@@ -331,7 +344,9 @@ class Batches(TellingState):
             is_idle = False
         end = turn.now() + BURST_NS
         most = 0
-        for call in self._batcher.take(now_ns, is_idle=is_idle):
+        self.steps.holds_calls = False
+        held_until_ns = partial(self._held_until_ns, now_ns) if self.steps.turns.is_contended else None
+        for call in self._batcher.take(now_ns, is_idle=is_idle, held_until_ns=held_until_ns):
             for each in (call, *call.beside):
                 most = max(most, len(each.members))
                 each.members[0].context.run(self._start, each)
@@ -340,6 +355,21 @@ class Batches(TellingState):
                 break
         self._set_timer(now_ns)
         return most == 1
+
+    def _held_until_ns(self, now_ns: int, lane: Lane[BatchMember]) -> float:
+        known = next(lane.everybody()).known
+        room = known.threads if lane.costs.predict_ns(len(lane)) > BURST_NS else 1
+        until_ns = self.steps.turns.held_until_ns(self, lane.rank, known.device, room, now_ns)
+        self.steps.holds_calls = self.steps.holds_calls or until_ns > now_ns
+        return until_ns
+
+    def _took(self, call: BatchCall[BatchMember], taken_ns: float, now_ns: int) -> None:
+        """Tells those with whom it takes turns of a call that has ended."""
+        if self.steps.turns.is_contended:
+            self.place = call.members[0].known.device
+            rank = min(member.priority for member in call.members)
+            self.steps.turns.took(rank, self.place, taken_ns, now_ns - taken_ns, now_ns)
+            self.steps.look()
 
     def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
         """A call takes too long: who stays in it is computed again in halves, where that does no harm."""
@@ -442,6 +472,7 @@ class Batches(TellingState):
         plan = plans.get(is_many)
         if plan is None:
             plan = plans[is_many] = await self.plan_of(shared.many if is_many else shared.one)
+            known.device = plan.partitions[0].device
             known.use_threads(self._runs.threads_of(plan) if shared.is_repeatable else 1)
         return plan
 
@@ -475,6 +506,7 @@ class Batches(TellingState):
             return
         now_ns = self.turn.clock()
         self._batcher.ended(call, now_ns - started_ns, now_ns)
+        self._took(call, now_ns - started_ns, now_ns)
         if len(members) > 1:
             self._back_by, self._left = self.turn.number + 2, len(members)
         members[0].known.count(len(members))
@@ -541,6 +573,7 @@ class Batches(TellingState):
         self._owners.pop(call, None)
         call.members[0].known.count(len(call.members), failed=1)
         self._show(call, self.turn.clock(), error)
+        self.steps.look()
         lacks_memory = isinstance(error, OutOfMemoryError | MemoryError)
         if self._batcher.failed(call, divisible=shared.is_repeatable, lacks_memory=lacks_memory):
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error

@@ -32,6 +32,7 @@ from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.run.single_call import CountedCall
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.shares import PATIENCE_S
+from asyncflow.runtime.step_turns import Stepper
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
@@ -59,6 +60,9 @@ class RunsSteps(Protocol):
 
     def may_call(self, plan: Plan) -> bool:
         """Whether it may be called now, as far as other runs are concerned."""
+
+    def threads_of(self, plan: Plan) -> int:
+        """How many of it may be computed at the same time."""
 
     def has_own_memory(self, plan: Plan) -> bool:
         """Whether it runs on one device, which can keep values between runs."""
@@ -91,10 +95,10 @@ class _Steps:
             return 0
         return int(time_ns / max(expected_ns, 1.0))
 
-    def most_beside(self, size: int, n_groups: int) -> int:
-        """How many steps one run makes: several where it can be told to make no more."""
+    def most_beside(self, size: int, time_ns: float) -> int:
+        """How many steps one run makes in about that time: several where it can be told to make no more."""
         call = self._call
-        return 1 if call is None else max(1, int(_BESIDE_NS / n_groups / max(call.expected_ns(size), 1.0)))
+        return 1 if call is None else max(1, int(time_ns / max(call.expected_ns(size), 1.0)))
 
     def call(self, given: list[Array], size: int, most: int) -> list[Array]:
         """Next variables, who goes on, and how many steps were made, here and now."""
@@ -146,12 +150,18 @@ class _Code(NamedTuple):
     """None where a step, or a predicate, is not to be computed again."""
     is_placed: bool
     """Its rows stand in the memory of a device."""
+    has_own_memory: bool
+    """That device has some."""
+    device: str
+    threads: int
+    """How many of its steps that device makes at a time."""
 
 
 class PooledActivation(ToldPlace):
     """One activation, which is the place of its firing in line.
 
     Attributes:
+        deadline_s: of its run.
         streamed: values of the body that it hands out in each step.
         untaken: how many steps handed out what nobody has taken yet.
         is_parked: it is set aside until somebody has.
@@ -161,7 +171,7 @@ class PooledActivation(ToldPlace):
     is_called_outside = True
 
     __slots__ = (
-        *("due_s", "inputs", "is_checked", "number", "priority", "since"),
+        *("deadline_s", "due_s", "inputs", "is_checked", "number", "priority", "since"),
         *("emitter", "is_parked", "streamed", "untaken"),
     )
 
@@ -169,6 +179,7 @@ class PooledActivation(ToldPlace):
         super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
         self.inputs = inputs
         self.priority = part.priority
+        self.deadline_s = part.deadline_s
         self.due_s = min(part.deadline_s, pool.now_s() + PATIENCE_S)
         self.emitter = part.emitter
         self.streamed = streamed
@@ -196,9 +207,12 @@ class LoopPool(TellingState):
             shared.pool.capacity, shared.n_vars, shared.has_rows, is_watched=pools.is_watched
         )
         self._placed = PlacedSteps(self)
+        self._stepper = Stepper()
         self._has_streams = False
         # For so many passes of the event loop nobody has come or gone.
         self._calm = 0
+        self._is_long = False
+        """The last step took longer than a turn."""
         self._most_beside = np.array(1)
         """How many steps the run that is under way makes."""
         # No row has made as many steps before the pool has made so many.
@@ -212,8 +226,15 @@ class LoopPool(TellingState):
             self._next_limit = 0
         self._has_streams = self._has_streams or activation.streamed != ()
         self.rows.join(activation)
+        self._stepper.rank = min(self._stepper.rank, activation.priority)
+        self._batches.steps.turns.come(self._stepper, activation.priority)
         if self.rows.live < self.shared.pool.capacity:
             self._most_beside[...] = 1  # or as many as it has made
+
+    def give_way(self, rank: float) -> None:
+        """Ends the run that is under way with the step that it is at, if those of that rank go before it."""
+        if rank < self._stepper.rank:
+            self._most_beside[...] = 1
 
     def now_s(self) -> float:
         """The time, as deadlines have it."""
@@ -254,13 +275,16 @@ class LoopPool(TellingState):
 
     async def drive(self) -> None:
         """Steps until nobody is there."""
-        rows, turn = self.rows, self._batches.turn
+        rows, turn, steps_of_all = self.rows, self._batches.turn, self._batches.steps
         failure = None
         try:
             code = await self._pools.code_of(self.shared)
+            self._stepper.place, self._stepper.is_in_line = code.device, code.has_own_memory
             if code.is_placed and not self._has_streams:
                 rows.group_type = PlacedRows
             while True:
+                if steps_of_all.turns.is_contended:
+                    await self._wait_for_turn(code)
                 before = rows.live
                 rows.drop()
                 alone = rows.single_out() if code.one is not None and self._may_be_alone() else None
@@ -279,6 +303,7 @@ class LoopPool(TellingState):
                     if not group.rows:
                         continue
                     if isinstance(group, PlacedRows):
+                        self._is_long = True
                         await self._placed.step(group)
                     elif self._has_streams and any(activation.streamed for activation in group.rows):
                         await self._step_emitting(group)
@@ -290,15 +315,29 @@ class LoopPool(TellingState):
                     await self._placed.forget()
                 if rows.is_empty:
                     break
+                steps_of_all.ended(self._stepper)
                 await asyncio.sleep(0)  # others may join
         except Exception as error:  # no plan, or the session closes
             failure = error
         finally:
+            steps_of_all.gone(self._stepper)
             self._pools.forget(self._key)
             del self._placed  # it has this pool, which would be a cycle
         if failure is not None:  # whoever is told may well ask again, of another pool
             self._end(list(rows.everybody()), failure)
             del failure
+
+    async def _wait_for_turn(self, code: _Code) -> None:
+        """Comes back when those who are in it are to make their next step."""
+        there, stepper = [each for each in self.rows.everybody() if not each.is_gone], self._stepper
+        if there:  # and else it is over soon
+            stepper.rank = min(activation.priority for activation in there)
+            first_s = min(activation.deadline_s for activation in there)
+            stepper.deadline_ns = self._batches.turn.clock() + (first_s - self.now_s()) * 1e9
+        # A short step takes the interpreter's lock from the others, on whichever thread.
+        stepper.room = code.threads if self._is_long else 1
+        self._is_long = False
+        await self._batches.steps.begin(stepper)
 
     def _may_be_alone(self) -> bool:
         """Whether values may stand outside of slabs."""
@@ -349,7 +388,9 @@ class LoopPool(TellingState):
 
     def _beside(self, steps: _Steps, size: int) -> Array:
         """How many steps a run makes; fewer once somebody comes or goes."""
-        most = steps.most_beside(size, max(len(self.rows.groups), 1)) if self.shared.is_repeatable else 1
+        time_ns = (_TURN_NS if self._stepper.is_behind else _BESIDE_NS) / max(len(self.rows.groups), 1)
+        most = steps.most_beside(size, time_ns) if self.shared.is_repeatable else 1
+        self._is_long = self._is_long or steps.most_beside(size, _TURN_NS) == 1
         self._most_beside = np.array(int(min(most, self._next_limit - self.rows.steps)))
         return self._most_beside
 
@@ -507,6 +548,9 @@ class Pools:
         pool = self._pool((shared, streamed != (), *common_values(shared.has_rows, inputs)), shared)
         activation = PooledActivation(pool, inputs, part, streamed)
         pool.join(activation)
+        if self.batches.steps.turns.is_contended:
+            for other in self._pools.values():
+                other.give_way(activation.priority)
         return activation
 
     def rejoin(self, key: Hashable, activation: PooledActivation) -> None:
@@ -524,17 +568,20 @@ class Pools:
 
     @property
     def count(self) -> int:
-        """How many pools there are."""
-        return len(self._pools)
+        """How many pools share a turn: those that do not wait for theirs."""
+        return max(len(self._pools) - self.batches.steps.count, 1)
 
     async def code_of(self, shared: SharedLoop) -> _Code:
         """The compiled form of a loop."""
         code = self._code.get(shared)
         if code is None:
             check, many, *one = [await self.batches.plan_of(program) for program in shared.programs()]
-            is_placed = shared.is_static and self.runs.has_own_memory(many)
+            has_own_memory = self.runs.has_own_memory(many)
+            is_placed = shared.is_static and has_own_memory
             alone = _Steps(self.runs, one[0], is_one=True) if one else None
-            code = _Code(check, _Steps(self.runs, many, is_one=False), alone, is_placed)
+            device, threads = many.partitions[0].device, self.runs.threads_of(many)
+            steps = _Steps(self.runs, many, is_one=False)
+            code = _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
             self._code[shared] = code
         return code
 

@@ -16,9 +16,10 @@ from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
+from asyncflow.runtime.step_turns import Stepper
 from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
-from asyncflow.streams.holding import current_part
+from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
 from asyncflow.vertex.shared import SharedSets, install_set_gatherer
 
@@ -31,15 +32,17 @@ class VertexMember(ToldPlace):
 
     Attributes:
         sets: the vertices.
+        part: its run.
     """
 
     is_called_outside = True
 
-    __slots__ = ("sets",)
+    __slots__ = ("part", "sets")
 
-    def __init__(self, pool: VertexPool, sets: RunOfSets) -> None:
+    def __init__(self, pool: VertexPool, sets: RunOfSets, part: RunPart) -> None:
         super().__init__(pool, f"the sets of {pool.shared.label}", tuple)
         self.sets = sets
+        self.part = part
 
 
 class VertexPool(TellingState):
@@ -58,6 +61,7 @@ class VertexPool(TellingState):
         self._pools, self._batches, self._key, self._common = pools, pools.batches, key, common
         self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
         self._memory: MemoryAccount
+        self._stepper = Stepper()
         self._joining: list[VertexMember] = []
         """Those whose graphs are being put in order."""
         self._ended: list[tuple[VertexMember, list[Array]]] = []
@@ -79,17 +83,22 @@ class VertexPool(TellingState):
     def join(self, member: VertexMember) -> None:
         """One joins when its graph is in order, which is made so while others compute."""
         self.rows.waiting.append(member)
+        self._stepper.rank = min(self._stepper.rank, member.part.priority)
+        self._batches.steps.turns.come(self._stepper, member.part.priority)
         if not self._is_awaited:
             self._is_awaited = True
             self._batches.turn.loop.call_soon(self._arrived)
 
     async def drive(self) -> None:
         """Computes sets until nobody is there."""
-        rows, turn, failure = self.rows, self._batches.turn, None
+        rows, turn, steps, failure = self.rows, self._batches.turn, self._batches.steps, None
         end = turn.now() + BURST_NS
         try:
             plan, self._order = await self._pools.plans_of(self.shared)
+            self._stepper.place = plan.partitions[0].device
             while True:
+                if steps.turns.is_contended:
+                    await self._wait_for_turn()
                 self._count(rows.drop())
                 if not rows.groups:
                     for members in self._taken():
@@ -105,21 +114,35 @@ class VertexPool(TellingState):
                     if not (rows.waiting or self._joining):
                         break
                     if not rows.waiting:
+                        steps.gone(self._stepper)
                         self._has_joined.clear()
                         await self._has_joined.wait()
+                        steps.turns.come(self._stepper, self._stepper.rank)
                 elif rows.is_for_one and turn.now() < end:
                     continue
+                steps.ended(self._stepper)
                 await asyncio.sleep(0)  # others may join
                 end = turn.now() + BURST_NS
         except Exception as error:  # no plan, or the session closes
             failure = error
         finally:
             self._order = None
+            steps.gone(self._stepper)
             self._pools.forget(self._key)
         self._deliver()
         if failure is not None:
             self._end([*rows.members, *rows.waiting, *self._joining], failure)
             del failure
+
+    async def _wait_for_turn(self) -> None:
+        """Comes back when the next set of those who are in it is to be computed."""
+        stepper, turn = self._stepper, self._batches.turn
+        there = [*self.rows.members, *self.rows.waiting, *self._joining]
+        if there:  # and else it is over soon
+            stepper.rank = min(member.part.priority for member in there)
+            first_s = min(member.part.deadline_s for member in there)
+            stepper.deadline_ns = turn.clock() + (first_s - turn.loop.time()) * 1e9
+        await self._batches.steps.begin(stepper)
 
     def _arrived(self) -> None:
         """Begins to put the graphs in order of those that wait."""
@@ -236,7 +259,7 @@ class VertexPools:
         self._pools: dict[Hashable, VertexPool] = {}
         self._plans: WeakKeyDictionary[SharedSets, tuple[Plan, Plan]] = WeakKeyDictionary()
 
-    def join(self, shared: SharedSets, inputs: tuple[Array, ...]) -> VertexMember:
+    def join(self, shared: SharedSets, inputs: tuple[Array, ...], part: RunPart) -> VertexMember:
         """The place in line of one run, whose results are rows of states, and what else is asked for."""
         counts = shared.counts
         sets, common = RunOfSets.of(inputs, counts, shared.pulls), inputs[sum(counts[:3]) :]
@@ -246,7 +269,7 @@ class VertexPools:
         if pool is None:
             pool = self._pools[key] = VertexPool(self, key, shared, common)
             self.batches.beside(pool.drive())
-        member = VertexMember(pool, sets)
+        member = VertexMember(pool, sets, part)
         pool.join(member)
         return member
 
@@ -260,8 +283,8 @@ class VertexPools:
 
     @property
     def count(self) -> int:
-        """How many pools there are."""
-        return len(self._pools)
+        """How many pools share a turn: those that do not wait for theirs."""
+        return max(len(self._pools) - self.batches.steps.count, 1)
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
@@ -277,7 +300,7 @@ def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:
     assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
     pools = part.owner.batches.vertex_pools
     assert pools is not None
-    return pools.join(shared, inputs)
+    return pools.join(shared, inputs, part)
 
 
 install_set_gatherer(_gather)

@@ -1,0 +1,72 @@
+"""The tasks that drive a session's pools, while they wait for others; `asyncflow.runtime.step_turns` says for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from asyncflow.runtime.step_turns import Stepper, StepTurns
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.scheduler.turn import Turn
+
+
+class StepWaits:
+    """Who waits for the next step of a session.
+
+    Args:
+        turn: of the session.
+    """
+
+    def __init__(self, turn: Turn) -> None:
+        self.turns = StepTurns()
+        self.holds_calls = False
+        """Whether batches wait, too, which look for themselves."""
+        self._turn = turn
+        self._waiting: dict[Stepper, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def count(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    async def begin(self, stepper: Stepper) -> None:
+        """Comes back when a stepper is to make its next step."""
+        if self.turns.ask(stepper, self._turn.clock()):
+            return
+        woken = self._waiting[stepper] = self._turn.loop.create_future()
+        self.look()
+        try:
+            await woken
+        finally:
+            self._waiting.pop(stepper, None)
+
+    def ended(self, stepper: Stepper) -> None:
+        """A step has been made."""
+        if stepper.is_stepping:
+            self.turns.ended(stepper, self._turn.clock())
+            self.look()
+
+    def gone(self, stepper: Stepper) -> None:
+        """A stepper has nothing to do any more."""
+        self.turns.gone(stepper, self._turn.clock())
+        self.look()
+
+    def look(self) -> None:
+        """Has those go on who need wait no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.holds_calls:
+            self._turn.wake()
+        if not self._waiting:
+            return
+        now_ns = self._turn.clock()
+        for stepper in self.turns.next(now_ns):
+            if not self._waiting[stepper].done():  # or its task is about to be cancelled
+                self._waiting[stepper].set_result(None)
+        wake_ns = self.turns.wake_ns(now_ns)
+        if wake_ns < inf:
+            self._timer = self._turn.loop.call_later((ceil(wake_ns) - now_ns) / 1e9, self.look)

@@ -1,0 +1,227 @@
+"""Pools and batches of one session that wait for each other: who makes how many steps, and that nobody is left over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.runtime.observer import ObservedBatch, ObservedRun
+from asyncflow.testing import virtual_clock
+from tests.others import others_end
+from tests.vertex.evaluation import slotted, slotted_alone
+
+FEW, MANY = 40, 4_000
+"""Iterations: of a request, and of those that it is held against."""
+
+
+class Steps:
+    """An observer that writes down whose steps, and calls of batches, there were."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+
+    def run_began(self, run: ObservedRun) -> None: ...
+
+    def run_ended(self, run: ObservedRun) -> None: ...
+
+    def batch_ended(self, batch: ObservedBatch) -> None:
+        self.labels.append("batch")
+
+    def pool_stepped(self, function: str, size: int) -> None:
+        self.labels.append(function)
+
+
+class Program:
+    """Pooled loops and a batched function, of a row each."""
+
+    def __init__(self, pools: int, max_delay_s: float = 0.0) -> None:
+        with af.Graph() as self.graph:
+            self.x, self.n = af.placeholder("float32", (8,), name="x"), af.placeholder("int64", (), name="n")
+            self.loops = [self.loop(f"loop_{number}") for number in range(pools)]
+            self.batched = af.batched(lambda row: af.tanh(row) * 2, max_delay_s=max_delay_s)(self.x)
+            self.structure, rows = af.InputGraph.placeholder(), af.placeholder("float64", (None, 2), name="rows")
+            found = af.vertex_map(slotted, self.structure, rows, initial=0.0, share=True).roots
+            self.rows, self.roots = rows, found[0] if isinstance(found, tuple) else found
+
+    def loop(self, name: str) -> af.Tensor:
+        def body(k: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            return k + 1, af.tanh(s) + self.x
+
+        found = af.while_loop(lambda k, s: k < self.n, body, (np.int64(0), self.x), pool=af.Pool(8), name=name)
+        return found[0]
+
+    def feeds(self, iterations: int) -> dict[af.Tensor, Any]:
+        return {self.x: np.ones(8, np.float32), self.n: np.int64(iterations)}
+
+    def flood(self, session: af.Session, loop: int, priority: int, count: int = 12) -> list[asyncio.Task[Any]]:
+        """Long activations of one loop: more than a pool has rows, if nothing else is said."""
+        runs = (session.run(self.loops[loop], self.feeds(MANY), priority=priority) for _ in range(count))
+        return [asyncio.ensure_future(run) for run in runs]
+
+
+async def stopped(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def on_a_card(main: Coroutine[Any, Any, None]) -> None:
+    with virtual_clock("v100") as clock:
+        clock.run(main)
+
+
+async def timed(run: Coroutine[Any, Any, Any]) -> tuple[float, Any]:
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    found = await run
+    return loop.time() - began_s, found
+
+
+@pytest.mark.parametrize(("floods", "most"), [(1, 1.5), (3, 1.9)])
+def test_f46_a_flood_of_other_pools_hardly_delays_what_is_more_important(floods: int, most: float) -> None:
+    """And has a step now and then all the same: the request took 2.1 and 4.4 times as long when they took turns."""
+    program, steps = Program(1 + floods), Steps()
+
+    async def main() -> None:
+        async with af.Session(program.graph, devices=["sim:0"]) as session:
+            for loop in program.loops:
+                await session.run(loop, program.feeds(3))
+            alone_s, _ = await timed(session.run(program.loops[0], program.feeds(5 * FEW)))
+            tasks = [task for number in range(floods) for task in program.flood(session, 1 + number, 5)]
+            await asyncio.sleep(0.01)
+            session.observe(steps)
+            beside_s, found = await timed(session.run(program.loops[0], program.feeds(5 * FEW)))
+            await stopped(tasks)
+        assert found == 5 * FEW
+        assert beside_s < most * alone_s
+        others = len(steps.labels) - steps.labels.count("loop_0")
+        assert others >= 5 * FEW / 8 / 1.5
+
+    on_a_card(main())
+
+
+def test_f46_a_flood_of_what_is_more_important_starves_no_pool() -> None:
+    """Of the time, a less important activation in another pool has its eighth: its steps take about 8 times as long."""
+    program, steps = Program(2), Steps()
+
+    async def main() -> None:
+        async with af.Session(program.graph, devices=["sim:0"]) as session:
+            for loop in program.loops:
+                await session.run(loop, program.feeds(3))
+            tasks = program.flood(session, 0, 0)
+            await asyncio.sleep(0.01)
+            session.observe(steps)
+            assert await session.run(program.loops[1], program.feeds(FEW), priority=9) == FEW
+            await stopped(tasks)
+        assert steps.labels.count("loop_1") >= FEW
+        assert 4 <= steps.labels.count("loop_0") / FEW <= 8
+
+    on_a_card(main())
+
+
+def test_pools_of_one_priority_make_steps_by_turns() -> None:
+    """However many wait in one of them: between two steps of another there is one of its steps."""
+    program, steps = Program(2), Steps()
+
+    async def main() -> None:
+        async with af.Session(program.graph, devices=["sim:0"]) as session:
+            for loop in program.loops:
+                await session.run(loop, program.feeds(3))
+            tasks = program.flood(session, 0, 0)
+            await asyncio.sleep(0.01)
+            session.observe(steps)
+            await session.run(program.loops[1], program.feeds(FEW))
+            await stopped(tasks)
+        places = [place for place, label in enumerate(steps.labels) if label == "loop_1"]
+        assert len(places) >= FEW
+        assert max(after - before for before, after in pairwise(places)) <= 2
+
+    on_a_card(main())
+
+
+@pytest.mark.parametrize("priority", [0, 9])
+def test_a_batch_with_a_delay_beside_a_pool(priority: int) -> None:
+    """It waits for its delay, and then for a few steps of the pool, whichever of them is more important."""
+    program, steps = Program(1, max_delay_s=0.05), Steps()
+
+    async def main() -> None:
+        async with af.Session(program.graph, devices=["sim:0"]) as session:
+            await session.run(program.loops[0], program.feeds(3))
+            await session.run(program.batched, program.feeds(0))
+            tasks = program.flood(session, 0, 5)
+            await asyncio.sleep(0.01)
+            session.observe(steps)
+            for _ in range(3):
+                taken_s, found = await timed(session.run(program.batched, program.feeds(0), priority=priority))
+                np.testing.assert_allclose(found, 2 * np.tanh(np.ones(8)), rtol=1e-5)
+                assert 0.05 <= taken_s < 0.065
+            await stopped(tasks)
+        assert len(steps.labels) - steps.labels.count("loop_0") == 3
+
+    on_a_card(main())
+
+
+def test_who_waits_may_go_and_may_become_more_important() -> None:
+    """A pool that is held goes on at once when somebody joins it who goes first; who leaves it leaves nothing over."""
+    program = Program(2)
+
+    async def main() -> None:
+        async with af.Session(program.graph, devices=["sim:0"]) as session:
+            for loop in program.loops:
+                await session.run(loop, program.feeds(3))
+            tasks = [*program.flood(session, 0, 0), *program.flood(session, 1, 5, count=2)]
+            await asyncio.sleep(0.01)
+            alone_s, _ = await timed(session.run(program.loops[1], program.feeds(FEW), priority=5))
+            joined_s, _ = await timed(session.run(program.loops[1], program.feeds(FEW), priority=0))
+            assert joined_s < alone_s / 2
+            turns = session._runs.batches.steps.turns  # type: ignore[union-attr]
+            await stopped(tasks)
+            await others_end()
+            assert not turns._waiting
+            assert not session._runs.batches.pools._pools  # type: ignore[union-attr]
+
+    on_a_card(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_f42_whoever_goes_first(seed: int) -> None:
+    """Loops, batches and vertices of random priorities, cancelled at random: results are those of each by itself."""
+    program, random = Program(3), Random(seed)
+    async with af.Session(program.graph, debug=True, seed=seed) as session:
+
+        async def request() -> None:
+            for _ in range(random.randrange(20)):
+                await asyncio.sleep(0)
+            kind, length, priority = random.randrange(5), random.randrange(1, 30), random.choice([0, 3, 5])
+            if kind == 4:
+                chain, rows = af.InputGraph.chain([length]), np.full((length, 2), 0.5)
+                fetch, feeds = program.roots, {**program.structure.feeds(chain), program.rows: rows}
+            else:
+                fetch, feeds = [*program.loops, program.batched][kind], program.feeds(length)
+            run = asyncio.ensure_future(session.run(fetch, feeds, priority=priority))
+            if random.random() < 0.2:
+                await asyncio.sleep(0)
+                run.cancel()
+            (found,) = await asyncio.gather(run, return_exceptions=True)
+            if isinstance(found, asyncio.CancelledError):
+                return
+            if kind == 4:
+                np.testing.assert_allclose(found, slotted_alone(chain, rows)[1])
+            elif kind == 3:
+                np.testing.assert_allclose(found, 2 * np.tanh(np.ones(8)), rtol=1e-5)
+            else:
+                assert found == length
+
+        await asyncio.gather(*(request() for _ in range(60)))
+        await others_end()
+        turns = session._runs.batches.steps.turns  # type: ignore[union-attr]
+        assert not turns._waiting
+        assert list(turns._present) == [session._runs.batches]
+        assert session._runs.batches.rank == float("inf")  # type: ignore[union-attr]
