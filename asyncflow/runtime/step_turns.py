@@ -89,6 +89,8 @@ class StepTurns:
     """The steppers of one session."""
 
     def __init__(self) -> None:
+        self.is_contended = False
+        """Whether anybody has to ask."""
         self._has_ranks = False
         self._rank: float | None = None
         """Of the first who ever was there; until others have another one, nobody has to ask."""
@@ -99,11 +101,6 @@ class StepTurns:
         self._ended_ns: dict[tuple[float, Hashable], int] = {}
         """When those of a rank made their last step in a place."""
 
-    @property
-    def is_contended(self) -> bool:
-        """Whether anybody has to ask."""
-        return self._has_ranks and len(self._present) > 1
-
     def come(self, stepper: Present, rank: float) -> None:
         """One has something to do, or more than before: somebody of that rank is in it."""
         self._present[stepper] = None
@@ -111,12 +108,14 @@ class StepTurns:
             self._rank = rank
         elif rank != self._rank:
             self._has_ranks = True
+        self.is_contended = self._has_ranks and len(self._present) > 1
 
     def gone(self, stepper: Stepper, now_ns: int) -> None:
         """One has nothing to do any more."""
         self.ended(stepper, now_ns)
         self._present.pop(stepper, None)
         self._waiting.pop(stepper, None)
+        self.is_contended = self._has_ranks and len(self._present) > 1
 
     def ask(self, stepper: Stepper, now_ns: int) -> bool:
         """Whether one makes a step now; else it waits."""

@@ -200,11 +200,11 @@ async def test_f42_whoever_goes_first(seed: int) -> None:
             for _ in range(random.randrange(20)):
                 await asyncio.sleep(0)
             kind, length, priority = random.randrange(5), random.randrange(1, 30), random.choice([0, 3, 5])
-            if kind == 4:
-                chain, rows = af.InputGraph.chain([length]), np.full((length, 2), 0.5)
-                fetch, feeds = program.roots, {**program.structure.feeds(chain), program.rows: rows}
-            else:
-                fetch, feeds = [*program.loops, program.batched][kind], program.feeds(length)
+            chain, rows = af.InputGraph.chain([length]), np.full((length, 2), 0.5)
+            fetch = [*program.loops, program.batched, program.roots][kind]
+            feeds = {**program.feeds(length), **program.structure.feeds(chain), program.rows: rows}
+            feeds = {x: value for x, value in feeds.items() if (x in program.feeds(0)) == (kind < 4)}
+            found: Any
             run = asyncio.ensure_future(session.run(fetch, feeds, priority=priority))
             if random.random() < 0.2:
                 await asyncio.sleep(0)

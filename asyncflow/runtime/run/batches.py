@@ -365,11 +365,10 @@ class Batches(TellingState):
 
     def _took(self, call: BatchCall[BatchMember], taken_ns: float, now_ns: int) -> None:
         """Tells those with whom it takes turns of a call that has ended."""
-        if self.steps.turns.is_contended:
-            self.place = call.members[0].known.device
-            rank = min(member.priority for member in call.members)
-            self.steps.turns.took(rank, self.place, taken_ns, now_ns - taken_ns, now_ns)
-            self.steps.look()
+        self.place = call.members[0].known.device
+        rank = min(member.priority for member in call.members)
+        self.steps.turns.took(rank, self.place, taken_ns, now_ns - taken_ns, now_ns)
+        self.steps.look()
 
     def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
         """A call takes too long: who stays in it is computed again in halves, where that does no harm."""
@@ -506,7 +505,8 @@ class Batches(TellingState):
             return
         now_ns = self.turn.clock()
         self._batcher.ended(call, now_ns - started_ns, now_ns)
-        self._took(call, now_ns - started_ns, now_ns)
+        if self.steps.turns.is_contended:
+            self._took(call, now_ns - started_ns, now_ns)
         if len(members) > 1:
             self._back_by, self._left = self.turn.number + 2, len(members)
         members[0].known.count(len(members))

@@ -315,7 +315,8 @@ class LoopPool(TellingState):
                     await self._placed.forget()
                 if rows.is_empty:
                     break
-                steps_of_all.ended(self._stepper)
+                if self._stepper.is_stepping:
+                    steps_of_all.ended(self._stepper)
                 await asyncio.sleep(0)  # others may join
         except Exception as error:  # no plan, or the session closes
             failure = error
@@ -569,7 +570,7 @@ class Pools:
     @property
     def count(self) -> int:
         """How many pools share a turn: those that do not wait for theirs."""
-        return max(len(self._pools) - self.batches.steps.count, 1)
+        return max(len(self._pools) - len(self.batches.steps.waiting), 1)
 
     async def code_of(self, shared: SharedLoop) -> _Code:
         """The compiled form of a loop."""

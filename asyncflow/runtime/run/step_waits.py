@@ -24,30 +24,24 @@ class StepWaits:
         self.holds_calls = False
         """Whether batches wait, too, which look for themselves."""
         self._turn = turn
-        self._waiting: dict[Stepper, asyncio.Future[None]] = {}
+        self.waiting: dict[Stepper, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def count(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
 
     async def begin(self, stepper: Stepper) -> None:
         """Comes back when a stepper is to make its next step."""
         if self.turns.ask(stepper, self._turn.clock()):
             return
-        woken = self._waiting[stepper] = self._turn.loop.create_future()
+        woken = self.waiting[stepper] = self._turn.loop.create_future()
         self.look()
         try:
             await woken
         finally:
-            self._waiting.pop(stepper, None)
+            self.waiting.pop(stepper, None)
 
     def ended(self, stepper: Stepper) -> None:
         """A step has been made."""
-        if stepper.is_stepping:
-            self.turns.ended(stepper, self._turn.clock())
-            self.look()
+        self.turns.ended(stepper, self._turn.clock())
+        self.look()
 
     def gone(self, stepper: Stepper) -> None:
         """A stepper has nothing to do any more."""
@@ -61,12 +55,12 @@ class StepWaits:
             self._timer = None
         if self.holds_calls:
             self._turn.wake()
-        if not self._waiting:
+        if not self.waiting:
             return
         now_ns = self._turn.clock()
         for stepper in self.turns.next(now_ns):
-            if not self._waiting[stepper].done():  # or its task is about to be cancelled
-                self._waiting[stepper].set_result(None)
+            if not self.waiting[stepper].done():  # or its task is about to be cancelled
+                self.waiting[stepper].set_result(None)
         wake_ns = self.turns.wake_ns(now_ns)
         if wake_ns < inf:
             self._timer = self._turn.loop.call_later((ceil(wake_ns) - now_ns) / 1e9, self.look)

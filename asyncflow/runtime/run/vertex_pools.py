@@ -120,7 +120,8 @@ class VertexPool(TellingState):
                         steps.turns.come(self._stepper, self._stepper.rank)
                 elif rows.is_for_one and turn.now() < end:
                     continue
-                steps.ended(self._stepper)
+                if self._stepper.is_stepping:
+                    steps.ended(self._stepper)
                 await asyncio.sleep(0)  # others may join
                 end = turn.now() + BURST_NS
         except Exception as error:  # no plan, or the session closes
@@ -284,7 +285,7 @@ class VertexPools:
     @property
     def count(self) -> int:
         """How many pools share a turn: those that do not wait for theirs."""
-        return max(len(self._pools) - self.batches.steps.count, 1)
+        return max(len(self._pools) - len(self.batches.steps.waiting), 1)
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
