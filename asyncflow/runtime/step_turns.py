@@ -1,8 +1,8 @@
 """Whose step is next, of the pools, shared vertex maps and batches of a session: a pure state machine.
 
-Each is a *stepper*. Its *rank* is the lowest number of priority among those who are in it, and its steps are computed
-in one *place* at a time: on the event loop, or by a device, which has room for several at once. Who is alone, or of one
-rank with all others, asks nobody: each makes a step, or a launch, before any makes its next one.
+Each is a *stepper*. Its *rank* is the lowest number of priority among those who are in it, its *place* the device that
+makes its steps; a CPU has room for several long ones. Who is alone, or of one rank with all others, asks nobody: each
+makes a step, or a launch, before any makes its next one.
 
 ======== ============================================================== ===============================================
 event    state                                                          what happens
@@ -44,7 +44,7 @@ class Present(Protocol):
 
     Attributes:
         rank: the lowest number of priority among those who are in it; infinity if there is nobody.
-        place: where its steps are computed; None on the event loop.
+        place: the device that makes its steps; None before it is known.
         is_stepping: it makes a step, of which the machine knows.
     """
 
@@ -63,7 +63,7 @@ class Stepper:
     Attributes:
         rank: see `Present`, as are others.
         room: how many steps are made in its place at a time.
-        is_in_line: its steps are computed there one after another, and wait for each other.
+        is_in_line: steps are made there one after another, and wait for each other.
         deadline_ns: the first of those who are in it.
         began_ns: when its step began.
         together: of how many of those that wait for each other it is one.
