@@ -552,6 +552,7 @@ class Pools:
         if self.batches.steps.turns.is_contended:
             for other in self._pools.values():
                 other.give_way(activation.priority)
+            self.batches.steps.look()  # its own pool may go now
         return activation
 
     def rejoin(self, key: Hashable, activation: PooledActivation) -> None:

@@ -85,6 +85,7 @@ class VertexPool(TellingState):
         self.rows.waiting.append(member)
         self._stepper.rank = min(self._stepper.rank, member.part.priority)
         self._batches.steps.turns.come(self._stepper, member.part.priority)
+        self._batches.steps.look()
         if not self._is_awaited:
             self._is_awaited = True
             self._batches.turn.loop.call_soon(self._arrived)
