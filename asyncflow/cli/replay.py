@@ -11,6 +11,7 @@ from asyncflow.cli.target import Target, TargetError
 from asyncflow.errors import AsyncflowError, ReplayError
 from asyncflow.graph.graph import Graph
 from asyncflow.runtime.loop import run
+from asyncflow.runtime.session.record import Record
 from asyncflow.runtime.session.replay import replay as do_again
 
 _DIFFERS = 1
@@ -28,10 +29,14 @@ def replay(path: Path, target: str | None) -> int:
         0; 1 if the run went another way than the recorded one.
 
     Raises:
-        TargetError: `target` names no graph, or there is no such file.
+        TargetError: `target` names no graph, there is no such file, or it is no record.
     """
     if not path.is_file():
         raise TargetError(f"there is no file {path}; replay takes the record that session.run(..., record=path) writes")
+    try:
+        Record.load(path)
+    except ReplayError as error:
+        raise TargetError(str(error)) from error
     graph = None if target is None else _graph(target)
     try:
         results = run(do_again(path, graph))

@@ -93,11 +93,11 @@ def test_what_cannot_be_replayed(capsys: pytest.CaptureFixture[str], arguments: 
 
 
 def test_a_program_is_no_record(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", "recorded.py"]) == 1
+    assert main(["replay", "recorded.py"]) == USAGE_ERROR
     expected = (
         "recorded.py is no record of a run, or a part of one: it is no JSON; session.run(..., record=path) writes one"
     )
-    assert capsys.readouterr().err == f"asyncflow replay: {expected}\n"
+    assert capsys.readouterr().err == f"asyncflow replay: error: {expected}\n"
 
 
 def test_another_outcome(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
