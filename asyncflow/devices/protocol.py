@@ -53,6 +53,7 @@ class KernelInfo:
         moves_references: it puts values away, or finds what was put away, as they are: a few lines of Python.
         uses_state: it touches a variable; on the host it may have to wait for what a device has written.
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
+        stays: positions of inputs that a kernel of the host takes as they are, on the device.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
             with the host's memory.
         is_metadata: it looks at what is known of its inputs without their data, and what it gives is on the host.
@@ -79,6 +80,7 @@ class KernelInfo:
     moves_references: bool = False
     uses_state: bool = False
     host_inputs: frozenset[int] = frozenset()
+    stays: frozenset[int] = frozenset()
     on_host: Kernel | None = None
     is_metadata: bool = False
     in_region: bool = False
@@ -339,7 +341,8 @@ class AsynchronousDevice(Device, Protocol):
     def feed(self, value: Value, deliver: Deliver) -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
-        Kernels wait for the copy by themselves; `value` must not change before it is delivered.
+        Kernels wait for the copy by themselves; `value` must not change before it is delivered. On a device that has a
+        memory of its own, a value that has stayed there is delivered as it is, and `RowsToJoin` are joined.
         """
 
     def send(self) -> int:

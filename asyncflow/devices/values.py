@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from asyncflow.devices.protocol import Deliver, Placed, Shape
+from asyncflow.values import Array, Index, Namespace
 
 DType: TypeAlias = "np.dtype[Any]"
 
@@ -42,6 +45,10 @@ class DeviceArray(DeviceValue):
     def lend(self) -> Placed:
         """The array itself, as one of the library that made it, for others; they must not write to it."""
         raise NotImplementedError(f"arrays on {self.device} cannot be lent")
+
+    def __getitem__(self, key: Index) -> Placed:
+        """A view of a part, where arrays may stay when a run has ended; the key is one of NumPy's basic ones."""
+        raise NotImplementedError(f"arrays on {self.device} have no parts")
 
     @property
     @abstractmethod
@@ -88,6 +95,19 @@ class DeviceArray(DeviceValue):
     @abstractmethod
     def _unseen(self, who: str) -> Exception:
         """The error to raise where `who` reads it on the host."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RowsToJoin:
+    """Arrays, some of them on a device, that are fed to it as one: they are joined there.
+
+    Attributes:
+        rows: the arrays.
+        join: ``join(xp, rows)`` gives the one.
+    """
+
+    rows: Sequence[Placed]
+    join: Callable[[Namespace, Sequence[Placed]], Array]
 
 
 def is_array(value: object) -> bool:

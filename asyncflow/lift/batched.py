@@ -11,13 +11,11 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from itertools import starmap
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn, ParamSpec, Self
+from typing import NamedTuple, NoReturn, ParamSpec, Self, TypeAlias
 from weakref import WeakValueDictionary
-
-import numpy as np
 
 from asyncflow.control.body import refuse_handles, result_tensor
 from asyncflow.errors import GraphError
@@ -39,6 +37,9 @@ from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 P = ParamSpec("P")
+
+Join: TypeAlias = Callable[[Namespace, Sequence[Array]], Array]
+"""``join(xp, rows)`` makes one array of those of all members."""
 
 
 NO_TEXT = "{} is code of this process, built for many members: build the graph anew where it is to run"
@@ -104,6 +105,7 @@ class SharedBody(SharedCode):
         batch: how many share a call, and when.
         has_rows: of each input, whether each member has one of its own; else it is the same for all that share a call.
         specs: of the results of one member.
+        stays: places of inputs of a node that may be on a device; what is the same for all is compared on the host.
         is_repeatable: computing a member again does no harm.
         has_loop: how long a call takes depends on its members; it may never end.
     """
@@ -120,6 +122,9 @@ class SharedBody(SharedCode):
         self.batch = batch
         self.has_rows = tuple(has_rows.values())
         self.specs = tuple(x.spec for x in body.results)
+        told = None if ragged is None else ragged.told
+        given = [own for place, own in enumerate(self.has_rows) if place != told]
+        self.stays = frozenset(place for place, own in enumerate(given) if own)
         self.is_repeatable = is_repeatable(body.walk())
         self.has_loop = any(node.subgraphs for node in body.walk())
         self.is_packed = ragged is not None and ragged.is_packed
@@ -143,6 +148,11 @@ class SharedBody(SharedCode):
     def one(self) -> BodyProgram:
         """Over one member."""
         return self._as_written([x.shape for x in self._inputs])
+
+    @cached_property
+    def staying(self) -> tuple[int, ...]:
+        """Places of results that may stay on a device: of all but counters and predicates."""
+        return tuple(k for k, spec in enumerate(self.specs) if spec.shape != () or spec.dtype.kind not in "biu")
 
     def _as_written(self, shapes: Sequence[Shape]) -> BodyProgram:
         with Graph() as graph:
@@ -198,14 +208,19 @@ class SharedBody(SharedCode):
         told = self._ragged.told
         return (*inputs[:told], self._ragged.tell_row(inputs), *inputs[told:])
 
-    def fed(self, members: Sequence[Sequence[Array]]) -> list[Array]:
-        """The values that the graph is fed for members with these inputs; see `is_for_many`."""
+    def fed(self, members: Sequence[Sequence[Array]], gather: Callable[[Join, Sequence[Array]], Array]) -> list[Array]:
+        """The values that the graph is fed for members with these inputs; see `is_for_many`.
+
+        Args:
+            members: the inputs of each.
+            gather: gives ``join(xp, rows)`` for one input of all members, in whichever memory.
+        """
         first = members[0]
         if not self.is_for_many(len(members)):
             return list(first)
         joined = _stacked if self._ragged is None else self._ragged.joined
         return [
-            joined(place, [inputs[place] for inputs in members]) if has_rows else first[place]
+            gather(partial(joined, place), [inputs[place] for inputs in members]) if has_rows else first[place]
             for place, has_rows in enumerate(self.has_rows)
         ]
 
@@ -251,8 +266,8 @@ class SharedBody(SharedCode):
         return BodyProgram(graph, feeds, tuple(found))
 
 
-def _stacked(place: int, rows: Sequence[Array]) -> Array:
-    return np.stack(rows)
+def _stacked(place: int, xp: Namespace, rows: Sequence[Array]) -> Array:
+    return xp.stack(rows)
 
 
 def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValue]:

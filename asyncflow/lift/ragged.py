@@ -17,7 +17,7 @@ from asyncflow.ops.batch import Batch
 from asyncflow.ops.manipulation import stack
 from asyncflow.ops.rows.rule import LiftedValue
 from asyncflow.ops.shape import shape
-from asyncflow.values import Array
+from asyncflow.values import Array, Namespace
 
 _SIDE_BY_SIDE = -1
 """The axis of a packed result that members have parts of."""
@@ -179,25 +179,31 @@ class RaggedRows:
             raise ValueError(f"bucket= gives an extent of at least {length} for that length; it gave {edge!r}")
         return int(edge)
 
-    def joined(self, place: int, rows: Sequence[Array]) -> Array:
-        """One input of all members."""
+    def joined(self, place: int, xp: Namespace, rows: Sequence[Array]) -> Array:
+        """One input of all members; what tells their extents is on the host."""
         if self.is_packed and place == self.told:
             lengths = np.stack(rows, axis=-1)
             offsets = np.zeros((*lengths.shape[:-1], len(rows) + 1), np.int64)
             np.cumsum(lengths, axis=-1, out=offsets[..., 1:])
             return offsets
         if place not in self._ragged:
-            return np.stack(rows)
+            return xp.stack(rows)
         if self.is_packed:
-            return np.concatenate(rows)
-        longest = [max(lengths) for lengths in zip(*(value.shape for value in rows), strict=True)]
-        if self._bucket is not None:
-            axes = [axis for other, axis in self.extents if other == place]
-            longest = [self._padded(extent) if axis in axes else extent for axis, extent in enumerate(longest)]
-        padded = np.full((len(rows), *longest), self._fill(rows[0].dtype, place))
-        for row, value in zip(padded, rows, strict=True):
-            row[tuple(map(slice, value.shape))] = value
+            return xp.concatenate(rows)
+        fill = self._fill(rows[0].dtype, place)
+        padded = xp.full((len(rows), *self._longest(place, rows)), fill[()], fill.dtype)
+        for row, value in enumerate(rows):
+            own: tuple[int | slice, ...] = (row, *map(slice, value.shape))
+            padded[own] = value
         return padded
+
+    def _longest(self, place: int, rows: Sequence[Array]) -> list[int]:
+        """The shape that the rows of an argument are padded to."""
+        longest = [max(lengths) for lengths in zip(*(value.shape for value in rows), strict=True)]
+        if self._bucket is None:
+            return longest
+        axes = [axis for other, axis in self.extents if other == place]
+        return [self._padded(extent) if axis in axes else extent for axis, extent in enumerate(longest)]
 
     def parts(
         self, results: Sequence[Array], fed: Sequence[Array], members: Sequence[Sequence[Array]]
@@ -213,9 +219,7 @@ class RaggedRows:
             ValueError: a result is not as long as it has to be.
         """
         for number, (value, cuts) in enumerate(zip(results, self._cuts, strict=True)):
-            lengths = {
-                axis + 1: fed[place].shape[0 if self.is_packed else of + 1] for axis, (place, of) in cuts.items()
-            }
+            lengths = {axis + 1: self._length(extent, fed, members) for axis, extent in cuts.items()}
             if self.is_packed and not cuts:
                 lengths[0] = len(members)
             for axis, length in lengths.items():
@@ -226,6 +230,12 @@ class RaggedRows:
                     )
         for row, inputs in enumerate(members):
             yield [self._part(value, cuts, row, inputs, fed) for value, cuts in zip(results, self._cuts, strict=True)]
+
+    def _length(self, extent: OpenExtent, fed: Sequence[Array], members: Sequence[Sequence[Array]]) -> int:
+        """The extent of all members' arguments together."""
+        if self.is_packed:
+            return int(np.atleast_2d(fed[self.told])[self.extents.index(extent), -1])
+        return self._longest(extent.place, [inputs[extent.place] for inputs in members])[extent.axis]
 
     def _part(
         self, value: Array, cuts: dict[int, OpenExtent], row: int, inputs: Sequence[Array], fed: Sequence[Array]

@@ -16,6 +16,7 @@ from asyncflow.graph.op import host_inputs
 from asyncflow.ops.add_at import add_at
 from asyncflow.state.variable import USER_UPDATE
 from asyncflow.state.variable_state import VariableState
+from tests.fake_cupy.module import FakeCupy
 from tests.ops.device_arrays import XP, DeviceArray, values_of
 
 if TYPE_CHECKING:
@@ -87,6 +88,23 @@ def test_many_arrays_are_joined_a_few_at_a_time(n: int) -> None:
         np.testing.assert_array_equal(xp.concatenate(rows, axis=axis), np.concatenate(rows, axis=axis))
     np.testing.assert_array_equal(xp.concatenate(rows, axis=None), np.concatenate(rows, axis=None))
     assert max(counts) <= 8
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128", "bfloat16"])
+def test_many_arrays_of_one_shape_are_stacked_by_one_launch(dtype: str) -> None:
+    """For each 64 of them, by their addresses; those that are not in C order are joined."""
+    values = np.random.default_rng(1).integers(0, 100, (150, 2, 3)).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
+    with FakeCupy(seed=1) as cupy:
+        xp = cuda_namespace(cupy)
+        rows = [cupy.asarray(value) for value in values]
+        for n, launches in ((9, 1), (64, 1), (65, 2), (150, 3)):
+            first = len(cupy.engine.launches)
+            stacked = xp.stack(rows[:n])
+            assert [name for _, name in cupy.engine.launches[first:]] == ["asyncflow_stack"] * launches
+            np.testing.assert_array_equal(stacked.get(), values[:n])
+        np.testing.assert_array_equal(xp.stack([row.T for row in rows]).get(), values.transpose(0, 2, 1))
+        np.testing.assert_array_equal(xp.stack([row[0, 0] for row in rows]).get(), values[:, 0, 0])
+        assert xp.stack([row[:0] for row in rows]).shape == (150, 0, 3)
 
 
 def test_an_array_of_numpy_is_uploaded() -> None:

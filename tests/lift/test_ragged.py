@@ -63,7 +63,7 @@ def test_each_member_gets_its_own_part(way: str, data: st.DataObject) -> None:
     ragged = ragged_of(way)
     members = data.draw(members_of(2 if way == "packed" else None))
     inputs = [ragged.with_told(member) for member in members]
-    fed = [ragged.joined(place, rows) for place, rows in enumerate(zip(*inputs, strict=True))]
+    fed = [ragged.joined(place, np, rows) for place, rows in enumerate(zip(*inputs, strict=True))]
     parts = list(ragged.parts(fed[:2], fed, inputs))
     assert len(parts) == len(members)
     for part, member in zip(parts, members, strict=True):
@@ -88,7 +88,7 @@ def test_padding_fills_to_the_longest_or_to_the_edge(way: str, data: st.DataObje
     inputs = [ragged.with_told(member) for member in members]
     kinds = {ragged.kind(each) for each in inputs}
     vectors = [each[1] for each in members]
-    padded = ragged.joined(1, vectors)
+    padded = ragged.joined(1, np, vectors)
     longest = max(map(len, vectors))
     edge = next((edge for edge in EDGES if edge >= longest), longest)
     assert padded.shape == (len(members), {"pad": longest, "bucket": edge, "function": longest + 3}[way])
@@ -107,6 +107,6 @@ def test_padding_fills_to_the_longest_or_to_the_edge(way: str, data: st.DataObje
 def test_a_result_of_another_length_belongs_to_nobody() -> None:
     ragged = ragged_of("packed")
     inputs = [ragged.with_told((np.ones((n, 2), int), np.ones(n, np.float32), np.array(0))) for n in (1, 2)]
-    fed = [ragged.joined(place, rows) for place, rows in enumerate(zip(*inputs, strict=True))]
+    fed = [ragged.joined(place, np, rows) for place, rows in enumerate(zip(*inputs, strict=True))]
     with pytest.raises(ValueError, match="result 1 of f has extent 2 where there are 3"):
         list(ragged.parts([fed[0], fed[1][1:]], fed, inputs))

@@ -135,6 +135,7 @@ def bind_launch(
         moves_references=node.op in (SAVE, READ_SAVED, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=host_inputs(node),
+        stays=getattr(node.attrs.get("shared"), "stays", frozenset()),
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
         is_metadata=is_metadata(node),
         in_region=in_region,

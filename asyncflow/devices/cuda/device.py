@@ -44,7 +44,7 @@ from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
 from asyncflow.devices.swap import Space
-from asyncflow.devices.values import DeviceValue, as_scalar, stays_on_host
+from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, stays_on_host
 from asyncflow.errors import PlacementError
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
@@ -329,10 +329,17 @@ class CudaDevice(Progress):
         if type(value) is CudaArray and value.home is self:
             deliver(value, None)  # it has stayed
             return
+        if type(value) is RowsToJoin:
+            self.answer(deliver, self._joined, value, name)
+            return
         if np.ndim(value) == 0 or stays_on_host(value):
             deliver(as_scalar(value), None)
             return
         self.copies.feed(value, deliver, name)
+
+    def _joined(self, value: RowsToJoin, name: str) -> Placed:
+        info = KernelInfo(name=name, flops=lambda *_: 0.0, infer=lambda *_: None)
+        return CudaLauncher(self, lambda *rows: value.join(self.xp, rows), info)(*value.rows)
 
     def fed(self, value: Array, name: str) -> Placed:
         """`feed` for coroutines: the device value, or a future of it."""

@@ -4,7 +4,7 @@
 any other kernel            called with CuPy arrays while its stream is the current one; nothing waits
 counters and predicates     kernels of rank-0 integers and booleans whose inputs are on the host stay there
 kernels of the host         (data-dependent shapes, printing, the user's functions) inputs are copied to the
-                            host and waited for, outputs are copied in
+                            host and waited for, but for those that stay; outputs are copied in
 a region                    one call enqueues all its kernels; see `CudaRegionLauncher`
 ==========================  =================================================================================
 """
@@ -103,7 +103,7 @@ class CudaHostLauncher(HostKernel):
     async def _call_on_host(self, args: Sequence[Value], spans: list[Span] | None) -> Placed:
         device, info = self._device, self._info
         with recording(device, spans):
-            waiting = [device.fetched(value) for value in args]
+            waiting = [value if k in info.stays else device.fetched(value) for k, value in enumerate(args)]
         values = await _all(waiting)
         result = await self._computed(values)
         given = {id(value): argument for value, argument in zip(values, args, strict=True)}
@@ -129,7 +129,8 @@ class CudaHostLauncher(HostKernel):
         if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
             return self._device.fed(np.asarray(output), self._info.name)
         output = as_scalar(output)
-        return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output, self._device, True)
+        is_there = is_plain(output) or isinstance(output, np.ndarray | CudaArray)
+        return output if is_there else CudaOpaque(output, self._device, True)
 
 
 class CudaRegionLauncher:

@@ -32,6 +32,20 @@ _ARRAY_FUNCTIONS = (
 """Functions that take arrays alone in CuPy, and scalars too in NumPy."""
 
 _MOST_JOINED = 8
+"""For more arrays CuPy copies a table of their addresses from the host: it would wait, and cannot be captured."""
+
+_MOST_STACKED = 64
+"""So many arrays one kernel of our own stacks, which takes their addresses as numbers."""
+
+_STACKING = (
+    ", ".join(("int64 row_size", *(f"uint64 row_{k}" for k in range(_MOST_STACKED)))),
+    "T y",
+    "unsigned long long row = 0;\nswitch (i / row_size) {\n"
+    + "\n".join(f"case {k}: row = row_{k}; break;" for k in range(_MOST_STACKED))
+    + "\n}\ny = reinterpret_cast<const T*>(row)[i % row_size];",
+    "asyncflow_stack",
+)
+"""The `ElementwiseKernel` that does."""
 
 _OF_SHAPES = ("empty", "full", "ones", "zeros")
 """Functions for which CuPy counts bytes modulo 2**64, so that kernels write where there is no memory."""
@@ -48,6 +62,8 @@ _OF_CHOICES = ("tril", "triu", "where")
 class CudaNamespace(ModuleType):
     """CuPy's names, but for those in its own dictionary."""
 
+    _stacking: Kernel | None = None
+
     def __init__(self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None, holder: CudaHolder | None) -> None:
         super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
         self._cupy = cupy
@@ -61,6 +77,8 @@ class CudaNamespace(ModuleType):
         self.matmul = self._matmul
         self.meshgrid = self._meshgrid
         self.stack = self._stack
+        if hasattr(cupy, "ElementwiseKernel"):
+            self._stacking = cupy.ElementwiseKernel(*_STACKING)
         for name in _ARRAY_FUNCTIONS.split():
             setattr(self, name, self._of_arrays(getattr(cupy, name)))
         for name in _OF_SHAPES:
@@ -88,14 +106,27 @@ class CudaNamespace(ModuleType):
 
     def _concatenate(self, arrays: Sequence[CupyArray], axis: int | None = 0, out: CupyArray = None) -> CupyArray:
         arrays = [self._as_array(array) for array in arrays]
-        # For more CuPy copies a table of their addresses from the host: it would wait, and cannot be captured.
         while len(arrays) > _MOST_JOINED:
             pieces = [arrays[first : first + _MOST_JOINED] for first in range(0, len(arrays), _MOST_JOINED)]
             arrays = [self._cupy.concatenate(piece, axis=axis) for piece in pieces]
         return self._cupy.concatenate(arrays, axis=axis, out=out)
 
     def _stack(self, arrays: Sequence[CupyArray], axis: int = 0) -> CupyArray:
-        return self._concatenate([self._cupy.expand_dims(self._as_array(array), axis) for array in arrays], axis)
+        arrays = [self._as_array(array) for array in arrays]
+        if axis == 0 and len(arrays) > _MOST_JOINED and self._stacking is not None and _are_alike(arrays):
+            return self._stacked(arrays)
+        return self._concatenate([self._cupy.expand_dims(array, axis) for array in arrays], axis)
+
+    def _stacked(self, arrays: Sequence[CupyArray]) -> CupyArray:
+        """Many arrays of one dtype and shape, in C order, along a new first axis; a launch for each 64 of them."""
+        assert self._stacking is not None
+        first = arrays[0]
+        stacked = self._cupy.empty((len(arrays), *first.shape), first.dtype)
+        addresses = np.array([array.data.ptr for array in arrays], np.uint64)
+        for begin in range(0, len(arrays), _MOST_STACKED):
+            piece = np.resize(addresses[begin : begin + _MOST_STACKED], _MOST_STACKED)
+            self._stacking(np.int64(first.size), *piece, stacked[begin : begin + _MOST_STACKED])
+        return stacked
 
     def _matmul(self, x1: CupyArray, x2: CupyArray, **options: Any) -> CupyArray:
         found = None if self.products is None else self.products.matmul(x1, x2, **options)
@@ -141,6 +172,12 @@ class CudaNamespace(ModuleType):
             return function(*args, **options).astype(dtype, copy=False)
 
         return call
+
+
+def _are_alike(arrays: Sequence[CupyArray]) -> bool:
+    first = arrays[0]
+    kind = first.dtype, first.shape
+    return all(array.flags.c_contiguous and (array.dtype, array.shape) == kind for array in arrays)
 
 
 def cuda_namespace(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Deliver, Placed, Shape
     from asyncflow.streams.cuda.cupy_types import CupyArray
     from asyncflow.streams.cuda.stream import CudaEvent, CudaStream
-    from asyncflow.values import Value
+    from asyncflow.values import Index, Value
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -76,6 +76,11 @@ class CudaArray(DeviceArray):
     def lend(self) -> Placed:
         """CuPy's array; see `Exchange.lend`."""
         return self.home.exchange.lend(self)
+
+    def __getitem__(self, key: Index) -> CudaArray:
+        """A view of a part, valid when all of it is."""
+        part, of = self.array[key], (self._event, self._landing, self._followers)
+        return CudaArray(part, self.home, self.stream, self.name, *of)
 
     @property
     def written(self) -> CudaEvent:

@@ -20,18 +20,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
 from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
-from asyncflow.lift.batched import BodyProgram, SharedBody, SharedCode, install_gatherer
+from asyncflow.lift.batched import BodyProgram, Join, SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.run.step_waits import StepWaits
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
+from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import RunPart, current_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.memory import MemoryAccount
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.vertex_pools import VertexPools
-    from asyncflow.values import Array
+    from asyncflow.values import Array, Value
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class BatchMember(ToldPlace):
         shared: what it calls.
         known: of that.
         inputs: of its node.
+        home: the device on which some of these are, and its results will be; None for the host.
         signature: equal for those that may share a call.
         context: the caller's context variables.
         part: its run.
@@ -70,12 +73,13 @@ class BatchMember(ToldPlace):
     """
 
     __slots__ = (
-        *("context", "deadline_ns", "inputs", "known", "nbytes"),
+        *("context", "deadline_ns", "home", "inputs", "known", "nbytes"),
         *("offered_ns", "part", "priority", "shared", "signature"),
     )
     # Known once it has joined.
     context: Context
     deadline_ns: float
+    home: str | None
     known: KnownBody
     nbytes: int
     offered_ns: int
@@ -192,11 +196,20 @@ class RunsBatches(Protocol):
 
     def threads_of(self, plan: Plan) -> int: ...
 
+    def memory_home(self, plan: Plan) -> str | None: ...
+
     def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:
         """The fetched values; None if that may take longer than the event loop is to be held."""
 
     def start_batch(
-        self, plan: Plan, values: list[Array], on_end: Callable[[Run], None], trace: Trace | None, name: str
+        self,
+        plan: Plan,
+        values: list[Array],
+        on_end: Callable[[Run], None],
+        trace: Trace | None,
+        name: str,
+        *,
+        staying: Sequence[int],
     ) -> Run:
         """A run of a body, which calls ``on_end(run)``; it may have ended by then."""
 
@@ -255,7 +268,8 @@ class Batches(TellingState):
         shared = member.shared
         member.inputs = inputs = shared.inside(member.inputs)
         kind = shared.kind(inputs)
-        member.signature = (shared, kind, *common_values(shared.has_rows, inputs))
+        member.home = _home(inputs)
+        member.signature = (shared, kind, member.home, *common_values(shared.has_rows, inputs))
         member.known = known = self._known_of(shared)
         member.context = copy_context()
         # Nobody asks without a limit.
@@ -425,21 +439,36 @@ class Batches(TellingState):
         else:
             self._compute(call, plan)
 
+    async def _from_host(self, call: BatchCall[BatchMember], plan: Plan) -> None:
+        """Computes a batch elsewhere than where its members' values are, once these have come to the host."""
+        try:
+            for member in call.members:
+                member.inputs = tuple(await asyncio.gather(*map(_on_host, member.inputs)))
+                member.home = None
+        except Exception as error:
+            self._failed(call, error)
+        else:
+            self._compute(call, plan)
+
     def _compute(self, call: BatchCall[BatchMember], plan: Plan) -> None:
-        started_ns = self.turn.clock()
+        started_ns, first = self.turn.clock(), call.members[0]
+        if first.home is not None and first.home != self._runs.memory_home(plan):
+            self.beside(self._from_host(call, plan))
+            return
         try:
             if self._is_watched:
                 self._owners[call] = _numbers(call.members)
-            fed = call.members[0].shared.fed([member.inputs for member in call.members])
+            fed = first.shared.fed([member.inputs for member in call.members], _gathered)
             traces = _traces_of(call.members)
             results = None if traces else self._runs.run_short(plan, fed)
             if results is None:
                 name = _name_of(call.members) if traces else ""
                 ended = partial(self._over, call, fed, started_ns)
-                run = self._runs.start_batch(plan, fed, ended, next(iter(traces), None), name)
+                staying = () if first.home is None else first.shared.staying
+                run = self._runs.start_batch(plan, fed, ended, next(iter(traces), None), name, staying=staying)
                 if not run.is_finished:
                     self._runs_of[call] = run
-                    if call.members[0].shared.has_loop:
+                    if first.shared.has_loop:
                         call.started_ns = started_ns
                 return
         except Exception as error:
@@ -550,7 +579,8 @@ class Batches(TellingState):
         plan = await self._plan(shared, is_many=shared.is_for_many(1))
         for row, (member, found) in enumerate(zip(members, together, strict=True)):
             try:
-                fed = shared.fed([member.inputs])
+                found = await asyncio.gather(*map(_on_host, found))
+                fed = shared.fed([member.inputs], _gathered)
                 (alone,) = shared.parts(await self._runs.run_batch(plan, fed), fed, [member.inputs])
             except SessionClosedError:
                 return
@@ -604,6 +634,30 @@ def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator
     for value, own in zip(inputs, has_rows, strict=True):
         if not own:
             yield _identity(value)
+
+
+def _home(values: Sequence[Value]) -> str | None:
+    """The device on which some values are; None for the host."""
+    for value in values:
+        if isinstance(value, DeviceArray):
+            return value.device
+    return None
+
+
+def _gathered(join: Join, rows: Sequence[Array]) -> Array:
+    """One input of all members: if some have it on a device, it is joined there when it is fed."""
+    return join(np, rows) if _home(rows) is None else cast("Array", RowsToJoin(rows, join))
+
+
+def _on_host(value: Value) -> Awaitable[Array]:
+    """The value, once it is on the host."""
+    found: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+    deliver = partial(resolve, found)
+    if isinstance(value, DeviceValue):
+        value.to_host(deliver)
+    else:
+        deliver(value, None)
+    return found
 
 
 def _agree(one: Array, other: Array) -> bool:

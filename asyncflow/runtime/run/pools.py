@@ -64,8 +64,8 @@ class RunsSteps(Protocol):
     def threads_of(self, plan: Plan) -> int:
         """How many of it may be computed at the same time."""
 
-    def has_own_memory(self, plan: Plan) -> bool:
-        """Whether it runs on one device, which can keep values between runs."""
+    def memory_home(self, plan: Plan) -> str | None:
+        """The device that it runs on, if it is one, and can keep values between runs."""
 
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values."""
@@ -578,7 +578,7 @@ class Pools:
         code = self._code.get(shared)
         if code is None:
             check, many, *one = [await self.batches.plan_of(program) for program in shared.programs()]
-            has_own_memory = self.runs.has_own_memory(many)
+            has_own_memory = self.runs.memory_home(many) is not None
             is_placed = shared.is_static and has_own_memory
             alone = _Steps(self.runs, one[0], is_one=True) if one else None
             device, threads = many.partitions[0].device, self.runs.threads_of(many)

@@ -501,10 +501,11 @@ class Runs:
         has_users = any(node.is_user for partition in plan.partitions for node in partition.nodes)
         return 1 if has_users else min(device.threads for device in devices)
 
-    def has_own_memory(self, plan: Plan) -> bool:
-        """Whether a body runs on one device, which can keep values between runs."""
+    def memory_home(self, plan: Plan) -> str | None:
+        """The device that a body runs on, if it is one, and can keep values between runs."""
         device = self._devices[plan.partitions[0].device]
-        return len(plan.partitions) == 1 and device.asynchronous is not None and device.capabilities.own_memory
+        is_home = len(plan.partitions) == 1 and device.asynchronous is not None and device.capabilities.own_memory
+        return device.name if is_home else None
 
     def start_placed(self, plan: Plan, values: Sequence[Value], staying: int) -> Run:
         """A run of a body, of whose fetched values the first so many stay on their device."""
@@ -520,6 +521,7 @@ class Runs:
         on_end: Callable[[Run], None] | None = None,
         trace: Trace | None = None,
         name: str = "",
+        staying: Sequence[int] = (),
     ) -> Run:
         """A run of a body: a part of the runs that it computes for, also while these are drained.
 
@@ -529,10 +531,12 @@ class Runs:
             on_end: is called with the run at its end, which may be before this returns.
             trace: to record into.
             name: as the trace shows it.
+            staying: which of the fetched values stay on their device.
         """
         assert self._turn is not None
-        asked_s = self._turn.loop.time()
-        return self._start(plan, values, None, asked_s, trace, None, is_part=True, name=name, on_end=on_end)
+        now_s = self._turn.loop.time()
+        keeps = frozenset(plan.fetches[index] for index in staying)
+        return self._start(plan, values, None, now_s, trace, None, keeps, is_part=True, name=name, on_end=on_end)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
