@@ -3,14 +3,17 @@
 Values stand in slabs, one for each input that activations have of their own, the rows that are stepped first. One that
 ends is replaced by the last of them, so a step works on a prefix and nothing is gathered: joining costs a row that is
 copied in, leaving one that is copied out, and one that takes its place. Activations whose values have other shapes
-stand in slabs of their own, a group, which is a step of its own.
+stand in slabs of their own, a group, which is a step of its own. Where values grow with each step, those that begin
+together stay together, and nobody else is ever of their length. So new ones begin once as many wait as there are rows:
+then there are few groups, as each is at least as large as all before it, less who has ended.
 
 ======================== =============================================================================================
 event                    what happens
 ======================== =============================================================================================
 `join`                   the activation waits
 `admit`                  those that wait are rows behind the others, as far as there is room: the lowest priority
-                         number, but for a share of the rows for each other one; of one number, who is due first
+                         number, but for a share of the rows for each other one; of one number, who is due first.
+                         Not where values grow and fewer wait than there are rows, unless one has waited long enough
 `settle`                 rows that do not go on leave, with their variables as results
 `advance`                all rows of a group have their next variables; then as `settle`; rows that have become as
                          large as those of another group join that
@@ -44,6 +47,7 @@ class Activation(Protocol):
         number: of its arrival, the last time that it joined.
         priority: those with a lower one are rows first.
         due_s: likewise, of one priority.
+        patient_s: until then it may wait for others to begin with it.
         is_gone: nobody wants its results any more.
         is_checked: it is known to go on.
         since: how many steps the pool had made when it joined; of those that wait, the steps they have made below 0.
@@ -53,6 +57,7 @@ class Activation(Protocol):
     number: int
     priority: int
     due_s: float
+    patient_s: float
     is_gone: bool
     is_checked: bool
     since: int
@@ -200,7 +205,7 @@ class PoolRows(Generic[A]):
         self._arrivals = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
-        self._has_gone = False
+        self._has_gone = self._is_growing = False
 
     @property
     def is_empty(self) -> bool:
@@ -238,9 +243,11 @@ class PoolRows(Generic[A]):
                 self.alone = activation
         return None if self._waiting else self.alone
 
-    def admit(self) -> list[tuple[RowGroup[A], int]]:
+    def admit(self, now_s: float = math.inf) -> list[tuple[RowGroup[A], int]]:
         """Groups with rows that are new and not known to go on, and the first of these."""
         fresh: dict[Hashable, list[A]] = {}
+        if self._is_growing and self._are_too_few(now_s):
+            return []
         if self.alone is not None:
             self._seat(self.alone, fresh)
             self.alone = None
@@ -257,6 +264,13 @@ class PoolRows(Generic[A]):
                 activation.is_checked = True
                 group.add(activation, activation.inputs)
         return found
+
+    def _are_too_few(self, now_s: float) -> bool:
+        """Whether those that wait had better begin with others; not if one has been a row before."""
+        if sum(map(len, self._waiting.values())) >= self.live:
+            return False
+        first = (line[0][2] for line in self._waiting.values())
+        return not any(activation.is_checked or activation.patient_s <= now_s for activation in first)
 
     def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
         """Makes one a row, now or with those of its shapes that are not known to go on."""
@@ -358,6 +372,7 @@ class PoolRows(Generic[A]):
 
     def _regroup(self, group: RowGroup[A]) -> None:
         """The values of a group have become of other shapes."""
+        self._is_growing = True
         self.groups = {key: other for key, other in self.groups.items() if other is not group}
         other = self.groups.setdefault(group.shapes(), group)
         if other is not group:

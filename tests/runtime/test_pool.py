@@ -23,6 +23,7 @@ class Counting:
         self.inputs: Sequence[Array] = [np.array(start), np.array([name, start]), np.array(limit), by]
         self.name, self.start, self.limit = name, start, limit
         self.priority, self.due_s = rank
+        self.patient_s = 0.5
         self.is_gone = self.is_checked = False
         self.number = self.since = 0
 
@@ -283,6 +284,39 @@ def test_rows_of_other_shapes_are_groups() -> None:
     assert long.inputs(0, 3)[0].tolist() == [[2, 2], [0, 0], [1, 1]]
     ended = pool.advance(long, [long.inputs(0, 3)[0].copy()], np.array([False, True, False]))
     assert {each.name: values[0].tolist() for each, values in ended} == {2: [2, 2], 1: [1, 1]}
+
+
+def test_rows_that_grow_begin_together() -> None:
+    """Once as many wait as there are rows, one has waited long enough, or one has been a row before."""
+    pool: PoolRows[Counting] = PoolRows(64, 1, (True,))
+
+    def join(count: int, *, is_checked: bool = False) -> list[int]:
+        for _ in range(count):
+            each = Counting(0, 0, 0, np.array(0))
+            each.inputs, each.is_checked = [np.zeros(1)], is_checked
+            pool.join(each)
+        pool.admit(0.25)
+        return [len(group.rows) for group in pool.groups.values()]
+
+    def step() -> None:
+        for group in list(pool.groups.values()):
+            rows = len(group.rows)
+            pool.advance(group, [np.zeros((rows, 1 + group.inputs(0, rows)[0].shape[1]))], np.ones(rows, bool))
+
+    assert [join(1), join(3)] == [[1], [4]]  # nothing has grown yet
+    step()
+    assert [join(3), join(1)] == [[4], [4, 4]]
+    step()
+    assert [join(7), join(1)] == [[4, 4], [4, 4, 8]]
+    step()
+    pool.settle(next(iter(pool.groups.values())), 0, np.zeros(4, bool))
+    assert join(2) == [4, 8]
+    assert pool.admit(0.5) != []
+    step()
+    assert join(1, is_checked=True)[-1] == 1
+    step()
+    pool.remove_where(lambda _: True)
+    assert join(1) == [1]
 
 
 def test_rows_that_have_grown_count_with_all_their_elements() -> None:

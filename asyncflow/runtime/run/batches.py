@@ -577,9 +577,10 @@ class Batches(TellingState):
         """Computes each member by itself, and logs where the result is another."""
         shared = members[0].shared
         plan = await self._plan(shared, is_many=shared.is_for_many(1))
+        if members[0].home is not None:
+            together = [await asyncio.gather(*map(_on_host, found)) for found in together]
         for row, (member, found) in enumerate(zip(members, together, strict=True)):
             try:
-                found = await asyncio.gather(*map(_on_host, found))
                 fed = shared.fed([member.inputs], _gathered)
                 (alone,) = shared.parts(await self._runs.run_batch(plan, fed), fed, [member.inputs])
             except SessionClosedError:

@@ -171,7 +171,7 @@ class PooledActivation(ToldPlace):
     is_called_outside = True
 
     __slots__ = (
-        *("deadline_s", "due_s", "inputs", "is_checked", "number", "priority", "since"),
+        *("deadline_s", "due_s", "inputs", "is_checked", "number", "patient_s", "priority", "since"),
         *("emitter", "is_parked", "streamed", "untaken"),
     )
 
@@ -179,8 +179,10 @@ class PooledActivation(ToldPlace):
         super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
         self.inputs = inputs
         self.priority = part.priority
+        now_s = pool.now_s()
         self.deadline_s = part.deadline_s
-        self.due_s = min(part.deadline_s, pool.now_s() + PATIENCE_S)
+        self.due_s = min(part.deadline_s, now_s + PATIENCE_S)
+        self.patient_s = (now_s + self.due_s) / 2
         self.emitter = part.emitter
         self.streamed = streamed
         self.untaken = 0
@@ -288,7 +290,7 @@ class LoopPool(TellingState):
                 before = rows.live
                 rows.drop()
                 alone = rows.single_out() if code.one is not None and self._may_be_alone() else None
-                for group, first in () if alone is not None else rows.admit():
+                for group, first in () if alone is not None else rows.admit(self.now_s()):
                     await self._check(code.check, group, first)
                 if rows.steps >= self._next_limit:
                     await self._end_endless()
