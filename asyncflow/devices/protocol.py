@@ -53,7 +53,8 @@ class KernelInfo:
         moves_references: it puts values away, or finds what was put away, as they are: a few lines of Python.
         uses_state: it touches a variable; on the host it may have to wait for what a device has written.
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
-        stays: positions of inputs that a kernel of the host takes as they are, on the device.
+        stays: positions of inputs that a kernel of the host takes as they are, on the device. If there are some, it is
+            told of the outputs that nobody but the host uses (``leaving=``), and others may be on the device, too.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
             with the host's memory.
         is_metadata: it looks at what is known of its inputs without their data, and what it gives is on the host.

@@ -8,7 +8,7 @@ the members, and so has its regions, devices, traces and errors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
@@ -275,17 +275,19 @@ def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValu
     return {inner: LiftedValue(as_tensor(node.attrs["value"]), False) for inner, node in constants.items()}
 
 
-_gatherers: list[Callable[[SharedBody, tuple[Array, ...]], Value]] = []
+Gather: TypeAlias = Callable[[SharedBody, tuple[Array, ...], Collection[int]], Value]
+
+_gatherers: list[Gather] = []
 
 
-def install_gatherer(gather: Callable[[SharedBody, tuple[Array, ...]], Value]) -> None:
+def install_gatherer(gather: Gather) -> None:
     """Tells who gathers members, and gives places in line; the runtime does, which nothing here may know."""
     _gatherers[:] = [gather]
 
 
 def _kernel(xp: Namespace, *, shared: SharedBody, **variables: object) -> Kernel:
     code = shared.at(variables)
-    return lambda *inputs: _gatherers[0](code, inputs)
+    return lambda *inputs, leaving=(): _gatherers[0](code, inputs, leaving)
 
 
 def _specs(*inputs: Spec, shared: SharedBody, **variables: object) -> Spec | tuple[Spec, ...]:

@@ -91,6 +91,25 @@ async def test_what_is_fed_and_fetched_by_itself_stays_in_between(cupy: FakeCupy
     assert_freed(session)
 
 
+async def test_results_that_are_only_fetched_are_copied_at_once(cupy: FakeCupy) -> None:
+    """Of all members by one copy, but for those that somebody goes on with."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (4,), name="x")
+        y, z = af.batched(lambda x: (af.tanh(x), x + 1), 10, max_delay_s=3600)(x * 2)
+        w = z * 2
+    async with af.Session(graph, devices=["cuda:0"], memory_limit=CARD) as session:
+        values = np.random.default_rng(1).normal(size=(10, 4)).astype(np.float32)
+        for fetches, copies in (([y], 10 + 1), ([y, w], 10 + 1 + 10)):
+            for _ in range(2):  # the first time compiles
+                first = len(cupy.engine.launches)
+                found = await asyncio.gather(*(session.run(fetches, {x: value}) for value in values))
+            assert copies_and_stacks(cupy, first)[0] == copies
+            for value, results in zip(values, found, strict=True):
+                for result, expected in zip(results, (np.tanh(2 * value), 4 * value + 2), strict=False):
+                    np.testing.assert_allclose(result, expected, rtol=1e-5)
+    assert_freed(session)
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_whoever_leaves_or_fails(seed: int) -> None:
     """Cancelled at any pass, or at fault, which halving finds: everybody else gets what is theirs."""

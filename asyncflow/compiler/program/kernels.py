@@ -150,8 +150,8 @@ def bind_launch(
 
 
 def _awaiting(kernel: Kernel) -> Kernel:
-    async def call(*inputs: Value) -> Value:
-        found = kernel(*inputs)
+    async def call(*inputs: Value, **told: Value) -> Value:
+        found = kernel(*inputs, **told)
         return await found if isawaitable(found) else await granted(found)
 
     return call

@@ -120,7 +120,7 @@ class CudaHostLauncher(HostKernel):
         if may_be_long and not is_coroutine_function(self._kernel):
             result = await self._device.in_host_thread(self._kernel, *values)
         else:
-            result = self._kernel(*values)
+            result = self._kernel(*values, leaving=self.staying) if self._info.stays else self._kernel(*values)
         return await result if inspect.isawaitable(result) else result
 
     def _placed(self, argument: Placed, output: Value) -> Placed:

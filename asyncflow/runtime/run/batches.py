@@ -33,7 +33,7 @@ from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import RunPart, current_part
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.memory import MemoryAccount
@@ -66,6 +66,7 @@ class BatchMember(ToldPlace):
         known: of that.
         inputs: of its node.
         home: the device on which some of these are, and its results will be; None for the host.
+        leaving: places of results that are for the host all the same.
         signature: equal for those that may share a call.
         context: the caller's context variables.
         part: its run.
@@ -73,7 +74,7 @@ class BatchMember(ToldPlace):
     """
 
     __slots__ = (
-        *("context", "deadline_ns", "home", "inputs", "known", "nbytes"),
+        *("context", "deadline_ns", "home", "inputs", "known", "leaving", "nbytes"),
         *("offered_ns", "part", "priority", "shared", "signature"),
     )
     # Known once it has joined.
@@ -87,8 +88,9 @@ class BatchMember(ToldPlace):
     priority: int
     signature: Hashable
 
-    def __init__(self, shared: SharedBody, inputs: tuple[Array, ...]) -> None:
+    def __init__(self, shared: SharedBody, inputs: tuple[Array, ...], leaving: Collection[int] = ()) -> None:
         super().__init__(_NOWHERE, shared.what, shared.results_of)
+        self.leaving = leaving
         self.shared = shared
         self.inputs = inputs
 
@@ -464,7 +466,7 @@ class Batches(TellingState):
             if results is None:
                 name = _name_of(call.members) if traces else ""
                 ended = partial(self._over, call, fed, started_ns)
-                staying = () if first.home is None else first.shared.staying
+                staying = () if first.home is None else _staying(call.members)
                 run = self._runs.start_batch(plan, fed, ended, next(iter(traces), None), name, staying=staying)
                 if not run.is_finished:
                     self._runs_of[call] = run
@@ -624,6 +626,11 @@ def _traces_of(members: Sequence[BatchMember]) -> list[Trace]:
 def _name_of(members: Sequence[BatchMember]) -> str:
     runs = ", ".join(map(str, dict.fromkeys(member.part.run for member in members)))
     return f"{members[0].shared.label} for {len(members)}, of run {runs}"
+
+
+def _staying(members: Sequence[BatchMember]) -> list[int]:
+    """Places of results that some of the members need on their device."""
+    return [k for k in members[0].shared.staying if any(k not in member.leaving for member in members)]
 
 
 def _numbers(members: Sequence[BatchMember]) -> Array:
