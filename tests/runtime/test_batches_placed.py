@@ -39,7 +39,10 @@ def served(count: int) -> tuple[af.Graph, af.Tensor, list[af.Tensor]]:
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         inside = af.batched(
-            lambda x, scale: (af.tanh(x @ WEIGHTS), af.argmax(x), af.sum(x) * scale), count, max_delay_s=3600
+            lambda x, scale: (af.tanh(x @ WEIGHTS), af.argmax(x), af.sum(x) * scale),
+            count,
+            max_delay_s=3600,
+            cost="none",
         )
         y, place, total = inside(x * 2, af.sum(x))
         fetches = [af.exp(y), place, total + 1]
@@ -95,7 +98,7 @@ async def test_results_that_are_only_fetched_are_copied_at_once(cupy: FakeCupy) 
     """Of all members by one copy, but for those that somebody goes on with."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
-        y, z = af.batched(lambda x: (af.tanh(x), x + 1), 10, max_delay_s=3600)(x * 2)
+        y, z = af.batched(lambda x: (af.tanh(x), x + 1), 10, max_delay_s=3600, cost="none")(x * 2)
         w = z * 2
     async with af.Session(graph, devices=["cuda:0"], memory_limit=CARD) as session:
         values = np.random.default_rng(1).normal(size=(10, 4)).astype(np.float32)
@@ -185,7 +188,7 @@ async def test_rows_of_other_lengths(cupy: FakeCupy, fn: Any, options: Any) -> N
     """Padded, or side by side, on the card: no row is copied but those that are fed and fetched."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (None, 3), name="x")
-        y = af.batched(fn, 10, max_delay_s=3600, **options)(x * 2) + 1
+        y = af.batched(fn, 10, max_delay_s=3600, cost="none", **options)(x * 2) + 1
     values = [np.arange(1, 3 * n + 1, dtype=np.float32).reshape(n, 3) for n in (1, 5, 2, 7, 3, 3, 11, 1, 4, 6)]
     async with af.Session(graph, devices=["cuda:0"], memory_limit=CARD) as session:
         first = blocking = 0
