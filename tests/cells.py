@@ -41,6 +41,7 @@ REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
     "test_77_what_is_never_joined": "asks for CPUs by name",
     "test_73_the_times_of_a_firing": "looks for work on a stream's thread",
+    "test_only_plans_without_functions_of_the_users_are_computed_on_several_threads": "waits for a CPU's threads",
     "test_84_cancel_in_a_kernel_and_in_a_loop": "blocks a stream's thread; simulated streams have none",
     "test_86_two_sessions_in_one_loop": "blocks a stream's thread",
     "test_87_other_coroutines_keep_their_latency": "measures the processor time of the loop",
