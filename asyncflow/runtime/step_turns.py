@@ -119,6 +119,7 @@ class StepTurns:
 
     def ask(self, stepper: Stepper, now_ns: int) -> bool:
         """Whether one makes a step now; else it waits."""
+        assert not stepper.is_stepping, "it asks for a step while it makes one"
         # A deadline that has passed is no more urgent than what others wait for.
         stepper.due_ns = min(max(stepper.deadline_ns, now_ns), now_ns + PATIENCE_S * 1e9)
         self._forget(now_ns)

@@ -130,7 +130,7 @@ def program(kind: str) -> tuple[af.Tensor, af.Tensor]:
             return af.tanh(total) * 0.0 + total * scale.read() + 2.0
 
     with af.device(f"{kind}:0"):
-        start = doubled(awaited(x) + 1.0)
+        start = doubled(awaited(x) + 0.0 * x + 1.0)  # x is the host's and the device's
         start = af.while_loop(lambda i, kept: i < 2, lambda i, kept: (i + 1, -kept), (0, start))[1]
         return x, af.while_loop(lambda total: af.sum(total) < 7.5 * X.size, body, (start,), parallel_iterations=2)[0]
 

@@ -196,6 +196,46 @@ def test_who_waits_may_go_and_may_become_more_important() -> None:
     on_a_card(main())
 
 
+def test_sets_of_one_run_ask_one_by_one() -> None:
+    """Those that are made one after another in a turn, beside calls that go first, and a pool that goes as they do."""
+
+    with af.Graph() as graph:
+        n, x = af.placeholder("int64", (), name="n"), af.placeholder("float64", (2,), name="x")
+        structure, rows = af.InputGraph.placeholder(), af.placeholder("float64", (None, 2), name="rows")
+        weights = af.Variable(np.eye(2))
+
+        @af.vertex_function(state=af.spec("float64", (2,)), children=None)
+        def summed(v: af.Vertex) -> None:
+            state = af.tanh(v.pull() @ weights + v.gather_all())
+            v.scatter(state)
+            v.push(af.sum(state))
+
+        mapped = af.vertex_map(summed, structure, rows, share=True)
+
+        def grown(i: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            return i + 1, af.concat([s, af.tanh(s[-1:] @ weights + af.sum(s, axis=0))], axis=0)
+
+        invariants = ((), (None, 2))
+        pooled = af.while_loop(lambda i, s: i < n, grown, (0, rows), shape_invariants=invariants, pool=af.Pool(8))[1]
+        called = af.batched(lambda v: af.tanh(v @ weights))
+        calls = af.while_loop(lambda i, h: i < n, lambda i, h: (i + 1, called(h) + x), (0, x))[1]
+
+    async def main() -> None:
+        tree = af.InputGraph.from_parents([-1, 0, 0])
+        ones = np.ones((3, 2))
+        async with af.Session(graph, devices=["sim:0"]) as session:
+            _, grew, _ = await asyncio.gather(
+                session.run([mapped.pushes, mapped.roots], {**structure.feeds(tree), rows: ones}, priority=1),
+                session.run(pooled, {n: 20, rows: ones}, priority=1),
+                session.run(calls, {n: 29, x: np.ones(2)}, priority=0),
+            )
+            assert grew.shape == (23, 2)
+            await others_end()
+            assert not session._runs.batches.steps.turns._waiting  # type: ignore[union-attr]
+
+    on_a_card(main())
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_f42_whoever_goes_first(seed: int) -> None:
     """Loops, batches and vertices of random priorities, cancelled at random: results are those of each by itself."""

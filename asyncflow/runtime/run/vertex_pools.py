@@ -110,6 +110,8 @@ class VertexPool(TellingState):
                         turn.loop.call_soon(self._deliver)
                     await self._step(plan, list(rows.groups))
                     self._ended += rows.ended()
+                if self._stepper.is_stepping:
+                    steps.ended(self._stepper)
                 if not rows.groups:
                     self._deliver()
                     if not (rows.waiting or self._joining):
@@ -121,8 +123,6 @@ class VertexPool(TellingState):
                         steps.turns.come(self._stepper, self._stepper.rank)
                 elif rows.is_for_one and turn.now() < end:
                     continue
-                if self._stepper.is_stepping:
-                    steps.ended(self._stepper)
                 await asyncio.sleep(0)  # others may join
                 end = turn.now() + BURST_NS
         except Exception as error:  # no plan, or the session closes
