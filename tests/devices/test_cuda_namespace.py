@@ -82,7 +82,7 @@ def test_many_arrays_are_joined_a_few_at_a_time(n: int) -> None:
         return np.concatenate(arrays, axis=axis, out=out)
 
     xp = cuda_namespace(Cupy(concatenate=concatenate), lambda array: array)
-    rows = list(np.arange(6.0 * n).reshape(n, 2, 3))
+    rows = [np.asfortranarray(row) for row in np.arange(6.0 * n).reshape(n, 2, 3)]  # and else they are stacked
     for axis in (0, 1, -1):
         np.testing.assert_array_equal(xp.stack(rows, axis=axis), np.stack(rows, axis=axis))
         np.testing.assert_array_equal(xp.concatenate(rows, axis=axis), np.concatenate(rows, axis=axis))

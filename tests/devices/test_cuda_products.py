@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.devices.cuda.experimental.graph import capture
 from asyncflow.devices.cuda.experimental.products import Products, _stand_ins, cublas
+from asyncflow.streams.cuda.stream import active
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
 
@@ -30,6 +32,7 @@ LAYOUTS = {
     "every second": lambda x: np.repeat(x, 2, -1)[..., ::2],
     "backwards": lambda x: np.flip(x, -2).copy()[..., ::-1, :],
     "every second matrix": lambda x: np.repeat(x, 2, 0)[::2] if x.ndim > 2 else x,
+    "matrices backwards": lambda x: np.flip(x, 0).copy()[::-1] if x.ndim > 2 else x,
 }
 
 
@@ -98,9 +101,10 @@ def test_what_cublas_has_no_product_for_is_left_to_cupy(fake: FakeCupy, products
         assert products.matmul(x, y) is None
 
 
-def test_a_graph_holds_products(fake: FakeCupy, products: Products) -> None:
+def test_a_graph_holds_products(fake: FakeCupy) -> None:
     """Other work of the stream does not disturb them, nor they that."""
     stream = fake.cuda.Stream(non_blocking=True)
+    products = Products(fake, fake.cublas, [stream])
     with stream:
         x, y, z = (fake.asarray(np.full((2, 2), value, "float32")) for value in (1, 2, 3))
         out = fake.empty((2, 2), "float32")
@@ -110,6 +114,31 @@ def test_a_graph_holds_products(fake: FakeCupy, products: Products) -> None:
             x.fill(value)
             graph.launch(stream=stream)
             np.testing.assert_array_equal(out.get(), np.full((2, 2), value * 24.0, "float32"))
+
+
+def test_each_stream_has_a_workspace(fake: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the active one, also where the body of its loop is captured on another."""
+    streams, x, found = [fake.cuda.Stream(non_blocking=True) for _ in range(3)], fake.ones((2, 2), "float32"), []
+    products = Products(fake, fake.cublas, streams[:2])
+    for stream, current in ((0, 0), (0, 2), (1, 1), (1, 2)):
+        monkeypatch.setattr(active, "stream", SimpleNamespace(raw=streams[stream]))
+        with streams[current]:
+            products.matmul(x, x)
+        found.append(fake.cublas.workspace)
+    assert found[0] == found[1] != found[2] == found[3]
+
+
+def test_no_extent_is_larger_than_an_int(fake: FakeCupy, products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that would be one matrix, nor of the rows that a matrix is a part of."""
+    monkeypatch.setattr("asyncflow.devices.cuda.experimental.products._MOST_EXTENT", 8)
+    told = []
+    for name in ("cublasGemmEx", "cublasGemmStridedBatchedEx"):
+        function = getattr(fake.cublas, name)
+        monkeypatch.setattr(fake.cublas, name, lambda *args, of=function: (told.extend(args), of(*args))[1])
+    x, y = np.arange(48.0).reshape(3, 4, 4), np.arange(64.0).reshape(4, 16)
+    found: Any = products.matmul(fake.asarray(x), fake.asarray(y)[:, 3:7])
+    np.testing.assert_array_equal(found.get(), x @ y[:, 3:7])
+    assert max(value for value in told if isinstance(value, int) and value not in (68, 70)) == 4
 
 
 def test_an_error_of_cublas_says_which(fake: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ class FakeCublas:
     def __init__(self, fake: FakeCupy) -> None:
         self._fake = fake
         self._stream = 0
-        self._workspace = 0
+        self.workspace = 0
         self.handles = 0
         self.calls = 0
 
@@ -39,15 +39,15 @@ class FakeCublas:
 
     def cublasSetStream_v2(self, handle: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
         self._stream = stream.value or 0
-        self._workspace = 0
+        self.workspace = 0
         return 0
 
     def cublasSetWorkspace_v2(self, handle: ctypes.c_void_p, pointer: ctypes.c_void_p, nbytes: ctypes.c_size_t) -> int:
         assert self._fake.cuda.platform.memory.is_live(pointer.value or 0, nbytes.value), (
             "the workspace is nobody's memory"
         )
-        self._workspace = pointer.value or 0
-        return 0 if self._workspace % 256 == 0 else INVALID_VALUE
+        self.workspace = pointer.value or 0
+        return 0 if self.workspace % 256 == 0 else INVALID_VALUE
 
     def cublasGemmEx(self, *arguments: Any) -> int:
         _, *sizes, one, a, a_type, lda, b, b_type, ldb, zero, c, c_type, ldc, sums, _ = arguments
@@ -69,7 +69,7 @@ class FakeCublas:
         dtype = np.dtype(DTYPES[code])
         if dtype.name not in SUMS[sums]:
             return NOT_SUPPORTED
-        assert self._workspace, "cuBLAS would take memory for itself, which a graph cannot hold"
+        assert self.workspace, "cuBLAS would take memory for itself, which a graph cannot hold"
         assert [_numbers(factor, dtype) for factor in factors] == [1, 0]
         shapes = (k, m) if is_first else (m, k), (n, k) if is_second else (k, n), (m, n)
         found = [self._operand(x, dtype, shape, count) for x, shape in zip(matrices, shapes, strict=True)]

@@ -243,12 +243,12 @@ class CudaDevice(Progress):
 
     def make_capturable(self) -> None:
         """Has products of matrices made so that CUDA graphs can hold them, from here on, if there is cuBLAS for it."""
-        if self._namespace.products is not None:
-            return
         with capturing, self.cupy.cuda.Device(self.physical):
-            library, streams = cublas(self.cupy), [stream.raw for stream in self.compute_streams]
+            if self._namespace.products is not None or (library := cublas(self.cupy)) is None:
+                return
             try:
-                self._namespace.products = None if library is None else Products(self.cupy, library, streams)
+                streams = [stream.raw for stream in self.compute_streams]
+                self._namespace.products = Products(self.cupy, library, streams)
             except RuntimeError:  # most often there is no room for it
                 _log.info("%s makes no CUDA graphs of products", self.name, exc_info=True)
 

@@ -11,6 +11,7 @@ corrected for is NaN, never infinite.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,6 @@ _OF_CHOICES = ("tril", "triu", "where")
 class CudaNamespace(ModuleType):
     """CuPy's names, but for those in its own dictionary."""
 
-    _stacking: Kernel | None = None
-
     def __init__(self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None, holder: CudaHolder | None) -> None:
         super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
         self._cupy = cupy
@@ -77,8 +76,6 @@ class CudaNamespace(ModuleType):
         self.matmul = self._matmul
         self.meshgrid = self._meshgrid
         self.stack = self._stack
-        if hasattr(cupy, "ElementwiseKernel"):
-            self._stacking = cupy.ElementwiseKernel(*_STACKING)
         for name in _ARRAY_FUNCTIONS.split():
             setattr(self, name, self._of_arrays(getattr(cupy, name)))
         for name in _OF_SHAPES:
@@ -113,13 +110,16 @@ class CudaNamespace(ModuleType):
 
     def _stack(self, arrays: Sequence[CupyArray], axis: int = 0) -> CupyArray:
         arrays = [self._as_array(array) for array in arrays]
-        if axis == 0 and len(arrays) > _MOST_JOINED and self._stacking is not None and _are_alike(arrays):
+        if axis == 0 and len(arrays) > _MOST_JOINED and _are_alike(arrays):
             return self._stacked(arrays)
         return self._concatenate([self._cupy.expand_dims(array, axis) for array in arrays], axis)
 
+    @cached_property
+    def _stacking(self) -> Kernel:
+        return self._cupy.ElementwiseKernel(*_STACKING)
+
     def _stacked(self, arrays: Sequence[CupyArray]) -> CupyArray:
         """Many arrays of one dtype and shape, in C order, along a new first axis; a launch for each 64 of them."""
-        assert self._stacking is not None
         first = arrays[0]
         stacked = self._cupy.empty((len(arrays), *first.shape), first.dtype)
         addresses = np.array([array.data.ptr for array in arrays], np.uint64)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from asyncflow.streams.cuda.stream import active
+
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
 
@@ -81,14 +83,13 @@ class Products:
         cupy: the module.
         library: see `cublas`.
         streams: the CuPy streams that products are made on. What is captured on another one, as the body of a loop is,
-            is launched by the first of them.
+            is launched by the one that is active meanwhile.
     """
 
     def __init__(self, cupy: Cupy, library: Raw, streams: Sequence[Raw]) -> None:
         self._cupy = cupy
         self._library = library
         self._lock = Lock()
-        self._first = streams[0].ptr
         self._workspaces: dict[int, int] = {}
         self._handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
@@ -130,7 +131,8 @@ class Products:
 
     def _multiply(self, rows: CupyArray, columns: CupyArray, out: CupyArray, kind: _Type) -> None:
         """``out[...] = rows @ columns``; `out` has no gaps, and nothing is empty."""
-        if columns.ndim == 2 and rows.flags.c_contiguous:  # many rows are one matrix
+        is_one = columns.ndim == 2 and out.size // out.shape[-1] <= _MOST_EXTENT
+        if is_one and rows.flags.c_contiguous:  # many rows are one matrix
             rows, out = rows.reshape(-1, rows.shape[-1]), out.reshape(-1, out.shape[-1])
         count, (m, n) = math.prod(out.shape[:-2]), out.shape[-2:]
         left, right = self._operand(rows, out.shape[:-2]), self._operand(columns, out.shape[:-2])
@@ -138,8 +140,8 @@ class Products:
         sizes = right.operation, left.operation, n, m, rows.shape[-1]
         one, zero = (ctypes.byref(factor) for factor in (kind.one, kind.zero))
         with self._lock:
-            raw = self._cupy.cuda.get_current_stream().ptr
-            workspace = ctypes.c_void_p(self._workspaces.get(raw) or self._workspaces[self._first])
+            raw, stream = self._cupy.cuda.get_current_stream().ptr, active.stream
+            workspace = ctypes.c_void_p(self._workspaces[raw if stream is None else stream.raw.ptr])
             self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(raw))
             self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_NBYTES))
             a, b, c = right.matrix(kind), left.matrix(kind), (ctypes.c_void_p(out.data.ptr), kind.data, n)
@@ -200,6 +202,7 @@ def _layout(x: CupyArray) -> tuple[int, int] | None:
         (_NORMAL, column_step, row_step, n_columns),
         (_TRANSPOSED, row_step, column_step, n_rows),
     ):
-        if inner == nbytes and outer % nbytes == 0 and outer >= least * nbytes:
-            return (operation, outer // nbytes) if x.ndim == 2 or x.strides[0] % nbytes == 0 else None
+        if inner == nbytes and outer % nbytes == 0 and least <= outer // nbytes <= _MOST_EXTENT:
+            is_right = x.ndim == 2 or (x.strides[0] >= 0 and x.strides[0] % nbytes == 0)
+            return (operation, outer // nbytes) if is_right else None
     return None
