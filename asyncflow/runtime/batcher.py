@@ -151,7 +151,8 @@ class Lane(Generic[M]):
     @property
     def rank(self) -> int:
         """The lowest number of priority in it."""
-        return min(member.priority for member in self.everybody())
+        taken = chain(*self.suspects, *(call.members for call in self.under_way))
+        return min(chain(self.waiting, (member.priority for member in taken)))
 
     @property
     def most(self) -> int:

@@ -314,7 +314,7 @@ class PoolRows(Generic[A]):
     ) -> list[tuple[A, list[Array]]]:
         """Takes the variables of all rows of a group after so many steps; see `settle`."""
         self.steps += steps
-        has_changed = group.write(following)
+        self._is_growing = has_changed = group.write(following)
         ended = self.settle(group, 0, goes_on)
         if has_changed and group.rows:
             self._regroup(group)
@@ -372,7 +372,6 @@ class PoolRows(Generic[A]):
 
     def _regroup(self, group: RowGroup[A]) -> None:
         """The values of a group have become of other shapes."""
-        self._is_growing = True
         self.groups = {key: other for key, other in self.groups.items() if other is not group}
         other = self.groups.setdefault(group.shapes(), group)
         if other is not group:

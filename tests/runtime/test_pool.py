@@ -316,7 +316,10 @@ def test_rows_that_grow_begin_together() -> None:
     assert join(1, is_checked=True)[-1] == 1
     step()
     pool.remove_where(lambda _: True)
-    assert join(1) == [1]
+    assert [join(1), join(3)] == [[1], [4]]
+    (group,) = pool.groups.values()
+    pool.advance(group, [np.zeros((4, 1))], np.ones(4, bool))
+    assert join(1) == [5]  # they grow no more
 
 
 def test_rows_that_have_grown_count_with_all_their_elements() -> None:

@@ -209,7 +209,7 @@ class LoopPool(TellingState):
             shared.pool.capacity, shared.n_vars, shared.has_rows, is_watched=pools.is_watched
         )
         self._placed = PlacedSteps(self)
-        self._stepper = Stepper()
+        self.stepper = Stepper()
         self._has_streams = False
         # For so many passes of the event loop nobody has come or gone.
         self._calm = 0
@@ -228,14 +228,14 @@ class LoopPool(TellingState):
             self._next_limit = 0
         self._has_streams = self._has_streams or activation.streamed != ()
         self.rows.join(activation)
-        self._stepper.rank = min(self._stepper.rank, activation.priority)
-        self._batches.steps.turns.come(self._stepper, activation.priority)
+        self.stepper.rank = min(self.stepper.rank, activation.priority)
+        self._batches.steps.turns.come(self.stepper, activation.priority)
         if self.rows.live < self.shared.pool.capacity:
             self._most_beside[...] = 1  # or as many as it has made
 
     def give_way(self, rank: float) -> None:
         """Ends the run that is under way with the step that it is at, if those of that rank go before it."""
-        if rank < self._stepper.rank:
+        if rank < self.stepper.rank:
             self._most_beside[...] = 1
 
     def now_s(self) -> float:
@@ -281,7 +281,7 @@ class LoopPool(TellingState):
         failure = None
         try:
             code = await self._pools.code_of(self.shared)
-            self._stepper.place, self._stepper.is_in_line = code.device, code.has_own_memory
+            self.stepper.place, self.stepper.is_in_line = code.device, code.has_own_memory
             if code.is_placed and not self._has_streams:
                 rows.group_type = PlacedRows
             while True:
@@ -317,13 +317,13 @@ class LoopPool(TellingState):
                     await self._placed.forget()
                 if rows.is_empty:
                     break
-                if self._stepper.is_stepping:
-                    steps_of_all.ended(self._stepper)
+                if self.stepper.is_stepping:
+                    steps_of_all.ended(self.stepper)
                 await asyncio.sleep(0)  # others may join
         except Exception as error:  # no plan, or the session closes
             failure = error
         finally:
-            steps_of_all.gone(self._stepper)
+            steps_of_all.gone(self.stepper)
             self._pools.forget(self._key)
             del self._placed  # it has this pool, which would be a cycle
         if failure is not None:  # whoever is told may well ask again, of another pool
@@ -332,7 +332,7 @@ class LoopPool(TellingState):
 
     async def _wait_for_turn(self, code: _Code) -> None:
         """Comes back when those who are in it are to make their next step."""
-        there, stepper = [each for each in self.rows.everybody() if not each.is_gone], self._stepper
+        there, stepper = [each for each in self.rows.everybody() if not each.is_gone], self.stepper
         if there:  # and else it is over soon
             stepper.rank = min(activation.priority for activation in there)
             first_s = min(activation.deadline_s for activation in there)
@@ -391,7 +391,7 @@ class LoopPool(TellingState):
 
     def _beside(self, steps: _Steps, size: int) -> Array:
         """How many steps a run makes; fewer once somebody comes or goes."""
-        time_ns = (_TURN_NS if self._stepper.is_behind else _BESIDE_NS) / max(len(self.rows.groups), 1)
+        time_ns = (_TURN_NS if self.stepper.is_behind else _BESIDE_NS) / max(len(self.rows.groups), 1)
         most = steps.most_beside(size, time_ns) if self.shared.is_repeatable else 1
         self._is_long = self._is_long or steps.most_beside(size, _TURN_NS) == 1
         self._most_beside = np.array(int(min(most, self._next_limit - self.rows.steps)))
@@ -573,7 +573,8 @@ class Pools:
     @property
     def count(self) -> int:
         """How many pools share a turn: those that do not wait for theirs."""
-        return max(len(self._pools) - len(self.batches.steps.waiting), 1)
+        waiting = self.batches.steps.waiting
+        return max(len([pool for pool in self._pools.values() if pool.stepper not in waiting]), 1)
 
     async def code_of(self, shared: SharedLoop) -> _Code:
         """The compiled form of a loop."""

@@ -61,7 +61,7 @@ class VertexPool(TellingState):
         self._pools, self._batches, self._key, self._common = pools, pools.batches, key, common
         self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
         self._memory: MemoryAccount
-        self._stepper = Stepper()
+        self.stepper = Stepper()
         self._joining: list[VertexMember] = []
         """Those whose graphs are being put in order."""
         self._ended: list[tuple[VertexMember, list[Array]]] = []
@@ -83,8 +83,8 @@ class VertexPool(TellingState):
     def join(self, member: VertexMember) -> None:
         """One joins when its graph is in order, which is made so while others compute."""
         self.rows.waiting.append(member)
-        self._stepper.rank = min(self._stepper.rank, member.part.priority)
-        self._batches.steps.turns.come(self._stepper, member.part.priority)
+        self.stepper.rank = min(self.stepper.rank, member.part.priority)
+        self._batches.steps.turns.come(self.stepper, member.part.priority)
         self._batches.steps.look()
         if not self._is_awaited:
             self._is_awaited = True
@@ -96,7 +96,7 @@ class VertexPool(TellingState):
         end = turn.now() + BURST_NS
         try:
             plan, self._order = await self._pools.plans_of(self.shared)
-            self._stepper.place = plan.partitions[0].device
+            self.stepper.place = plan.partitions[0].device
             while True:
                 if steps.turns.is_contended:
                     await self._wait_for_turn()
@@ -110,17 +110,17 @@ class VertexPool(TellingState):
                         turn.loop.call_soon(self._deliver)
                     await self._step(plan, list(rows.groups))
                     self._ended += rows.ended()
-                if self._stepper.is_stepping:
-                    steps.ended(self._stepper)
+                if self.stepper.is_stepping:
+                    steps.ended(self.stepper)
                 if not rows.groups:
                     self._deliver()
                     if not (rows.waiting or self._joining):
                         break
                     if not rows.waiting:
-                        steps.gone(self._stepper)
+                        steps.gone(self.stepper)
                         self._has_joined.clear()
                         await self._has_joined.wait()
-                        steps.turns.come(self._stepper, self._stepper.rank)
+                        steps.turns.come(self.stepper, self.stepper.rank)
                 elif rows.is_for_one and turn.now() < end:
                     continue
                 await asyncio.sleep(0)  # others may join
@@ -129,7 +129,7 @@ class VertexPool(TellingState):
             failure = error
         finally:
             self._order = None
-            steps.gone(self._stepper)
+            steps.gone(self.stepper)
             self._pools.forget(self._key)
         self._deliver()
         if failure is not None:
@@ -138,7 +138,7 @@ class VertexPool(TellingState):
 
     async def _wait_for_turn(self) -> None:
         """Comes back when the next set of those who are in it is to be computed."""
-        stepper, turn = self._stepper, self._batches.turn
+        stepper, turn = self.stepper, self._batches.turn
         there = [*self.rows.members, *self.rows.waiting, *self._joining]
         if there:  # and else it is over soon
             stepper.rank = min(member.part.priority for member in there)
@@ -286,7 +286,8 @@ class VertexPools:
     @property
     def count(self) -> int:
         """How many pools share a turn: those that do not wait for theirs."""
-        return max(len(self._pools) - len(self.batches.steps.waiting), 1)
+        waiting = self.batches.steps.waiting
+        return max(len([pool for pool in self._pools.values() if pool.stepper not in waiting]), 1)
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
