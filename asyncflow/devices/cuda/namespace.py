@@ -115,7 +115,7 @@ class CudaNamespace(ModuleType):
         return self._concatenate([self._cupy.expand_dims(array, axis) for array in arrays], axis)
 
     @cached_property
-    def _stacking(self) -> Kernel:
+    def _stacking(self) -> Any:
         return self._cupy.ElementwiseKernel(*_STACKING)
 
     def _stacked(self, arrays: Sequence[CupyArray]) -> CupyArray:
