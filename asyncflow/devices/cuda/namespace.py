@@ -115,8 +115,9 @@ class CudaNamespace(ModuleType):
         return self._concatenate([self._cupy.expand_dims(array, axis) for array in arrays], axis)
 
     @cached_property
-    def _stacking(self) -> Any:
-        return self._cupy.ElementwiseKernel(*_STACKING)
+    def _stacking(self) -> Kernel:
+        kernel: Kernel = self._cupy.ElementwiseKernel(*_STACKING)
+        return kernel
 
     def _stacked(self, arrays: Sequence[CupyArray]) -> CupyArray:
         """Many arrays of one dtype and shape, in C order, along a new first axis; a launch for each 64 of them."""
