@@ -187,7 +187,10 @@ def _resolve_requests(program: Program, context: Context) -> None:
 @wraps(plan_memory)
 def _plan_memory(program: Program, context: Context) -> None:
     fuses = bool(program.request.regions and context.options.fusion)
-    program.memory, program.memory_notes = plan_memory(program.graph, context.devices, context.costs, fuses=fuses)
+    block_bytes = context.block_bytes if _batches(program, context) else None
+    program.memory, program.memory_notes = plan_memory(
+        program.graph, context.devices, context.costs, fuses=fuses, block_bytes=block_bytes or 0
+    )
 
 
 @wraps(segments)

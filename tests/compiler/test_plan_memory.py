@@ -139,6 +139,13 @@ async def test_a_user_s_op_is_never_run_again() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+async def test_rows_that_wait_for_their_product_are_predicted() -> None:
+    """A block has up to 1,024 rows of what the gradient of `w` is a product of, and is held besides."""
+    one_by_one, batched = [await train(memory_limit=1 << 30, loop_batching=is_batched) for is_batched in (False, True)]
+    assert batched.planned[0].standing - one_by_one.planned[0].standing == 1_024 * 2 * SIDE * 4
+    assert batched.planned[0].held == pytest.approx(batched.peak, rel=0.1)
+
+
 @pytest.mark.parametrize("options", [{"saved_values": "keep"}, {"saved_values": "swap"}, {"memory_limit": None}])
 async def test_only_auto_with_a_limit_plans(options: dict[str, Any]) -> None:
     assert (await train(**{"memory_limit": 1 << 30, **options})).planned == ()

@@ -289,3 +289,47 @@ def test_stores_and_saved_values_give_back_their_bytes_as_the_gradient_reads_the
     assert all(account <= python <= account + 2 for python, account in held)
     assert max(python for python, _ in held) > steps
     assert held[-1][1] <= left
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_rows_that_wait_for_their_product_count_until_it_is_made(regions: bool) -> None:
+    """With the sum of the products so far: the account is what Python holds, within what is too small to be counted."""
+    steps, batch, units = 40, 8, 128
+    state = af.spec("float32", (batch, units))
+    found: list[tuple[int, int]] = []
+    memories: list[Any] = []
+    largest: set[str] = set()
+
+    @af.op(outputs=state)
+    def looked_at(grad: Any) -> Any:
+        found.append((numpy_bytes(), memories[0].exact) if len(found) % 7 == 5 else (0, 0))
+        largest.update(buffer.label for buffer in memories[0].top())
+        return grad + 0
+
+    noted = af.op(outputs=state, gradient=lambda inputs, outputs, grad: looked_at(grad))(lambda y: y + 0)
+    with af.Graph() as graph:
+        h, w = af.placeholder("float32", state.shape), af.placeholder("float32", (units, units))
+        body: Any = lambda i, y: (i + 1, noted(af.tanh(y @ w)))  # noqa: E731
+        last = af.while_loop(lambda i, _: i < steps, body, (0, h), parallel_iterations=1)[1]
+        gradient = af.gradients(af.sum(last), w)
+
+    async def main() -> None:
+        async with af.Session(graph, devices=["cpu:0"], regions=regions, memory_limit=4 << 20) as opened:
+            memories.append(opened.devices[0].memory)
+            assert "summed up, for several" in opened.plan(gradient, [h, w]).explain()  # constants are made before
+            tracemalloc.start()
+            try:
+                fed = {h: np.ones((batch, units), np.float32), w: np.full((units, units), 1 / units, np.float32)}
+                for value in fed.values():
+                    value.flags.writeable = False  # so that it is not copied
+                await opened.run(gradient, fed)
+            finally:
+                tracemalloc.stop()
+            del fed, value
+            assert memories[0].used == 0
+
+    asyncio.run(main())
+    assert len(found) == steps
+    held = [each for each in found if each[0]]
+    assert "gradients/while/while/body/gradients/while/body/matmul/matmul_1/pending_sums" in largest
+    assert all(abs(python - account) < SMALL for python, account in held), held

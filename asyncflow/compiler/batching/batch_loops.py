@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncflow.compiler.batching.batch_rows import batch_rows
-from asyncflow.compiler.batching.batch_sums import batch_sums
+from asyncflow.compiler.batching.batch_sums import batch_sums, pending_bytes
 from asyncflow.compiler.batching.take_apart import take_apart
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.devices.protocol import Device
@@ -64,12 +64,22 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
             most = block_bytes // _OVERLAPPED if _is_cut(node) else block_bytes
             apart = take_apart(node)
             ahead = batch_rows(node, most)
-            before, after = batch_sums(node, min(_OF_SUMS * most, _BLOCK_BYTES), replaced)
+            before, after = batch_sums(node, _bytes_of_sums(most), replaced)
             ordered += [*apart, *ahead, *before, node, *after]
         else:
             ordered.append(node)
     graph.nodes[:] = ordered
     replaced.apply_to_results(graph)
+
+
+def bytes_for_batches(loop: WhileNode, block_bytes: int) -> int:
+    """The bytes that batching will have a loop hold until what waits for its product is multiplied."""
+    inner = (node for node in loop.body.walk() if isinstance(node, WhileNode))
+    return sum(pending_bytes(each, _bytes_of_sums(block_bytes)) for each in (loop, *inner))
+
+
+def _bytes_of_sums(block_bytes: int) -> int:
+    return min(_OF_SUMS * block_bytes, _BLOCK_BYTES)
 
 
 def _is_cut(loop: WhileNode) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncflow.compiler.batching.batch_rows import FAST
-from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUMS, pays
+from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUMS, pays, rows_at_once
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
@@ -45,6 +45,21 @@ def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tup
         after.append(made)
         replaced.tensors.update(zip((total.output for total in group), made.outputs, strict=True))
     return before, after
+
+
+def pending_bytes(loop: WhileNode, block_bytes: int) -> int:
+    """The bytes of the rows that `batch_sums` has the loop hold; sums of products are there in place of the totals."""
+    found = 0
+    for group in _groups(_sums(loop)):
+        products = [each.product for each in group if each.product.op is MATMUL]
+        rows, columns = products[0].inputs[1].shape or (None, None)
+        widths = [(product.inputs[0].shape or (None,))[0] for product in products]
+        if rows is not None and columns is not None and None not in widths:
+            width = sum(map(int, widths))
+            itemsize = products[0].outputs[0].dtype.itemsize
+            most = rows_at_once(rows, width, columns, itemsize, block_bytes)
+            found += itemsize * most * (width + columns) if most > rows else 0
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +167,8 @@ def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int) -> tu
     like = next(total.product for total in group if total.product.op is MATMUL)
     initial = [loop.inputs[place] for place in places]
     specs = tuple(total.output.spec for total in group)
-    new = detached_node(loop.graph, NEW_SUMS, initial, {"block_bytes": block_bytes}, like, Spec(VARIANT))
+    name, made = f"{like.name}/pending_sums", {"block_bytes": block_bytes}  # errors about memory show the name
+    new = detached_node(loop.graph, NEW_SUMS, initial, made, like, Spec(VARIANT), reserved_name=name)
     inner, pending = loop.add_variable(new.outputs[0])
     numbers: dict[Tensor, int] = {}
     for total in group:

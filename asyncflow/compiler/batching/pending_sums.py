@@ -6,12 +6,12 @@ to the total. Sums that share g share its block and are one product: ``(x; h; 1)
 the sum of g itself.
 
 A `PendingSums` is changed in place. It is a loop variable that only this pass makes, and of which the next iteration,
-or what is behind the loop, is the one and only user.
+or what is behind the loop, is the one and only user. What it allocates counts when it does, and not once an iteration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -37,9 +37,11 @@ class _PendingRows:
         capacity: number of rows.
     """
 
-    __slots__ = ("_filled", "_left", "_product", "_right", "_sum", "capacity", "edges")
+    __slots__ = ("_counts", "_filled", "_left", "_right", "_sum", "capacity", "edges")
 
-    def __init__(self, right: Array, lefts: Sequence[Array | None], capacity: int) -> None:
+    def __init__(
+        self, right: Array, lefts: Sequence[Array | None], capacity: int, counts: Callable[[Array], object]
+    ) -> None:
         widths = [1 if left is None else left.shape[0] for left in lefts]
         self.edges = [0]
         for width in widths:
@@ -47,10 +49,12 @@ class _PendingRows:
         self.capacity = capacity
         self._left = np.empty((capacity, self.edges[-1]), right.dtype)
         self._right = np.empty((capacity, right.shape[1]), right.dtype)
+        self._counts = counts
+        counts(self._left)
+        counts(self._right)
         for place, left in enumerate(lefts):
             if left is None:
                 self._left[:, self.edges[place]] = 1
-        self._product: Array | None = None
         self._sum: Array | None = None
         self._filled = 0
 
@@ -90,24 +94,26 @@ class _PendingRows:
         return [found[first:last] for first, last in pairwise(self.edges)]
 
     def _multiply(self) -> None:
-        left, right = self._left[: self._filled], self._right[: self._filled]
-        if self._sum is None:
-            self._sum = np.matmul(left.T, right)
-        else:
-            self._product = np.matmul(left.T, right, out=self._product)
-            np.add(self._sum, self._product, out=self._sum)
+        product = np.matmul(self._left[: self._filled].T, self._right[: self._filled])
+        self._counts(product)
+        self._sum = product if self._sum is None else np.add(self._sum, product, out=self._sum)
         self._filled = 0
 
 
 class PendingSums:
-    """Totals, and what has yet to be added to them."""
+    """Totals, and what has yet to be added to them.
 
-    __slots__ = ("_block", "_block_bytes", "_totals")
+    Attributes:
+        counts: is told of each array that it allocates.
+    """
+
+    __slots__ = ("_block", "_block_bytes", "_totals", "counts")
 
     def __init__(self, totals: Sequence[Array], block_bytes: int) -> None:
         self._totals = list(totals)
         self._block: _PendingRows | None = None
         self._block_bytes = block_bytes
+        self.counts: Callable[[Array], object] = id
 
     def add(self, rights: Sequence[Array], lefts: Sequence[Array | None]) -> None:
         """Adds ``left @ right`` to each total; the sum of the rows of `right` where `left` is None."""
@@ -125,15 +131,14 @@ class PendingSums:
             block.add(right, lefts)
             return
         for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            product = np.sum(right, axis=0) if left is None else np.matmul(left, right)
-            self._totals[place] = np.add(self._totals[place], product)
+            self._add(place, np.sum(right, axis=0) if left is None else np.matmul(left, right))
 
     def settle(self) -> list[Array]:
         """The totals, with all that was pending."""
         if self._block is not None:
-            found = zip(self._totals, self._block.sums(), strict=True)
-            self._totals = [np.add(total, added.reshape(total.shape)) for total, added in found]
-            self._block = None
+            found, self._block = self._block.sums(), None
+            for place, added in enumerate(found):
+                self._add(place, added.reshape(self._totals[place].shape))
         return self._totals
 
     @property
@@ -141,22 +146,20 @@ class PendingSums:
         """Bytes of the totals; those of a block are bounded."""
         return sum(total.nbytes for total in self._totals)
 
+    def _add(self, place: int, product: Array) -> None:
+        total = self._totals[place] = np.add(self._totals[place], product)
+        self.counts(total)
+
     def _new_block(self, right: Array, lefts: Sequence[Array | None]) -> _PendingRows | None:
         """Room for several iterations; None if the products are better added one by one."""
         if not self._fits(right, lefts):
             return None
         most = self._most_rows(right, lefts)
-        return _PendingRows(right, lefts, most) if most > len(right) else None
+        return _PendingRows(right, lefts, most, self.counts) if most > len(right) else None
 
     def _most_rows(self, right: Array, lefts: Sequence[Array | None]) -> int:
-        """How many rows are worth one product, where one iteration has these."""
-        rows, columns = len(right), int(right.shape[1])
         width = sum(left.shape[0] for left in lefts if left is not None)  # ones are there already
-        if not pays(rows, width, columns):
-            return rows
-        nbytes = rows * (width + columns) * right.itemsize
-        flops = 2.0 * rows * width * columns
-        return rows * most_at_once(rows, _ENOUGH_ROWS, nbytes, flops, self._block_bytes)
+        return rows_at_once(len(right), width, int(right.shape[1]), right.itemsize, self._block_bytes)
 
     def _fits(self, right: Array, lefts: Sequence[Array | None]) -> bool:
         if right.ndim != 2:
@@ -174,6 +177,14 @@ class PendingSums:
 def pays(rows: int, width: int, columns: int) -> bool:
     """Whether copying ``width + columns`` numbers a row costs less than adding ``width * columns`` to totals."""
     return 0 < rows * (width + columns) < 3 * width * columns
+
+
+def rows_at_once(rows: int, width: int, columns: int, itemsize: int, block_bytes: int) -> int:
+    """How many rows are worth one product, where one iteration has so many."""
+    if not pays(rows, width, columns):
+        return rows
+    nbytes = rows * (width + columns) * itemsize
+    return rows * most_at_once(rows, _ENOUGH_ROWS, nbytes, 2.0 * rows * width * columns, block_bytes)
 
 
 # -- ops -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from math import inf
 
 from asyncflow.autodiff.row_gradients import READ_ROWS, RowGradient
 from asyncflow.autodiff.saved_values import SAVE
+from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.plan import Partition, PlanFrame
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
@@ -138,6 +139,10 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
     """`kernel`, of whose outputs the stores are counted wherever it is called: their values may be small and many."""
     if node.op is READ_ROWS:
         return partial(_read_rows, kernel, memory.track, node.name)
+    if node.op is NEW_SUMS:
+        return partial(_new_sums, kernel, memory.track, node.name)
+    if node.op is ADD_PRODUCTS:
+        return kernel
     stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
     if not stores or waits_in_line(node):  # what comes of a place in line counts once it has been claimed
         return kernel
@@ -152,6 +157,12 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
         return result
 
     return call
+
+
+def _new_sums(new: Kernel, track: Kernel, label: str, *totals: Value) -> Value:
+    sums = new(*totals)
+    sums.counts = partial(track, label=label)
+    return sums
 
 
 def _read_rows(read: Kernel, track: Kernel, label: str, grads: RowGradient, first: Value, second: Value) -> Value:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import NamedTuple
 
+from asyncflow.compiler.batching.batch_loops import bytes_for_batches
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
 from asyncflow.compiler.memory.loop_costs import LoopCosts, standing_bytes
 from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Way, Work, choose_way, fits, way_of
@@ -148,7 +149,9 @@ class MemoryPlan(NamedTuple):
     """A line for people for each loop that nothing was predicted for."""
 
 
-def plan_memory(graph: Graph, devices: Sequence[Device], measured: Mapping[str, float], *, fuses: bool) -> MemoryPlan:
+def plan_memory(
+    graph: Graph, devices: Sequence[Device], measured: Mapping[str, float], *, fuses: bool, block_bytes: int = 0
+) -> MemoryPlan:
     """Chooses for all loops of `graph`, and changes those that do not fit, in place.
 
     Args:
@@ -156,6 +159,7 @@ def plan_memory(graph: Graph, devices: Sequence[Device], measured: Mapping[str, 
         devices: of the session.
         measured: mean ns of nodes in earlier runs, by name.
         fuses: whether devices that can fuse elementwise nodes do.
+        block_bytes: most bytes of a block of iterations whose products are made at once; 0 for none.
     """
     found: dict[str, list[_Candidate]] = defaultdict(list)
     notes: dict[WhileNode, str] = {}
@@ -175,7 +179,7 @@ def plan_memory(graph: Graph, devices: Sequence[Device], measured: Mapping[str, 
     for store in [store for candidates in found.values() for each in candidates for store in each.inner]:
         inner = store.loop
         notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with those of the loop around it"
-    planned = [each for candidates in found.values() for each in _planned(graph, candidates)]
+    planned = [each for candidates in found.values() for each in _planned(graph, candidates, block_bytes)]
     of_unknown = [each for each in planned if isinstance(each, str)]
     return MemoryPlan(tuple(each for each in planned if not isinstance(each, str)), (*notes.values(), *of_unknown))
 
@@ -188,7 +192,7 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
     return next((device for device in devices if asked == {device.name}), None)
 
 
-def _planned(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[PlannedLoop | str]:
+def _planned(graph: Graph, candidates: Sequence[_Candidate], block_bytes: int) -> Iterator[PlannedLoop | str]:
     """The choices for the loops of one device: what is held besides is shared out by what they would hold.
 
     Loops whose length is not known are expected to hold what is left by others, or half of it.
@@ -196,7 +200,9 @@ def _planned(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[Planned
     limit = candidates[0].device.memory.limit
     assert limit is not None
     loops = [each.loop for each in candidates]
-    standing = standing_bytes([*loops, *(reader for each in candidates for reader in each.gradients)])
+    gradients = [reader for each in candidates for reader in each.gradients]
+    standing = standing_bytes([*loops, *gradients])
+    standing += sum(bytes_for_batches(loop, block_bytes) for loop in gradients) if block_bytes else 0
     room = FULL * limit - standing
     known = sum(each.would_hold for each in candidates if each.iterations)
     unknown = [each for each in candidates if not each.iterations]
