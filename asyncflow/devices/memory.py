@@ -122,7 +122,7 @@ class MemoryAccount:
     """The account of one device.
 
     Invariant, under the lock and after `_settle`: ``_live`` holds exactly the tracked buffers that are alive, by the
-    id of the array that owns them, and ``_used`` is their sum. An id is reused only after its owner was freed, hence
+    id of the array that owns them, and ``at_most`` is their sum. An id is reused only after its owner was freed, hence
     after its callback ran, hence never while `_settle` has not seen it.
     """
 
@@ -136,8 +136,8 @@ class MemoryAccount:
         "_lock",
         "_peak",
         "_stores",
-        "_used",
         "advise",
+        "at_most",
         "device",
         "total",
     )
@@ -151,6 +151,9 @@ class MemoryAccount:
     advise: Callable[[], str]
     """Says, for errors, why more did not move away."""
 
+    at_most: int
+    """Bytes held now, and those that were freed since somebody has looked."""
+
     def __init__(self, device_name: str, limit: int | None = None) -> None:
         """Open an account.
 
@@ -162,7 +165,7 @@ class MemoryAccount:
         self._live: dict[int, _Watch] = {}
         self._freed: deque[_Watch] = deque()
         self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
-        self._used = 0
+        self.at_most = 0
         self._peak = self._lap = self.total = 0
         self._laps: dict[str, int] = {}
         self._stores = 0
@@ -179,12 +182,7 @@ class MemoryAccount:
         """Bytes held now."""
         with self._lock:
             self._settle()
-            return self._used
-
-    @property
-    def at_most(self) -> int:
-        """The same, and what was freed since somebody has looked; takes no lock."""
-        return self._used
+            return self.at_most
 
     @property
     def exact(self) -> int:
@@ -193,7 +191,7 @@ class MemoryAccount:
             self._settle()
             if self._stores:
                 self._look_through()
-            return self._used
+            return self.at_most
 
     @property
     def peak(self) -> int:
@@ -209,8 +207,8 @@ class MemoryAccount:
                 self._laps[name] = max(most, self._lap)
             self._peak = max(self._peak, self._lap)
             most = self._laps[of]
-            self._lap = self._laps[of] = self._used
-            return most, self._used
+            self._lap = self._laps[of] = self.at_most
+            return most, self.at_most
 
     def track(self, value: object, label: str = "") -> None:
         """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.
@@ -239,7 +237,7 @@ class MemoryAccount:
             held: Held | None = getattr(value, "held", None)
             if held is not None:
                 nbytes = self._put(held, label)
-                if self._used > self._limit:
+                if self.at_most > self._limit:
                     del value, held
                     self._check(nbytes, min(_SLACK_BYTES, self._limit // 8))
 
@@ -256,7 +254,7 @@ class MemoryAccount:
         with self._lock:
             buffers = len(self._buffers())
             return MemoryStatistics(
-                device=self.device, used=self._used, peak=self.peak, limit=self._limit, buffers=buffers
+                device=self.device, used=self.at_most, peak=self.peak, limit=self._limit, buffers=buffers
             )
 
     def _buffers(self) -> list[LiveBuffer]:
@@ -270,9 +268,9 @@ class MemoryAccount:
         assert limit is not None
         with self._lock:
             self._settle()
-            if self._stores and self._used > self._exact + slack:
+            if self._stores and self.at_most > self._exact + slack:
                 self._look_through()
-            used = self._used
+            used = self.at_most
             if used <= limit or (self._exact <= limit and used <= self._exact + slack):
                 return
         raise MemoryLimitExceeded(
@@ -293,9 +291,9 @@ class MemoryAccount:
             watch.count += len(fresh)
             nbytes = len(fresh) * held.entry_nbytes + sum(map(_small_nbytes, fresh))
             watch.nbytes += nbytes
-            self._used += nbytes
+            self.at_most += nbytes
             self.total += nbytes
-            self._lap = max(self._lap, self._used)
+            self._lap = max(self._lap, self.at_most)
         # What was fed counts once a store holds it.
         buffers = [owner_of(value) for value in fresh if isinstance(value, np.ndarray)]
         for buffer in (*held.buffers(), *buffers):
@@ -318,9 +316,9 @@ class MemoryAccount:
                     seen.add(id(value))
                 nbytes += _small_nbytes(value)
             nbytes += watch.count * held.entry_nbytes
-            self._used += nbytes - watch.nbytes
+            self.at_most += nbytes - watch.nbytes
             watch.nbytes = nbytes
-        self._exact = self._used
+        self._exact = self.at_most
 
     def _watch(self, owner: Buffer, nbytes: int, label: str) -> int:
         """Count a buffer unless it is counted; the bytes now in use, or 0 if that has not changed."""
@@ -333,7 +331,7 @@ class MemoryAccount:
             watch = live[key] = _Watch(owner, freed.append)
             watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, -1
             self.total += nbytes
-            used = self._used = self._used + nbytes
+            used = self.at_most = self.at_most + nbytes
             if used > self._lap:
                 self._lap = used
             return used
@@ -343,7 +341,7 @@ class MemoryAccount:
         while freed:
             watch = freed.popleft()
             del live[watch.key]
-            self._used -= watch.nbytes
+            self.at_most -= watch.nbytes
             if watch.count >= 0:
                 self._stores -= 1
 
@@ -352,7 +350,7 @@ class ChargedAccount(MemoryAccount):
     """The account of a device with a memory of its own, which says itself what is allocated, and what is free again.
 
     Invariant, under the lock and after `_settle`: ``_charges`` holds exactly the charges that were not credited, and
-    ``_used`` is their sum. All methods may be called on any thread.
+    ``at_most`` is their sum. All methods may be called on any thread.
     """
 
     __slots__ = ("_charges", "_credited", "_next", "credit")
@@ -387,9 +385,9 @@ class ChargedAccount(MemoryAccount):
                 self._settle()
             # No call, and no object that the garbage collector watches, between reading `_used` and writing it: a
             # collection there could run a finalizer that charges, too.
-            used = self._used + nbytes
+            used = self.at_most + nbytes
             if limit is None or used <= limit:
-                self._used = used
+                self.at_most = used
                 self.total += nbytes
                 if used > self._lap:
                     self._lap = used
@@ -417,7 +415,7 @@ class ChargedAccount(MemoryAccount):
         credited = self._credited
         while credited:
             nbytes, _ = self._charges.pop(credited.popleft())
-            self._used -= nbytes
+            self.at_most -= nbytes
 
 
 class _Watch(weakref.ref[object]):

@@ -263,6 +263,7 @@ class SwapManager:
     Attributes:
         least_bytes: smaller values never move.
         missing: bytes of the largest value that had no place to go.
+        plenty: up to so many bytes values need not be told of.
         ns_per_byte: what a copy takes, as measured so far.
     """
 
@@ -281,7 +282,7 @@ class SwapManager:
         self.missing = 0
         self._account = account
         self._spaces = spaces
-        self._plenty = inf if account.limit is None else REST * account.limit
+        self.plenty = inf if account.limit is None else REST * account.limit
         self._groups: dict[int, SavedGroup] = {}
         self._ages: set[int] = set()
         self._lap: _Lap | None = None
@@ -435,7 +436,7 @@ class SwapManager:
 
     def has_plenty(self, takes: float = 0) -> bool:
         """Whether much is free beside so many bytes; anybody may ask."""
-        return self._account.at_most + takes <= self._plenty
+        return self._account.at_most + takes <= self.plenty
 
     def need_not_ask(self, key: int, sets: Sequence[WorkingSet]) -> bool:
         """Whether a run that is to begin an iteration need not ask: it has been measured, and much is free."""

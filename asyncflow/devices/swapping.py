@@ -236,7 +236,7 @@ class Swapping(ABC):
 
     def rests(self, log: RestingLog) -> bool:
         """Whether a store may keep one value more, as nobody needs to be told of any; under its lock."""
-        if not (self.is_at_rest and self.manager.has_plenty()):
+        if not (self.is_at_rest and self.account.at_most <= self.manager.plenty):
             return False
         if id(log) not in self._resting:
             self._resting[id(log)] = weakref.ref(log)

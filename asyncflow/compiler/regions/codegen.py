@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.autodiff.saved_values import READ_SAVED
+from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
@@ -329,14 +330,23 @@ class _Generator:
             self.line(block, expression, node)
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
-        self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
-        # Saved values count since they were saved, or came back, and buffers since they were written first.
-        counts = node.op is READ_SAVED or (slot is not None and len(self.slots) == n_slots)
-        if self.track is not None and not counts:
+        # Saved values count since they were saved, or came back, buffers since they were written first, and rows that
+        # wait for their product as room is made for them.
+        counts = node.op in (READ_SAVED, ADD_PRODUCTS) or (slot is not None and len(self.slots) == n_slots)
+        fresh = [] if counts else [y for x, y in zip(node.outputs, targets, strict=True) if not is_small_spec(x.spec)]
+        track = self.track is not None and bool(fresh)
+        place = block
+        if track and slot is not None:
+            self.line(block, f"{left} = {expression}", node)
+            self.line(block, f"if {left} is not {slot}:")
+            place = block.deeper()
+            self.line(place, f"{slot} = {left}")
+        else:
+            self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
+        if track:
             self.bound.setdefault("track", self.track)
-            for tensor, target in zip(node.outputs, targets, strict=True):
-                if not is_small_spec(tensor.spec):
-                    self.line(block, f"track({target}, {node.name!r})", node)
+            for target in fresh:
+                self.line(place, f"track({target}, {node.name!r})", node)
         if self.decide is not None:
             return
         if self.enqueues:
