@@ -120,7 +120,7 @@ def _batches(program: Program, context: Context) -> bool:
 
 
 def _plans_memory(program: Program, context: Context) -> bool:
-    return context.options.saved_values == "auto" and context.has_limits and not program.is_hand_written
+    return context.options.saved_values != "recompute" and context.has_limits and not program.is_hand_written
 
 
 def _recomputes(program: Program, context: Context) -> bool:
@@ -188,8 +188,14 @@ def _resolve_requests(program: Program, context: Context) -> None:
 def _plan_memory(program: Program, context: Context) -> None:
     fuses = bool(program.request.regions and context.options.fusion)
     block_bytes = context.block_bytes if _batches(program, context) else None
+    way = context.options.saved_values
     program.memory, program.memory_notes = plan_memory(
-        program.graph, context.devices, context.costs, fuses=fuses, block_bytes=block_bytes or 0
+        program.graph,
+        context.devices,
+        context.costs,
+        fuses=fuses,
+        block_bytes=block_bytes or 0,
+        asked=way if way == "keep" or way == "swap" else None,
     )
 
 

@@ -359,8 +359,8 @@ class Plan:
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
             memory: only what loops save for their gradients: each value, its bytes an iteration, and who reads it. On
-                devices with a limit, also what was chosen for each (``Session(saved_values="auto")``), what that was
-                predicted to cost, and what less memory would.
+                devices with a limit, also what was chosen for each (``Session(saved_values="auto")``) or is done as
+                asked (``"keep"``, ``"swap"``), what that is predicted to cost, and what less memory would.
             races: only reads and writes that nothing orders, and the lines that built them; of small
                 programs also the outcomes, each with an order that leads to it.
         """

@@ -146,9 +146,40 @@ async def test_rows_that_wait_for_their_product_are_predicted() -> None:
     assert batched.planned[0].held == pytest.approx(batched.peak, rel=0.1)
 
 
-@pytest.mark.parametrize("options", [{"saved_values": "keep"}, {"saved_values": "swap"}, {"memory_limit": None}])
-async def test_only_auto_with_a_limit_plans(options: dict[str, Any]) -> None:
-    assert (await train(**{"memory_limit": 1 << 30, **options})).planned == ()
+async def test_nothing_is_planned_without_a_limit() -> None:
+    assert (await train(memory_limit=None)).planned == ()
+
+
+@pytest.mark.parametrize(
+    ("choice", "moves", "done", "last"),
+    [
+        ("keep", True, "keep", "a run that passes the limit fails with OutOfMemoryError"),
+        ("swap", False, "keep", "a run that passes the limit fails with OutOfMemoryError"),
+        ("swap", True, "swap", "once all of these are away fails with OutOfMemoryError"),
+    ],
+)
+async def test_what_is_done_as_a_session_asks_is_told_value_by_value(
+    choice: Any, moves: bool, done: str, last: str, tmp_path: Any
+) -> None:
+    """Nothing is changed for it, and nothing is computed again however short memory is said to be."""
+    usual = await train(memory_limit=1 << 30)
+    directory = str(tmp_path) if moves else None
+    found = await train(memory_limit=usual.peak + VALUE, saved_values=choice, spill_directory=directory)
+    (planned,) = found.planned
+    assert planned.way.kept == STEPS
+    assert [(value.nbytes, value.choice) for value in planned.values] == [(VALUE, done)] * 2
+    assert [line.split()[1:4] for line in found.text.splitlines()[-3:-1]] == [["256.0", "KiB", done]] * 2
+    assert found.text.endswith(last)
+    assert (found.moved > 0) is (done == "swap")
+    for one, other in zip(found.values, usual.values, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"), [("keep", "all its values are kept"), ("swap", "64 KiB and more move from")]
+)
+async def test_what_is_done_as_asked_is_told_of_loops_of_unknown_length(choice: Any, said: str) -> None:
+    assert said in (await train(of_unknown_length, memory_limit=1 << 30, saved_values=choice)).text.splitlines()[-1]
 
 
 def of_unknown_length(x: af.Tensor, w: af.Tensor, **options: Any) -> af.Tensor:

@@ -6,6 +6,8 @@ on; others are computed again in the gradient's body, as the minimum cut chooses
 (`choose_saved`); and iterations behind the first ones run again in segments (`segments`). All else that can move still
 does so when memory is short.
 
+Where a session asks for all values to be kept, or to move, nothing is chosen: what comes of it is predicted, and told.
+
 Where only a run knows how many iterations there are, as many keep their values as fit, and those behind them run again,
 in segments that grow; or, where moving takes less time, values move once memory is short. A loop that was asked to move
 all it saves (`while_loop(swap_memory=True)`) does, as long as there is a place for it.
@@ -21,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.compiler.batching.batch_loops import bytes_for_batches
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
@@ -50,6 +52,14 @@ _LONG = 4
 
 _LESS = 100 << 20
 """Bytes less, of which `PlannedLoop.explain` says what they would cost."""
+
+Asked: TypeAlias = Literal["keep", "swap"]
+"""What a session may ask to be done with all saved values, in place of a choice."""
+
+_ALL: Mapping[Asked, str] = {
+    "keep": "all its values are kept",
+    "swap": "its values of 64 KiB and more move from the first byte on, if the device can move them",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,7 @@ class PlannedLoop:
         figures: what the choice was made from.
         way: the choice.
         values: one by one.
+        asked: ``"keep"`` or ``"swap"`` if the session asks for that way, and nothing was chosen.
     """
 
     name: str
@@ -90,6 +101,7 @@ class PlannedLoop:
     figures: LoopFigures
     way: Way
     values: tuple[PlannedValue, ...] = ()
+    asked: Asked | None = None
 
     @property
     def held(self) -> int:
@@ -118,13 +130,18 @@ class PlannedLoop:
         if way.kept < count:
             again = f"iterations {way.kept:,} to {count - 1:,}" if way.kept else "all iterations"
             yield f"  {again} run again for the gradient, in segments of {way.length:,}: {_ms(figures.forward.ns)} each"
+        predicted = (
+            f"predicted: {format_bytes(self.held)}, {_ms(way.ns / count)} an iteration "
+            f"({_ms(figures.usual_ns / count)} without a limit)"
+        )
+        if self.asked is not None:
+            after = " once all of these are away" if way.moved else ""
+            yield f"{predicted}; a run that passes the limit{after} fails with OutOfMemoryError"
+            return
         room = figures.room - _LESS
         less = choose_way(replace(figures, room=room))
         more = f"cost {_ms((less.ns - way.ns) / count)} an iteration" if less.held <= room else "do not fit"
-        yield (
-            f"predicted: {format_bytes(self.held)}, {_ms(way.ns / count)} an iteration "
-            f"({_ms(figures.usual_ns / count)} without a limit); the next 100 MiB less {more}"
-        )
+        yield f"{predicted}; the next 100 MiB less {more}"
 
     def _cost(self, value: PlannedValue) -> str:
         if value.choice == "recompute":
@@ -150,7 +167,13 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    graph: Graph, devices: Sequence[Device], measured: Mapping[str, float], *, fuses: bool, block_bytes: int = 0
+    graph: Graph,
+    devices: Sequence[Device],
+    measured: Mapping[str, float],
+    *,
+    fuses: bool,
+    block_bytes: int = 0,
+    asked: Asked | None = None,
 ) -> MemoryPlan:
     """Chooses for all loops of `graph`, and changes those that do not fit, in place.
 
@@ -160,6 +183,7 @@ def plan_memory(
         measured: mean ns of nodes in earlier runs, by name.
         fuses: whether devices that can fuse elementwise nodes do.
         block_bytes: most bytes of a block of iterations whose products are made at once; 0 for none.
+        asked: the session's way; nothing is chosen or changed then, only predicted.
     """
     found: dict[str, list[_Candidate]] = defaultdict(list)
     notes: dict[WhileNode, str] = {}
@@ -176,10 +200,11 @@ def plan_memory(
             found[candidate.device.name].append(candidate)
         elif candidate is not None:
             notes[loop] = f"loop {loop.name} ({loop.location}): nothing is predicted, as {candidate}"
+            notes[loop] += f"; {_ALL[asked]}" if asked is not None else ""
     for store in [store for candidates in found.values() for each in candidates for store in each.inner]:
         inner = store.loop
         notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with those of the loop around it"
-    planned = [each for candidates in found.values() for each in _planned(graph, candidates, block_bytes)]
+    planned = [each for candidates in found.values() for each in _planned(graph, candidates, block_bytes, asked)]
     of_unknown = [each for each in planned if isinstance(each, str)]
     return MemoryPlan(tuple(each for each in planned if not isinstance(each, str)), (*notes.values(), *of_unknown))
 
@@ -192,7 +217,9 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
     return next((device for device in devices if asked == {device.name}), None)
 
 
-def _planned(graph: Graph, candidates: Sequence[_Candidate], block_bytes: int) -> Iterator[PlannedLoop | str]:
+def _planned(
+    graph: Graph, candidates: Sequence[_Candidate], block_bytes: int, asked: Asked | None
+) -> Iterator[PlannedLoop | str]:
     """The choices for the loops of one device: what is held besides is shared out by what they would hold.
 
     Loops whose length is not known are expected to hold what is left by others, or half of it.
@@ -208,17 +235,18 @@ def _planned(graph: Graph, candidates: Sequence[_Candidate], block_bytes: int) -
     unknown = [each for each in candidates if not each.iterations]
     for each in unknown:
         share = max(room - known, room / 2) / len(unknown)
-        yield each.keep_first(share)
+        yield each.keep_first(share) if asked is None else f"{each.unknown}; {_ALL[asked]}"
         room -= share
     total = known
     for each in candidates:
         if not each.iterations:
             continue
         figures = each.figures(room * each.would_hold / total)
-        if total > room:
+        if total > room and asked is None:
             each.look_for_savings(graph)
             figures = replace(figures, savings=tuple(each.savings))
-        way = each.way(figures)
+        way = each.way(figures, asked)
+        is_changed = asked is None and (total > room or way.moved > 0)
         planned = PlannedLoop(
             name=each.loop.name,
             location=each.loop.location,
@@ -226,9 +254,10 @@ def _planned(graph: Graph, candidates: Sequence[_Candidate], block_bytes: int) -
             standing=standing,
             figures=figures,
             way=way,
-            values=tuple(each.values(way)) if total > room or way.moved else (),
+            values=tuple(each.values(way)) if is_changed or asked is not None else (),
+            asked=asked,
         )
-        if total > room or way.moved:
+        if is_changed:
             each.apply(way)
         yield planned
 
@@ -267,13 +296,20 @@ class _Candidate:
     def would_hold(self) -> int:
         return self.iterations * self.savings[0].nbytes
 
-    def way(self, figures: LoopFigures) -> Way:
+    def way(self, figures: LoopFigures, asked: Asked | None) -> Way:
         """The choice: the quickest that fits, or that which the user asks for, if there is room for it."""
+        if asked is not None:
+            return way_of(figures, 0, len(figures.savings[0].sizes) if asked == "swap" else 0, self.iterations)
         if self.loop.swap_memory and figures.copy_ns_per_byte is not None:
             way = way_of(figures, 0, len(figures.savings[0].sizes), self.iterations)
             if fits(way, figures):
                 return way
         return choose_way(figures)
+
+    @property
+    def unknown(self) -> str:
+        """Says that its length is."""
+        return f"loop {self.loop.name} ({self.loop.location}): only a run knows how many iterations there are"
 
     def keep_first(self, room: float) -> str:
         """Has the iterations that fit into so many bytes keep their values, where only a run knows how many there are.
@@ -282,7 +318,7 @@ class _Candidate:
         """
         nbytes = self.savings[0].nbytes
         kept = int(_KEPT * room / nbytes)
-        says = f"loop {self.loop.name} ({self.loop.location}): only a run knows how many iterations there are"
+        says = self.unknown
         if self.loop.swap_memory and self.device.swapping is not None:
             return f"{says}; values of 64 KiB move from the first byte on, as was asked"
         figures = replace(self.figures(room), iterations=_LONG * (kept + 1))
