@@ -42,7 +42,7 @@ LIMIT: Final = limit_for(1_000)
 
 LENGTHS: Final = (200, 500, 600, 1_000)
 STEPS: Final = 200
-"""Of the sequences that are compared by card; what is found does not change by more than 2 % up to 1,000."""
+"""Of the sequences that are compared by card; ratios are within 3 % of those at 1,000."""
 LONG: Final = 2_000
 """The longest sequence that is asked for: a loop that is planned has no longest one."""
 CARDS: Final = ("k40", "v100", "a100", "h100")

@@ -223,6 +223,17 @@ def computes_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("computes_long")
+@pytest.mark.parametrize("host", ["c++", "asyncflow"])
+def test_nothing_moves_while_no_more_is_held_than_was_predicted_to_fit(host: str) -> None:
+    """Above 70 % of the limit, too: it would take time, and make room for nobody."""
+    usual = on_card(host=host, memory_limit=1 << 30)
+    (planned,) = usual.planned
+    less = on_card(host=host, memory_limit=int(planned.kept_all / 0.84))
+    assert less.text.endswith("all is kept")
+    assert less.peak == usual.peak
+    assert (less.moved, less.seconds) == (0, usual.seconds)
+
+
 def test_values_move_where_a_link_is_quick() -> None:
     usual = on_card(card=QUICK_LINK, memory_limit=1 << 30)
     less = on_card(card=QUICK_LINK, memory_limit=usual.peak // 2)

@@ -257,7 +257,7 @@ def _planned(
             values=tuple(each.values(way)) if is_changed or asked is not None else (),
             asked=asked,
         )
-        if is_changed:
+        if is_changed or not (asked or each.loop.swap_memory):
             each.apply(way)
         yield planned
 
@@ -401,7 +401,7 @@ class _Candidate:
             yield PlannedValue(store.value.node.name, nbytes, "recompute", self.costs.of_node(store.value.node).ns)
 
     def apply(self, way: Way) -> None:
-        """Changes the loop."""
+        """Changes the loop. What is to stay moves only where more is held than was predicted."""
         if way.saving:
             self.changes[way.saving].apply()
         buffer = self.changes[way.saving].buffer
