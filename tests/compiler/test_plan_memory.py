@@ -222,7 +222,6 @@ def computes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SIDE", 320)
 
 
-@pytest.mark.usefixtures("computes_long")
 @pytest.mark.parametrize("host", ["c++", "asyncflow"])
 def test_nothing_moves_while_no_more_is_held_than_was_predicted_to_fit(host: str) -> None:
     """Above 70 % of the limit, too: it would take time, and make room for nobody."""
@@ -234,6 +233,7 @@ def test_nothing_moves_while_no_more_is_held_than_was_predicted_to_fit(host: str
     assert (less.moved, less.seconds) == (0, usual.seconds)
 
 
+@pytest.mark.usefixtures("computes_long")
 def test_values_move_where_a_link_is_quick() -> None:
     usual = on_card(card=QUICK_LINK, memory_limit=1 << 30)
     less = on_card(card=QUICK_LINK, memory_limit=usual.peak // 2)

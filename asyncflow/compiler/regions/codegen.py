@@ -333,20 +333,20 @@ class _Generator:
         # Saved values count since they were saved, or came back, buffers since they were written first, and rows that
         # wait for their product as room is made for them.
         counts = node.op in (READ_SAVED, ADD_PRODUCTS) or (slot is not None and len(self.slots) == n_slots)
-        fresh = [] if counts else [y for x, y in zip(node.outputs, targets, strict=True) if not is_small_spec(x.spec)]
-        track = self.track is not None and bool(fresh)
+        fresh: list[str] = []
+        if self.track is not None and not counts:
+            fresh = [y for x, y in zip(node.outputs, targets, strict=True) if not is_small_spec(x.spec)]
         place = block
-        if track and slot is not None:
+        if fresh and slot is not None:
             self.line(block, f"{left} = {expression}", node)
             self.line(block, f"if {left} is not {slot}:")
             place = block.deeper()
             self.line(place, f"{slot} = {left}")
         else:
             self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
-        if track:
+        for target in fresh:
             self.bound.setdefault("track", self.track)
-            for target in fresh:
-                self.line(place, f"track({target}, {node.name!r})", node)
+            self.line(place, f"track({target}, {node.name!r})", node)
         if self.decide is not None:
             return
         if self.enqueues:
