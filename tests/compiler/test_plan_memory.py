@@ -230,7 +230,8 @@ def test_nothing_moves_while_no_more_is_held_than_was_predicted_to_fit(host: str
     less = on_card(host=host, memory_limit=int(planned.kept_all / 0.84))
     assert less.text.endswith("all is kept")
     assert less.peak == usual.peak
-    assert (less.moved, less.seconds) == (0, usual.seconds)
+    assert less.moved == 0
+    assert less.seconds == pytest.approx(usual.seconds, rel=1e-3)
 
 
 @pytest.mark.usefixtures("computes_long")
