@@ -54,8 +54,9 @@ def pending_bytes(loop: WhileNode, block_bytes: int) -> int:
         products = [each.product for each in group if each.product.op is MATMUL]
         rows, columns = products[0].inputs[1].shape or (None, None)
         widths = [(product.inputs[0].shape or (None,))[0] for product in products]
-        if rows is not None and columns is not None and None not in widths:
-            width = sum(map(int, widths))
+        known = [width for width in widths if width is not None]
+        if rows is not None and columns is not None and len(known) == len(widths):
+            width = sum(known)
             itemsize = products[0].outputs[0].dtype.itemsize
             most = rows_at_once(rows, width, columns, itemsize, block_bytes)
             found += itemsize * most * (width + columns) if most > rows else 0

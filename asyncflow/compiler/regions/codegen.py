@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from asyncflow.autodiff.saved_values import READ_SAVED
-from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
@@ -330,9 +329,8 @@ class _Generator:
             self.line(block, expression, node)
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
-        # Saved values count since they were saved, or came back, buffers since they were written first, and rows that
-        # wait for their product as room is made for them.
-        counts = node.op in (READ_SAVED, ADD_PRODUCTS) or (slot is not None and len(self.slots) == n_slots)
+        # Saved values count since they were saved, or came back, and buffers since they were written first.
+        counts = node.op is READ_SAVED or (slot is not None and len(self.slots) == n_slots)
         fresh: list[str] = []
         if self.track is not None and not counts:
             fresh = [y for x, y in zip(node.outputs, targets, strict=True) if not is_small_spec(x.spec)]
