@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial, wraps
 
-from asyncflow.compiler.batching.batch_loops import batch_loops
+from asyncflow.compiler.batching.batch_loops import batch_loops, bytes_for_batches
 from asyncflow.compiler.dump import start_dump
 from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
@@ -187,14 +187,14 @@ def _resolve_requests(program: Program, context: Context) -> None:
 @wraps(plan_memory)
 def _plan_memory(program: Program, context: Context) -> None:
     fuses = bool(program.request.regions and context.options.fusion)
-    block_bytes = context.block_bytes if _batches(program, context) else None
+    batches = _batches(program, context)
     way = context.options.saved_values
     program.memory, program.memory_notes = plan_memory(
         program.graph,
         context.devices,
         context.costs,
         fuses=fuses,
-        block_bytes=block_bytes or 0,
+        pending=partial(bytes_for_batches, block_bytes=context.block_bytes or 0) if batches else None,
         asked=way if way == "keep" or way == "swap" else None,
     )
 

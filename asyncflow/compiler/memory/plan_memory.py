@@ -20,12 +20,11 @@ in a branch of another, or in two of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Literal, NamedTuple, TypeAlias
 
-from asyncflow.compiler.batching.batch_loops import bytes_for_batches
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
 from asyncflow.compiler.memory.loop_costs import LoopCosts, standing_bytes
 from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Way, Work, choose_way, fits, way_of
@@ -172,7 +171,7 @@ def plan_memory(
     measured: Mapping[str, float],
     *,
     fuses: bool,
-    block_bytes: int = 0,
+    pending: Callable[[WhileNode], int] | None = None,
     asked: Asked | None = None,
 ) -> MemoryPlan:
     """Chooses for all loops of `graph`, and changes those that do not fit, in place.
@@ -182,7 +181,7 @@ def plan_memory(
         devices: of the session.
         measured: mean ns of nodes in earlier runs, by name.
         fuses: whether devices that can fuse elementwise nodes do.
-        block_bytes: most bytes of a block of iterations whose products are made at once; 0 for none.
+        pending: bytes that a gradient's loop will hold of rows that wait for their product.
         asked: the session's way; nothing is chosen or changed then, only predicted.
     """
     found: dict[str, list[_Candidate]] = defaultdict(list)
@@ -204,7 +203,7 @@ def plan_memory(
     for store in [store for candidates in found.values() for each in candidates for store in each.inner]:
         inner = store.loop
         notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with those of the loop around it"
-    planned = [each for candidates in found.values() for each in _planned(graph, candidates, block_bytes, asked)]
+    planned = [each for candidates in found.values() for each in _planned(graph, candidates, pending, asked)]
     of_unknown = [each for each in planned if isinstance(each, str)]
     return MemoryPlan(tuple(each for each in planned if not isinstance(each, str)), (*notes.values(), *of_unknown))
 
@@ -218,7 +217,10 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
 
 
 def _planned(
-    graph: Graph, candidates: Sequence[_Candidate], block_bytes: int, asked: Asked | None
+    graph: Graph,
+    candidates: Sequence[_Candidate],
+    pending: Callable[[WhileNode], int] | None,
+    asked: Asked | None,
 ) -> Iterator[PlannedLoop | str]:
     """The choices for the loops of one device: what is held besides is shared out by what they would hold.
 
@@ -229,7 +231,7 @@ def _planned(
     loops = [each.loop for each in candidates]
     gradients = [reader for each in candidates for reader in each.gradients]
     standing = standing_bytes([*loops, *gradients])
-    standing += sum(bytes_for_batches(loop, block_bytes) for loop in gradients) if block_bytes else 0
+    standing += 0 if pending is None else sum(map(pending, gradients))
     room = FULL * limit - standing
     known = sum(each.would_hold for each in candidates if each.iterations)
     unknown = [each for each in candidates if not each.iterations]
