@@ -32,6 +32,7 @@ from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.runtime.run import runs as runs_module
 from asyncflow.runtime.run.run import Run
+from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.scheduler import Statistics
 from asyncflow.streams.cuda import stream as cuda_stream
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -292,6 +293,9 @@ def left_of(run: Run) -> list[str]:
     """The frames, tokens, rendezvous entries and work in flight of a run that has ended; none, it is to be hoped."""
     found = [f"{run.rendezvous.statistics()}"] if any(run.rendezvous.statistics()) else []
     for executor in run.executors:
+        if isinstance(executor, LoneFiring):
+            found += executor.waiting()
+            continue
         held = executor.scheduler.statistics()
         if held != NOTHING_LEFT or executor.in_flight:
             found.append(f"{held}, {executor.in_flight} in flight")

@@ -88,6 +88,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         fetches=program.order,
         placement=program.placement,
         single_call=find_single_call(program.partitions, context.devices),
+        lone_firing=find_single_call(program.partitions, context.devices, may_wait=True),
         loops=program.loops,
         saved=program.saved,
         memory=program.memory,

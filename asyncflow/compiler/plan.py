@@ -298,6 +298,7 @@ class Plan:
         fetches: per fetch asked for, its position among the fetched values; None for a node, which has no value.
         placement: why each node is on its device.
         single_call: the plan as one call, if it is that simple.
+        lone_firing: the plan as one firing that waits in line, likewise.
         saved: what its loops save for their gradients.
         memory: what is done with that on devices with a limit, and what it was predicted to cost.
         memory_notes: for other loops, why nothing is predicted, and what is done.
@@ -317,6 +318,7 @@ class Plan:
     fetches: list[int | None]
     placement: Placement
     single_call: SingleCall | None = None
+    lone_firing: SingleCall | None = None
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
     writes: frozenset[Hashable] = frozenset()

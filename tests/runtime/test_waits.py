@@ -33,6 +33,14 @@ def batched_in_a_loop(x: af.Tensor) -> af.Tensor:
     return af.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, call(v)), (0, x))[1]
 
 
+def batched_alone(x: af.Tensor) -> af.Tensor:
+    return af.batched(positive)(x)
+
+
+def pooled_alone(x: af.Tensor) -> af.Tensor:
+    return af.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, positive(v)), (0, x), pool=af.Pool(8))[1]
+
+
 def pooled(x: af.Tensor) -> af.Tensor:
     return af.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, positive(v)), (0, x * 2.0), pool=af.Pool(8))[1]
 
@@ -48,7 +56,7 @@ def shared_vertices(x: af.Tensor) -> af.Tensor:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("regions", [False, True])
-@pytest.mark.parametrize("program", [batched, batched_in_a_loop, pooled, shared_vertices])
+@pytest.mark.parametrize("program", [batched, batched_alone, batched_in_a_loop, pooled, pooled_alone, shared_vertices])
 async def test_nothing_is_held_once_runs_have_ended(program: Callable[[af.Tensor], af.Tensor], regions: bool) -> None:
     """With values, with errors, or cancelled before they are computed together and while they are."""
     with af.Graph() as graph:

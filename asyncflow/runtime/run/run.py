@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan, Trace
 from asyncflow.streams.holding import RunPart, current_part, own_context
@@ -81,7 +82,7 @@ class Run:
     """The values of `staying`."""
     is_finished: bool = field(default=False, init=False)
     """Whether nothing of the run is left to do."""
-    executors: list[Executor] = field(default_factory=list, init=False)
+    executors: list[Executor | LoneFiring] = field(default_factory=list, init=False)
     _partitions: Sequence[Partition] = field(init=False)
     _started_ns: int = field(init=False)
     _finished: asyncio.Future[None] | None = field(default=None, init=False)
@@ -103,6 +104,9 @@ class Run:
         self.writes_several = len(plan.writes) > 1
         self._started_ns = self.turn.clock() if self.trace is not None else 0
         self._partitions = plan.partitions
+        if plan.lone_firing is not None and self.trace is None:
+            self.executors.append(LoneFiring(plan.lone_firing, self, self.devices[plan.partitions[0].device]))
+            return
         for partition in plan.partitions:
             executor = Executor(partition, self)
             self.executors.append(executor)
@@ -124,12 +128,12 @@ class Run:
             self.part.deadline_s = asked_s + timeout
             self._timer = self.turn.loop.call_at(self.part.deadline_s, self._expire, timeout)
         if len(self.executors) == 1:
-            self.executors[0].start(list(map(feeds.__getitem__, self._partitions[0].feed_indexes)))
+            self.executors[0].start(feeds)
             return
         self._is_busy = True
-        for executor, partition in zip(self.executors, self._partitions, strict=True):
+        for executor in self.executors:
             if not self.is_stopped:
-                executor.start(list(map(feeds.__getitem__, partition.feed_indexes)))
+                executor.start(feeds)
         self._is_busy = False
         self.on_quiet()
 
@@ -315,7 +319,7 @@ class Run:
 
     def _close_books(self, trace: Trace) -> None:
         for executor in self.executors:
-            assert executor.recorder is not None
+            assert isinstance(executor, Executor) and executor.recorder is not None
             executor.recorder.finish()
         if self._status == "ok" and any(executor.failures for executor in self.executors):
             self._status = "error"

@@ -114,8 +114,9 @@ class Executor:
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def start(self, feeds: list[Value]) -> None:
-        """Delivers the feeds, in a list of their own, and drives as far as the current turn allows."""
+    def start(self, fed: Sequence[Value]) -> None:
+        """Delivers its part of what the plan is fed, and drives as far as the current turn allows."""
+        feeds = list(map(fed.__getitem__, self.scheduler.partition.feed_indexes))
         try:
             if self.asynchronous is None:
                 self._begin(feeds)

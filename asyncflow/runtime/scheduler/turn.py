@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncflow.runtime.loop import burst_clock, clock_of
 from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 
 if TYPE_CHECKING:
     from asyncflow.runtime.run.batches import Batches
@@ -33,7 +34,7 @@ class Turn:
         """Nanoseconds by which the budget is measured."""
         self.clock = clock_of(loop)
         """Nanoseconds as a trace shows them."""
-        self._queue: deque[Executor] = deque()
+        self._queue: deque[Executor | LoneFiring] = deque()
         self._scheduled = False
         self._burst_end = 0
         self.number = 0
@@ -64,7 +65,7 @@ class Turn:
         self._schedule()
         return self.number
 
-    def enqueue(self, driven: Executor) -> None:
+    def enqueue(self, driven: Executor | LoneFiring) -> None:
         """Drives in a later pass, or later in this one."""
         if not driven.is_queued:
             driven.is_queued = True
