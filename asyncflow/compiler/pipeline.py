@@ -81,14 +81,16 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
             dump.tell(each.name)
     assert program.placement is not None
     assert program.survey is not None
+    call = find_single_call(program.partitions, context.devices, may_wait=True)
+    waits = call is not None and call.node.waits_in_line
     return Plan(
         request=request,
         graph=program.graph,
         partitions=program.partitions,
         fetches=program.order,
         placement=program.placement,
-        single_call=find_single_call(program.partitions, context.devices),
-        lone_firing=find_single_call(program.partitions, context.devices, may_wait=True),
+        single_call=None if waits else call,
+        lone_firing=call if waits else None,
         loops=program.loops,
         saved=program.saved,
         memory=program.memory,

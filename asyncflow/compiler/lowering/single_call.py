@@ -55,7 +55,7 @@ def find_single_call(
         partitions: of the plan.
         devices: of the session.
         may_loop: whoever calls it knows how long its loops go on.
-        may_wait: instead, it gives a place in line, where others compute it.
+        may_wait: whoever calls it can wait in line, where others compute it.
     """
     partition = partitions[0]
     if len(partitions) > 1 or any(d.asynchronous is not None for d in devices if d.name == partition.device):
@@ -65,11 +65,8 @@ def find_single_call(
     if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + len(partition.feeds) + partition.n_fetches:
         return None
     node = kernels[0]
-    if may_wait:
-        is_fit = node.source.op.waits_in_line and all(device.swapping is None for device in devices)
-    else:
-        is_fit = node.is_small or _may_be_short(node, may_loop)
-    if not is_fit or any(other.controls for other in nodes):
+    waits = may_wait and node.source.op.waits_in_line and all(device.swapping is None for device in devices)
+    if not (node.is_small or waits or _may_be_short(node, may_loop)) or any(other.controls for other in nodes):
         return None
     fed: list[tuple[int, int]] = []
     for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
