@@ -118,7 +118,7 @@ async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None
         assert not runs  # nor to put the graph in order
         runs = 0
         await asyncio.gather(*(session.run(each, feeds) for each in maps))
-        assert runs > 2 + 5
+        assert runs > 2  # the sets of one map at least, until the other is alone
 
 
 async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
