@@ -50,7 +50,7 @@ class Activation(Protocol):
         patient_s: until then it may wait for others to begin with it.
         is_gone: nobody wants its results any more.
         is_checked: it is known to go on.
-        since: how many steps the pool had made when it joined; of those that wait, the steps they have made below 0.
+        since: how many steps the pool has made without it; of those that wait, the steps they have made below 0.
     """
 
     inputs: Sequence[Array]
@@ -314,6 +314,9 @@ class PoolRows(Generic[A]):
     ) -> list[tuple[A, list[Array]]]:
         """Takes the variables of all rows of a group after so many steps; see `settle`."""
         self.steps += steps
+        for other in self.groups.values():
+            for activation in other.rows if other is not group else ():
+                activation.since += steps  # it has made none of them
         self._is_growing = has_changed = group.write(following)
         ended = self.settle(group, 0, goes_on)
         if has_changed and group.rows:

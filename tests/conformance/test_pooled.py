@@ -452,6 +452,27 @@ async def test_limits_on_iterations(open_session: OpenSession) -> None:
         await others_end()
 
 
+async def test_rows_of_other_shapes_count_their_own_steps(open_session: OpenSession) -> None:
+    """They are stepped apart: neither a limit nor an error takes the steps of one group for those of another."""
+    with af.Graph() as graph:
+        n, z = af.placeholder("int64", (), name="n"), af.placeholder("float64", (None,), name="z")
+        total = af.while_loop(
+            lambda i, s: i < n, lambda i, s: (i + 1, s + af.check_numerics(1 / (9 - i)) + z[0]), (0, 0.0),
+            pool=af.Pool(8), name="sum",
+        )[1]  # fmt: skip
+    ones = [np.ones(size) for size in (1, 2, 3)]
+    async with open_session(graph, max_iterations=10) as session:
+        for length in (8, 10):
+            runs = (session.run(total, {n: length, z: each}) for each in ones)
+            for found in await asyncio.gather(*runs, return_exceptions=True):
+                if length == 8:
+                    assert found == pytest.approx(8 + sum(1 / (9 - i) for i in range(8)))
+                else:
+                    assert isinstance(found, af.KernelError)
+                    assert found.tag == "sum/9"
+        await others_end()
+
+
 async def test_variables_that_grow(open_session: OpenSession) -> None:
     """Activations whose variables are of one length are stepped together; lengths differ from the start, too."""
     with af.Graph() as graph:
