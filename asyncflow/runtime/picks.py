@@ -93,9 +93,11 @@ class PickLog:
         picks: so far, in order, over all partitions.
         answers: of those that `asks_others` names and that have ended, by their places among the picks; or `COMPUTED`,
             or `ELSEWHERE`.
+        run: the number of the run, once it has begun.
     """
 
     def __init__(self) -> None:
+        self.run = 1
         self.picks: list[Pick] = []
         self.answers: dict[int, object] = {}
         self._places: dict[Pick, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,17 @@ async def test_a_record_has_its_folder_and_no_trace(tmp_path: Path) -> None:
         with pytest.raises(IsADirectoryError, match="is a folder"):
             await session.run(step, record=tmp_path)
         assert await session.run(count) == 0
+
+
+async def test_runs_that_waited_for_their_plan_have_their_own_numbers(tmp_path: Path) -> None:
+    """On which random numbers depend: what is asked for first need not begin first."""
+    with af.Graph() as graph:
+        y = af.random.normal((3,))
+        for _ in range(60):  # so many that they are compiled beside the event loop
+            y = af.tanh(y)
+    paths = [tmp_path / f"{number}.json" for number in range(3)]
+    async with af.Session(graph) as session:
+        await asyncio.gather(*(session.run(y, record=path) for path in paths))
+    assert {Record.load(path).run for path in paths} == {1, 2, 3}
+    for path in paths:
+        await af.replay(path)

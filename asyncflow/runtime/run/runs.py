@@ -426,6 +426,8 @@ class Runs:
         run.part.priority = priority
         if is_part:
             self.numbered_from -= 1  # the numbers of runs, and so what they draw, depend on no batch
+        elif trace is not None and trace.order is not None:
+            trace.order.run = run.number
         if claim is not None:
             claim.part = run.part
         if self._atomic.claims:

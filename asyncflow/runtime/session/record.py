@@ -61,14 +61,12 @@ class SessionFacts(NamedTuple):
     Attributes:
         devices: their names.
         options: of the session.
-        run: the number of the run.
         random_seed: of the session.
         lookup: the state of a resource.
     """
 
     devices: Sequence[str]
     options: SessionOptions
-    run: int
     random_seed: int
     lookup: Resolve
 
@@ -192,7 +190,7 @@ async def recorded(
             tables=tables,
             devices=about.devices,
             options=_plain_options(about.options),
-            run=about.run,
+            run=log.run,
             random_seed=about.random_seed,
             picks=log.picks,
             answers=log.answers,

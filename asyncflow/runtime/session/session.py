@@ -408,9 +408,7 @@ class Session(CheckpointedSession, NotPickled):
 
     def _facts(self) -> SessionFacts:
         names = [device.name for device in self.devices]
-        runs = self._runs
-        number = runs.begun + runs.numbered_from + 1
-        return SessionFacts(names, self._options, number, runs.random_seed, self.state.lookup)
+        return SessionFacts(names, self._options, self._runs.random_seed, self.state.lookup)
 
     async def run_again(self, fetches: Nest, feeds: Feeds, trace: Trace, number: int, random_seed: int) -> list[Value]:
         """Does what the run of that number did in a session with that seed, and gives a list of the fetched values."""
