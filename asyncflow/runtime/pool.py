@@ -323,6 +323,34 @@ class PoolRows(Generic[A]):
             self._regroup(group)
         return ended
 
+    def part(
+        self, group: RowGroup[A], parts: Sequence[tuple[int, Sequence[Array], Array]]
+    ) -> list[tuple[A, list[Array]]]:
+        """Takes the variables of all rows of a group after a step that was made in parts; see `settle`.
+
+        Their shapes may differ from part to part, so those that go on join anew; rows that are in no part leave.
+
+        Args:
+            group: whose rows.
+            parts: the first row of each, the variables of its rows, and who goes on.
+        """
+        made = {
+            group.rows[first + row]: ([_taken(values, row) for values in following], goes_on[row])
+            for first, following, goes_on in parts
+            for row in range(len(goes_on))
+        }
+        ended = []
+        for row in reversed(range(len(group.rows))):
+            activation = self.park(group, row)
+            following, goes_on = made.get(activation, ([], False))
+            if goes_on:
+                activation.inputs = [*following, *activation.inputs[self._n_vars :]]
+                activation.since -= 1
+                self.join(activation)
+            elif following:
+                ended.append((activation, following))
+        return ended
+
     def advance_alone(self, following: Sequence[Array], *, goes_on: bool, steps: int) -> None:
         """Takes the variables of the one who was singled out after so many steps; it leaves if it does not go on."""
         assert self.alone is not None

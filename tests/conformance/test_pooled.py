@@ -473,6 +473,29 @@ async def test_rows_of_other_shapes_count_their_own_steps(open_session: OpenSess
         await others_end()
 
 
+async def test_rows_that_grow_at_different_times(open_session: OpenSession) -> None:
+    """Rows of one shape become of several in one step; those of one element are not taken for rows of many."""
+    with af.Graph() as graph:
+        n, k = af.placeholder("int64", (), name="n"), af.placeholder("int64", (), name="k")
+        x = af.placeholder("float64", (None,), name="x")
+
+        def body(i: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            return i + 1, af.cond(i % k == 0, lambda: af.concat([s, af.concat([s, s[:1] + 1])]), lambda: s * 2)
+
+        grown = af.while_loop(
+            lambda i, s: i < n, body, (0, x), shape_invariants=((), (None,)), pool=af.Pool(8), name="grown"
+        )[1]
+    asked = [(steps, every, np.arange(1.0, size + 1)) for steps in (1, 4) for every in (1, 2, 3) for size in (1, 3)]
+    async with open_session(graph) as session:
+        runs = (session.run(grown, {n: steps, k: every, x: value}) for steps, every, value in asked)
+        found = await asyncio.gather(*runs)
+        await others_end()
+    for (steps, every, value), last in zip(asked, found, strict=True):
+        for i in range(steps):
+            value = np.concatenate([value, value, value[:1] + 1]) if i % every == 0 else value * 2
+        assert last.tolist() == value.tolist()
+
+
 async def test_variables_that_grow(open_session: OpenSession) -> None:
     """Activations whose variables are of one length are stepped together; lengths differ from the start, too."""
     with af.Graph() as graph:

@@ -349,8 +349,10 @@ class LoopPool(TellingState):
     async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
         """Has those leave that have joined a group and do not go on at all."""
         end = len(group.rows)
-        found = await self._halved(group, first, end, lambda values: self._batches.compute(check, values))
-        goes_on = np.zeros(end - first, bool) if found is None else found[0]
+        parts = await self._halved(group, first, end, lambda values: self._batches.compute(check, values))
+        goes_on = np.zeros(end - first, bool)
+        for at, found in parts:
+            goes_on[at - first : at - first + len(found[0])] = found[0]
         self.deliver(self.rows.settle(group, first, goes_on))
 
     def _step_now(self, steps: _Steps, group: RowGroup[PooledActivation]) -> bool:
@@ -383,9 +385,9 @@ class LoopPool(TellingState):
             with suppress(Exception):  # whose fault it was is found step by step
                 found = await steps.run_rows(group.inputs(0, count), size, most)
         if found is None:
-            found = await self._halved(group, 0, count, lambda values: steps.run_rows(values, size, np.array(1)))
-        if found is None:
-            self.rows.settle(group, 0, np.zeros(count, bool))
+            self._advance_parts(
+                group, await self._halved(group, 0, count, lambda values: steps.run_rows(values, size, np.array(1)))
+            )
         else:
             self._advance(group, found)
 
@@ -424,19 +426,17 @@ class LoopPool(TellingState):
         """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
         plan = await self.plan_of(self.shared.emitting(streamed))
-        count, n_vars = len(group.rows), self.shared.n_vars
-        found = await self._halved(group, 0, count, lambda values: self._batches.compute(plan, values))
-        if found is None:
-            self.rows.settle(group, 0, np.zeros(count, bool))
-            return
-        emitted = dict(zip(streamed, found[n_vars + 1 :], strict=True))
-        for row, activation in enumerate(group.rows):
-            if activation.streamed and not (activation.is_gone or activation.is_called):
-                assert activation.emitter is not None
-                activation.untaken += 1
-                values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
-                activation.emitter.offer(values, partial(self._taken, activation))
-        self._advance(group, [*found[: n_vars + 1], np.array(1)])
+        n_vars = self.shared.n_vars
+        parts = await self._halved(group, 0, len(group.rows), lambda values: self._batches.compute(plan, values))
+        for first, found in parts:
+            emitted = dict(zip(streamed, found[n_vars + 1 :], strict=True))
+            for row, activation in enumerate(group.rows[first : first + len(found[n_vars])]):
+                if activation.streamed and not (activation.is_gone or activation.is_called):
+                    assert activation.emitter is not None
+                    activation.untaken += 1
+                    values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
+                    activation.emitter.offer(values, partial(self._taken, activation))
+        self._advance_parts(group, [(first, [*found[: n_vars + 1], np.array(1)]) for first, found in parts])
         for each in list(self.rows.groups.values()):
             for row in reversed(range(len(each.rows))):
                 if each.rows[row].untaken >= self.shared.ahead:
@@ -454,35 +454,34 @@ class LoopPool(TellingState):
         self.count(len(group.rows), int(made))
         self.deliver(self.rows.advance(group, following, goes_on, int(made)))
 
+    def _advance_parts(self, group: RowGroup[PooledActivation], parts: list[tuple[int, list[Array]]]) -> None:
+        """As `_advance`, after a step that was made in parts; rows that are in none have failed."""
+        if len(parts) == 1 and len(parts[0][1][-2]) == len(group.rows):
+            self._advance(group, parts[0][1])
+            return
+        self.count(len(group.rows))
+        self.deliver(self.rows.part(group, [(first, found[:-2], found[-2]) for first, found in parts]))
+
     async def _halved(
         self,
         group: RowGroup[PooledActivation],
         first: int,
         end: int,
         compute: Callable[[list[Array]], Awaitable[list[Array]]],
-    ) -> list[Array] | None:
-        """Values for a range of rows; None if there are none for any of them.
+    ) -> list[tuple[int, list[Array]]]:
+        """Values for the parts of a range of rows, by the first row of each.
 
-        What cannot be computed for all of them is computed in halves: memory may be short, or a row is at fault. Such a
-        one fails alone, and has zeros, by which it does not go on.
+        What cannot be computed for all of them is computed in halves: memory may be short, a row at fault, or what it
+        gives of another shape. One that is at fault fails alone, and is in no part.
         """
         try:
-            return await compute(group.inputs(first, end))
+            return [(first, await compute(group.inputs(first, end)))]
         except Exception as error:
             if end - first == 1 or not self.shared.is_repeatable:
                 self._end(group.rows[first:end], error)
-                return None
+                return []
         middle = (first + end) // 2
-        halves = [(at, await self._halved(group, at, to, compute)) for at, to in ((first, middle), (middle, end))]
-        known = next((values for _, values in halves if values is not None), None)
-        if known is None:
-            return None
-        whole = [np.zeros((end - first, *value.shape[1:]), value.dtype) if value.ndim else value for value in known]
-        for at, found in halves:
-            for rows, value in zip(whole, found or (), strict=False):
-                if rows.ndim:
-                    rows[at - first : at - first + len(value)] = value
-        return whole
+        return [*await self._halved(group, first, middle, compute), *await self._halved(group, middle, end, compute)]
 
     async def _end_endless(self) -> None:
         """Ends those that have made too many steps."""
