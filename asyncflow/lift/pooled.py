@@ -48,6 +48,9 @@ from asyncflow.values import Array, Kernel, Namespace, Value
 SEVERAL = 8
 """So many steps are one launch where nobody comes or goes."""
 
+_LARGEST = 64
+"""Nodes of a body beside which a launch of its own costs next to nothing, and several of which take long to compile."""
+
 STEPS = "steps_together"
 """The name of the loop inside that makes steps."""
 
@@ -65,6 +68,7 @@ class SharedLoop(SharedCode):
         has_rows: of each input, whether each activation has one of its own.
         specs: of the loop variables of one activation.
         is_repeatable: computing a step again does no harm.
+        has_several: `several` pays.
         check: from all inputs to whether each activation goes on.
         steps: from the most steps to make, flags for as many activations, and all inputs, to the next loop variables,
             flags of activations that go on, and how many steps were made.
@@ -85,6 +89,7 @@ class SharedLoop(SharedCode):
         self.has_rows = tuple(kept.values())
         # An element of a TensorArray may be read once.
         self.is_repeatable = all(is_repeatable(part.walk()) and not _reads_stores(part) for part in (condition, body))
+        self.has_several = self.is_repeatable and sum(1 for part in (condition, body) for _ in part.walk()) <= _LARGEST
         self.bodies = condition, body
         self._places = tuple(kept)
         self._condition, self._body = self.bodies

@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncflow.lift.pooled import SEVERAL
 from asyncflow.runtime.pool import RowGroup
+from asyncflow.streams.beside import call_beside
 
 if TYPE_CHECKING:
     import asyncio
@@ -146,8 +147,12 @@ class PlacedSteps:
     def _plan_of_several(self) -> Plan | None:
         """The plan of several steps; None as long as it is being made."""
         if self._several is None:
-            self._several = self._pool.beside(self._pool.plan_of(self._pool.shared.several))
+            self._several = self._pool.beside(self._make_several())
         return self._several.result() if self._several.done() else None
+
+    async def _make_several(self) -> Plan:
+        shared = self._pool.shared
+        return await self._pool.plan_of(await call_beside(lambda: shared.several))
 
     def _start(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> _PlacedRun:
         return _PlacedRun(self._pool.runs.start_placed(plan, values, staying), plan.fetches[:staying])

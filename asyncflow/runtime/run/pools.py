@@ -266,7 +266,7 @@ class LoopPool(TellingState):
 
     def may_step(self, count: int) -> bool:
         """Whether so many steps may be made at once: nobody has come or gone for a while, or has made too many."""
-        is_calm = self._calm == _MOST_CALM and self.shared.is_repeatable
+        is_calm = self._calm == _MOST_CALM and self.shared.has_several
         return is_calm and self.rows.steps + count <= self._next_limit
 
     def count(self, size: int, steps: int = 1) -> None:
