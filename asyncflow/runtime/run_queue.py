@@ -335,7 +335,8 @@ class RunQueue(Generic[R]):
         retry_after_s = max(wait_s, _LEAST_RETRY_S)
         runs = len(self.in_flight)
         return OverloadedError(
-            f"the session is busy with {runs} runs (max_runs={self.max_runs}), and this one {why}; it did not start; "
+            f"the session is busy with {runs} run{'' if runs == 1 else 's'} (max_runs={self.max_runs}), and this one "
+            f"{why}; it did not start; "
             f"ask again in {retry_after_s:.2g} s, or ask another",
             retry_after_s=retry_after_s,
             runs=runs,

@@ -141,7 +141,7 @@ async def test_97_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Pr
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
             async with in_flight(program.run(session, 2), lambda: session.statistics().queued) as second:
                 asked = program.run(session, 3)
-                with pytest.raises(af.OverloadedError, match=r"busy with 1 runs \(max_runs=1\)") as caught:
+                with pytest.raises(af.OverloadedError, match=r"busy with 1 run \(max_runs=1\)") as caught:
                     asked.send(None)
                 assert "this one would have to wait, as 1 do (max_queued=1); it did not start" in str(caught.value)
                 assert (caught.value.runs, caught.value.queued) == (1, 1)

@@ -97,6 +97,8 @@ async def test_a_record_has_its_folder_and_no_trace(tmp_path: Path) -> None:
             await session.run(step, record=tmp_path / "nowhere" / "run.json")
         with pytest.raises(ValueError, match="not both"):
             await session.run(step, record=tmp_path / "run.json", trace=af.Trace())
+        with pytest.raises(TypeError, match="record= is a path to write; got 5"):
+            await session.run(step, record=5)  # type: ignore[arg-type]
         with pytest.raises(IsADirectoryError, match="is a folder"):
             await session.run(step, record=tmp_path)
         assert await session.run(count) == 0

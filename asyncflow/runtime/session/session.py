@@ -396,6 +396,8 @@ class Session(CheckpointedSession, NotPickled):
         call = self._calls.of_run(fetches, feeds)
         values = tuple(feeds.values())
         if record is not None:
+            if not isinstance(record, str | Path):
+                raise TypeError(f"record= is a path to write; got {record!r}")
             if trace is not None:
                 raise ValueError("a run has a record= or a trace=, not both: run it once for each")
             run = partial(
