@@ -62,6 +62,7 @@ async def test_activations_join_and_leave(open_session: OpenSession) -> None:
 
         await asyncio.gather(*(request() for _ in range(25)))
         counts = session.statistics().batches["steps"]
+        await others_end()
     assert 1 < counts.largest <= 4
 
 
@@ -224,6 +225,7 @@ async def test_variables_that_change_places(open_session: OpenSession) -> None:
         y = af.while_loop(lambda i, a, b: i < n, lambda i, a, b: (i + 1, b, a), (0, x, x + 1), pool=af.Pool())[1:]
     async with open_session(graph) as session:
         found = await asyncio.gather(*(session.run(y, {x: k, n: k}) for k in range(6)))
+        await others_end()
     assert found == [(k, k + 1) if k % 2 == 0 else (k + 1, k) for k in range(6)]
 
 
@@ -243,6 +245,7 @@ async def test_loops_in_loops_and_branches_share_a_pool(open_session: OpenSessio
         y = af.while_loop(lambda i, _: i < 7, outer, (0, 0))[1]
     async with open_session(graph) as session:
         found = await asyncio.gather(*(session.run(y, {x: k}) for k in range(5)))
+        await others_end()
     for k, value in enumerate(found):
         total = 0
         for i in range(7):
@@ -280,6 +283,7 @@ async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
                 assert result == end
         del found, result
         assert await session.run(y, {x: 1, n: 3}) == 3
+        await others_end()
 
 
 @pytest.mark.usefixtures("swift")
@@ -512,6 +516,7 @@ async def test_variables_that_grow(open_session: OpenSession) -> None:
         asked = [(np.arange(random.randrange(1, 4), dtype=np.float32), random.randrange(5)) for _ in range(12)]
         found = await asyncio.gather(*(session.run(y, {x: value, n: k}) for value, k in asked))
         counts = session.statistics().batches["steps"]
+        await others_end()
     for (value, length), last in zip(asked, found, strict=True):
         expected = value
         for _ in range(length):
@@ -580,6 +585,7 @@ async def test_each_activation_has_tensor_arrays_of_its_own(open_session: OpenSe
         results = await asyncio.gather(*(session.run(y, {x: value, n: k}) for value, k in asked))
         results.append(await session.run(y, {x: asked[4][0], n: asked[4][1]}))
         assert session.statistics().batches["steps"].largest > 1
+        await others_end()
     for (value, length), (whole, last) in zip([*asked, asked[4]], results, strict=True):
         assert (whole.tolist(), last.tolist()) == expected(value, length)
 
@@ -596,6 +602,7 @@ async def test_an_inner_loop_and_branches_are_lifted(open_session: OpenSession) 
         y = af.while_loop(lambda i, s: i < n, body, (0, x), pool=af.Pool(4), name="steps")[1]
     async with open_session(graph) as session:
         found = await asyncio.gather(*(session.run(y, {x: k, n: 4 - k}) for k in range(5)))
+        await others_end()
     for k, value in enumerate(found):
         s = k
         for i in range(4 - k):

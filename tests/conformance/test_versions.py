@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.others import others_end
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -109,3 +110,4 @@ async def test_f49_each_run_sees_one_version(open_session: OpenSession, seed: in
                 group.create_task(request())
         assert await program.run(session, 0) == 4
         assert (await session.run(program.a)).tolist() == [4.0, 4.0, 4.0]
+        await others_end()
