@@ -12,7 +12,7 @@ from asyncflow.errors import AsyncflowError, ReplayError
 from asyncflow.graph.graph import Graph
 from asyncflow.runtime.loop import run
 from asyncflow.runtime.session.record import Record
-from asyncflow.runtime.session.replay import replay as do_again
+from asyncflow.runtime.session.replay import replayed
 
 _DIFFERS = 1
 _MOST_CHARACTERS = 200
@@ -34,12 +34,12 @@ def replay(path: Path, target: str | None) -> int:
     if not path.is_file():
         raise TargetError(f"there is no file {path}; replay takes the record that session.run(..., record=path) writes")
     try:
-        Record.load(path)
+        record = Record.load(path)
     except ReplayError as error:
         raise TargetError(str(error)) from error
     graph = None if target is None else _graph(target)
     try:
-        results = run(do_again(path, graph))
+        results = run(replayed(record, path, graph))
     except ReplayError as error:
         print(f"asyncflow replay: {error}", file=sys.stderr)
         return _DIFFERS

@@ -383,7 +383,7 @@ class ChargedAccount(MemoryAccount):
         with self._lock:
             if self._credited:
                 self._settle()
-            # No call, and no object that the garbage collector watches, between reading `_used` and writing it: a
+            # No call, and no object that the garbage collector watches, between reading `at_most` and writing it: a
             # collection there could run a finalizer that charges, too.
             used = self.at_most + nbytes
             if limit is None or used <= limit:

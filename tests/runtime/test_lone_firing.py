@@ -16,16 +16,9 @@ from asyncflow.runtime.scheduler import lone_firing
 from asyncflow.runtime.scheduler.turn import Turn
 from tests.others import others_end
 from tests.patience import PATIENCE_S
+from tests.runtime.test_waits import positive
 
 SIZE = 3
-
-
-@af.op(outputs=lambda spec: spec, rows=True, pure=True)
-def positive(x: Any) -> Any:
-    """Fails for rows that are not."""
-    if (x < 0).any():
-        raise ValueError("a negative one")
-    return x + 1.0
 
 
 def batched(x: af.Tensor) -> af.Tensor:

@@ -332,15 +332,11 @@ class LoopPool(TellingState):
 
     async def _wait_for_turn(self, code: _Code) -> None:
         """Comes back when those who are in it are to make their next step."""
-        there, stepper = [each for each in self.rows.everybody() if not each.is_gone], self.stepper
-        if there:  # and else it is over soon
-            stepper.rank = min(activation.priority for activation in there)
-            first_s = min(activation.deadline_s for activation in there)
-            stepper.deadline_ns = self._batches.turn.clock() + (first_s - self.now_s()) * 1e9
         # A short step takes the interpreter's lock from the others, on whichever thread.
-        stepper.room = code.threads if self._is_long else 1
+        self.stepper.room = code.threads if self._is_long else 1
         self._is_long = False
-        await self._batches.steps.begin(stepper)
+        there = [each for each in self.rows.everybody() if not each.is_gone]
+        await self._batches.steps.begin(self.stepper, there)
 
     def _may_be_alone(self) -> bool:
         """Whether values may stand outside of slabs."""
@@ -571,9 +567,8 @@ class Pools:
 
     @property
     def count(self) -> int:
-        """How many pools share a turn: those that do not wait for theirs."""
-        waiting = self.batches.steps.waiting
-        return max(len([pool for pool in self._pools.values() if pool.stepper not in waiting]), 1)
+        """How many pools share a turn."""
+        return self.batches.steps.count(self._pools.values())
 
     async def code_of(self, shared: SharedLoop) -> _Code:
         """The compiled form of a loop."""

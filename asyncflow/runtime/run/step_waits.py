@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.runtime.step_turns import Stepper, StepTurns
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from asyncflow.runtime.scheduler.turn import Turn
+
+
+class Urgent(Protocol):
+    """Who is in a pool.
+
+    Attributes:
+        priority: lower ones go first.
+        deadline_s: when it has to have ended, in its event loop's time.
+    """
+
+    priority: int
+    deadline_s: float
+
+
+class Stepping(Protocol):
+    """A pool, or a vertex map that is shared."""
+
+    stepper: Stepper
 
 
 class StepWaits:
@@ -27,8 +47,12 @@ class StepWaits:
         self.waiting: dict[Stepper, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def begin(self, stepper: Stepper) -> None:
-        """Comes back when a stepper is to make its next step."""
+    async def begin(self, stepper: Stepper, there: Sequence[Urgent]) -> None:
+        """Comes back when a stepper is to make its next step, for those who are in it."""
+        if there:  # and else it is over soon
+            stepper.rank = min(each.priority for each in there)
+            first_s = min(each.deadline_s for each in there)
+            stepper.deadline_ns = self._turn.clock() + (first_s - self._turn.loop.time()) * 1e9
         if self.turns.ask(stepper, self._turn.clock()):
             return
         woken = self.waiting[stepper] = self._turn.loop.create_future()
@@ -37,6 +61,10 @@ class StepWaits:
             await woken
         finally:
             self.waiting.pop(stepper, None)
+
+    def count(self, pools: Iterable[Stepping]) -> int:
+        """How many of them share a turn: those that do not wait for theirs, and one at least."""
+        return max(sum(pool.stepper not in self.waiting for pool in pools), 1)
 
     def ended(self, stepper: Stepper) -> None:
         """A step has been made."""

@@ -99,7 +99,8 @@ class VertexPool(TellingState):
             self.stepper.place = plan.partitions[0].device
             while True:
                 if steps.turns.is_contended:
-                    await self._wait_for_turn()
+                    there = [*rows.members, *rows.waiting, *self._joining]
+                    await steps.begin(self.stepper, [member.part for member in there])
                 self._count(rows.drop())
                 if not rows.groups:
                     for members in self._taken():
@@ -135,16 +136,6 @@ class VertexPool(TellingState):
         if failure is not None:
             self._end([*rows.members, *rows.waiting, *self._joining], failure)
             del failure
-
-    async def _wait_for_turn(self) -> None:
-        """Comes back when the next set of those who are in it is to be computed."""
-        stepper, turn = self.stepper, self._batches.turn
-        there = [*self.rows.members, *self.rows.waiting, *self._joining]
-        if there:  # and else it is over soon
-            stepper.rank = min(member.part.priority for member in there)
-            first_s = min(member.part.deadline_s for member in there)
-            stepper.deadline_ns = turn.clock() + (first_s - turn.loop.time()) * 1e9
-        await self._batches.steps.begin(stepper)
 
     def _arrived(self) -> None:
         """Begins to put the graphs in order of those that wait."""
@@ -285,9 +276,8 @@ class VertexPools:
 
     @property
     def count(self) -> int:
-        """How many pools share a turn: those that do not wait for theirs."""
-        waiting = self.batches.steps.waiting
-        return max(len([pool for pool in self._pools.values() if pool.stepper not in waiting]), 1)
+        """How many pools share a turn."""
+        return self.batches.steps.count(self._pools.values())
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""

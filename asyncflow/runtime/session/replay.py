@@ -42,7 +42,11 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
     """
     if not isinstance(graph, Graph | None):
         raise TypeError(f"replay takes a graph, or None for that in the record; got {graph!r:.100}")
-    record = await call_beside(Record.load, Path(path))
+    return await replayed(await call_beside(Record.load, Path(path)), path, graph)
+
+
+async def replayed(record: Record, path: str | Path, graph: Graph | None) -> dict[str, Value]:
+    """`replay`, of a record that has been read from that path."""
     if graph is None:
         graph, given = _recorded_graph(record, path)
     else:
