@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from functools import partial
 from random import Random
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,6 +123,23 @@ def test_one_integer_is_that_of_a_generator(dtype: str) -> None:
             KernelContext(3, run, (0,), None), np.int64(low), np.int64(low + span)
         )
         assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize("layout", ["=i44x6Q", "=i52x5Q8x", "=i4x6Q200x"])
+def test_a_start_in_place_is_that_of_a_fresh_generator(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where NumPy's generator lies otherwise in memory than we know it, its own way is taken."""
+    monkeypatch.setattr(random, "_STATE", Struct(layout))
+    monkeypatch.setattr(random, "_idle", [])
+    made = random._Restarted()
+    assert isinstance(made.restart, partial) == (layout == "=i44x6Q"), np.__version__
+    chance = Random(layout)
+    for _ in range(100):
+        words = np.array([chance.choice((0, 1, 2**64 - 1, chance.randrange(2**64))) for _ in range(6)], np.uint64)
+        made.restart(*words.tolist())
+        fresh = np.random.Generator(np.random.Philox(key=words[:2], counter=words[2:]))
+        assert made.rng.integers(2**20, dtype=np.int32) == fresh.integers(2**20, dtype=np.int32)
+        assert made.rng.random(5).tolist() == fresh.random(5).tolist()
+        assert made.bits.state["has_uint32"] == fresh.bit_generator.state["has_uint32"]
 
 
 def test_a_draw_that_fails_spoils_no_other() -> None:
