@@ -104,7 +104,7 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
     leaves, structure = nest.flatten(spec)
     names = [""] if structure.kind is None else list(map(str, structure.keys))
 
-    def rows() -> Generator[Element]:
+    def source() -> Generator[Element]:
         for path in files:
             loaded = _load(path)
             missing = [each for each in names if each not in loaded]
@@ -116,10 +116,12 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
                 shapes = [array.shape for array in arrays]
                 raise ValueError(f"arrays of {path} have a first axis each, of one length; got shapes {shapes}")
             labels = [f"array {each!r} of {path}" if each else f"the array of {path}" for each in names]
-            for row in zip(*arrays, strict=True):
+            rows = zip(*arrays, strict=True)
+            for row in rows:
                 yield tuple(map(as_value, row, leaves, labels))
+                yield from rows  # they are like the first
 
-    return new_input(rows, spec, prefetch=prefetch, name=name)
+    return new_input(source, spec, prefetch=prefetch, name=name)
 
 
 def _load(path: Path) -> dict[str, Array]:

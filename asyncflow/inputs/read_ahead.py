@@ -15,6 +15,7 @@ from typing import TypeAlias, cast
 
 from asyncflow.errors import EndOfInput
 from asyncflow.inputs.stages import Element, Passes, Stage
+from asyncflow.streams.beside import giving_way
 
 Source: TypeAlias = "Callable[[], Generator[Element] | AsyncGenerator[Element]]"
 """Opens a source for one pass. What it has open it closes when it ends, fails, or is closed."""
@@ -145,11 +146,11 @@ class ReadAhead:
     def _read_blocking(self) -> None:
         try:
             while not self._is_enough() and self._end is None:
-                for element in cast("Generator[Element]", self._reading):
+                for element in giving_way(cast("Generator[Element]", self._reading)):
                     self._deliver(self._passes.feed(element))
-                    break
-                else:
-                    self._pass_ended()
+                    if self._is_enough():
+                        return
+                self._pass_ended()
         except BaseException:
             cast("Generator[Element]", self._reading).close()  # a stage has failed, and the file is still open
             raise

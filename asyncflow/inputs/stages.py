@@ -156,12 +156,16 @@ class Passes:
         self._behind = [stage.start(0) for stage in behind]
         self._number = 0
         self._given = 0
-        self._here = [stage.start(0) for stage in self._before]
+        self._start_pass()
+
+    def _start_pass(self) -> None:
+        self._here = [stage.start(self._number) for stage in self._before]
+        self._all = [*self._here, *self._behind]
 
     def feed(self, element: Element) -> Iterable[Element]:
         """Gives what comes out when an element of the source goes in."""
         self._given += 1
-        return _through((*self._here, *self._behind), [element])
+        return _through(self._all, (element,))
 
     def end_of_pass(self) -> tuple[Iterable[Element], bool]:
         """Gives what comes out when the source has ended, and whether to read it again.
@@ -174,15 +178,14 @@ class Passes:
         self._given = 0
         if not more:
             return [*found, *_finished(self._behind)], False
-        self._here = [stage.start(self._number) for stage in self._before]
+        self._start_pass()
         return found, True
 
 
-def _through(stages: Sequence[Passing], elements: Iterable[Element]) -> list[Element]:
-    found = list(elements)
+def _through(stages: Sequence[Passing], elements: Sequence[Element]) -> Sequence[Element]:
     for stage in stages:
-        found = [out for element in found for out in stage.feed(element)]
-    return found
+        elements = [out for element in elements for out in stage.feed(element)]
+    return elements
 
 
 def _finished(stages: Sequence[Passing]) -> list[Element]:
