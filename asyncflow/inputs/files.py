@@ -12,9 +12,10 @@ import numpy as np
 from asyncflow.errors import GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.dtypes import string
+from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.inputs.input import Input, new_input
-from asyncflow.inputs.stages import Element, as_value
+from asyncflow.inputs.stages import Element, Stacked, as_value
 from asyncflow.values import Array, Nest
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -104,7 +105,7 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
     leaves, structure = nest.flatten(spec)
     names = [""] if structure.kind is None else list(map(str, structure.keys))
 
-    def source() -> Generator[Element]:
+    def source() -> Generator[Element | Stacked]:
         for path in files:
             loaded = _load(path)
             missing = [each for each in names if each not in loaded]
@@ -116,10 +117,14 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
                 shapes = [array.shape for array in arrays]
                 raise ValueError(f"arrays of {path} have a first axis each, of one length; got shapes {shapes}")
             labels = [f"array {each!r} of {path}" if each else f"the array of {path}" for each in names]
-            rows = zip(*arrays, strict=True)
+            rows = Stacked(tuple(map(np.ascontiguousarray, arrays)))
             for row in rows:
-                yield tuple(map(as_value, row, leaves, labels))
-                yield from rows  # they are like the first
+                tuple(map(as_value, row, leaves, labels))
+                break  # all others are like the first
+            if all(is_static(x.shape) and x.dtype == array.dtype for x, array in zip(leaves, arrays, strict=True)):
+                yield rows
+            else:
+                yield from rows
 
     return new_input(source, spec, prefetch=prefetch, name=name)
 

@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, cast
 
 from asyncflow.errors import EndOfInput
-from asyncflow.inputs.stages import Element, Passes, Stage
+from asyncflow.inputs.stages import Element, Passes, Stacked, Stage
 from asyncflow.streams.beside import giving_way
 
-Source: TypeAlias = "Callable[[], Generator[Element] | AsyncGenerator[Element]]"
+Source: TypeAlias = "Callable[[], Generator[Element | Stacked] | AsyncGenerator[Element]]"
 """Opens a source for one pass. What it has open it closes when it ends, fails, or is closed."""
+
+
+def _parts(reading: Iterable[Element | Stacked], size: int) -> Iterator[Sequence[Element]]:
+    """What a source gives, up to so many elements at a time."""
+    for found in reading:
+        if isinstance(found, Stacked) and size > 1:
+            for begin in range(0, len(found), size):
+                yield found[begin : begin + size]
+        else:
+            for element in found if isinstance(found, Stacked) else (found,):
+                yield (element,)
+
 
 CLOSE_S = 5.0
 """Seconds for a read that is under way, when its session closes."""
@@ -44,7 +56,8 @@ class ReadAhead:
         self._ahead = ahead
         self._skip = skip
         self._passes = Passes(stages)
-        self._reading: Generator[Element] | AsyncGenerator[Element] | None = None
+        self._reading: Generator[Element | Stacked] | AsyncGenerator[Element] | None = None
+        self._parts: Iterator[Sequence[Element]] = iter(())  # what is read, so many at a time as the stages want
         self._ready: deque[Element] = deque()
         self._end: Exception | None = None  # why no element follows those that are ready
         self._job: asyncio.Future[None] | None = None
@@ -115,7 +128,7 @@ class ReadAhead:
             return
         self._loop = asyncio.get_running_loop()
         if self._reading is None:
-            self._reading = self._source()
+            self._open()
         if isinstance(self._reading, AsyncGenerator):
             self._job = self._loop.create_task(self._read_awaiting(), name=f"read {self._name}")
         else:
@@ -146,20 +159,20 @@ class ReadAhead:
     def _read_blocking(self) -> None:
         try:
             while not self._is_enough() and self._end is None:
-                for element in giving_way(cast("Generator[Element]", self._reading)):
-                    self._deliver(self._passes.feed(element))
+                for elements in giving_way(self._parts):
+                    self._deliver(self._passes.feed(elements))
                     if self._is_enough():
                         return
                 self._pass_ended()
         except BaseException:
-            cast("Generator[Element]", self._reading).close()  # a stage has failed, and the file is still open
+            cast("Generator[Element | Stacked]", self._reading).close()  # a stage has failed, and the file is open
             raise
 
     async def _read_awaiting(self) -> None:
         try:
             while not self._is_enough() and self._end is None:
                 async for element in cast("AsyncGenerator[Element]", self._reading):
-                    self._deliver(self._passes.feed(element))
+                    self._deliver(self._passes.feed((element,)))
                     break
                 else:
                     self._pass_ended()
@@ -167,12 +180,17 @@ class ReadAhead:
             await cast("AsyncGenerator[Element]", self._reading).aclose()
             raise
 
+    def _open(self) -> None:
+        self._reading = self._source()
+        if not isinstance(self._reading, AsyncGenerator):
+            self._parts = _parts(self._reading, self._passes.at_once)
+
     def _pass_ended(self) -> None:
         """Opens the source for the next pass, if there is one."""
         found, more = self._passes.end_of_pass()
         self._deliver(found)
         if more:
-            self._reading = self._source()
+            self._open()
         else:
             self._end = EndOfInput(f"input {self._name!r} has no more elements")
 

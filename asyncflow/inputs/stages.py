@@ -1,14 +1,14 @@
-"""Stages between a source and the program: elements go in one by one, and come out shuffled or in batches.
+"""Stages between a source and the program: elements go in, and come out shuffled or in batches.
 
 An element is a tuple of values, one for each leaf of its spec. What a stage gives is a function of what went in, its
-seed and the number of the pass, so that reading again gives the same.
+seed and the number of the pass, so that reading again gives the same. How many go in at a time makes no difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, overload
 
 import numpy as np
 
@@ -18,19 +18,45 @@ from asyncflow.graph.nest import Structure
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.state.queue_arrays import open_axes, stacked
-from asyncflow.values import Nest
+from asyncflow.values import Array, Nest
 
 Element: TypeAlias = tuple[Nest, ...]
 """Values as the user's sources give them: arrays, NumPy's scalars, text."""
 
 
+class Stacked(Sequence[Element]):
+    """Elements that stand behind one another in arrays, one array for each leaf, as in a file of them.
+
+    A batch of them is a slice: to take each for itself would keep the GIL from the program for longer than to read it.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: tuple[Array, ...]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values[0])
+
+    def __iter__(self) -> Iterator[Element]:
+        return zip(*self.values, strict=True)
+
+    @overload
+    def __getitem__(self, place: int) -> Element: ...
+    @overload
+    def __getitem__(self, place: slice) -> Stacked: ...
+    def __getitem__(self, place: int | slice) -> Element | Stacked:
+        found = tuple(value[place] for value in self.values)
+        return Stacked(found) if isinstance(place, slice) else found
+
+
 class Passing(Protocol):
     """A stage in one pass over its source."""
 
-    def feed(self, element: Element) -> Iterable[Element]:
-        """Gives what comes out when `element` goes in."""
+    def feed(self, elements: Sequence[Element]) -> Sequence[Element]:
+        """Gives what comes out when these go in."""
 
-    def finish(self) -> Iterable[Element]:
+    def finish(self) -> Sequence[Element]:
         """Gives what is left when the source has ended."""
 
 
@@ -52,15 +78,22 @@ class _Shuffling:
         self._rng = rng
         self._held: list[Element] = []
 
-    def feed(self, element: Element) -> Iterable[Element]:
-        if len(self._held) < self._size:
-            self._held.append(element)
+    def feed(self, elements: Sequence[Element]) -> Sequence[Element]:
+        held = self._held
+        first = min(self._size - len(held), len(elements))
+        held.extend(elements[:first])
+        if first == len(elements):
             return ()
-        place = self._rng.integers(self._size)
-        drawn, self._held[place] = self._held[place], element
-        return (drawn,)
+        found = list(elements[first:])
+        # The same numbers, however many are drawn at a time.
+        places = (
+            [self._rng.integers(self._size)] if len(found) == 1 else self._rng.integers(self._size, size=len(found))
+        )
+        for number, place in enumerate(places):
+            found[number], held[place] = held[place], found[number]
+        return found
 
-    def finish(self) -> Iterable[Element]:
+    def finish(self) -> Sequence[Element]:
         order = self._rng.permutation(len(self._held))
         return [self._held[place] for place in order]
 
@@ -97,12 +130,16 @@ class Batched:
         of_lengths = _with_leaves(structure, iter([leaf if axes else nothing for axes in found]))
         return Structure(tuple, (0, 1), (structure, of_lengths)), (*whole, *lengths)
 
-    def stacked(self, elements: Sequence[Element]) -> Element:
+    def joined(self, parts: Sequence[Sequence[Element]]) -> Element:
         """Some elements as one.
 
         Raises:
             ShapeError: they are not alike, and there is no `pad`.
         """
+        arrays = [part.values for part in parts if isinstance(part, Stacked)]
+        if len(arrays) == len(parts):
+            return arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
+        elements = [element for part in parts for element in part]
         return stacked(self.specs, None if self.pad is None else (self.pad,) * len(self.specs), elements)
 
 
@@ -116,18 +153,25 @@ def _with_leaves(structure: Structure, leaves: Iterator[Structure]) -> Structure
 class _Batching:
     def __init__(self, stage: Batched) -> None:
         self._stage = stage
-        self._held: list[Element] = []
+        self._parts: list[Sequence[Element]] = []
+        self._missing = stage.size
 
-    def feed(self, element: Element) -> Iterable[Element]:
-        self._held.append(element)
-        return self._batch() if len(self._held) == self._stage.size else ()
+    def feed(self, elements: Sequence[Element]) -> Sequence[Element]:
+        found = []
+        while elements:
+            part, elements = elements[: self._missing], elements[self._missing :]
+            self._parts.append(part)
+            self._missing -= len(part)
+            if not self._missing:
+                found.append(self._batch())
+        return found
 
-    def finish(self) -> Iterable[Element]:
-        return self._batch() if self._held and not self._stage.drop_remainder else ()
+    def finish(self) -> Sequence[Element]:
+        return [self._batch()] if self._parts and not self._stage.drop_remainder else ()
 
-    def _batch(self) -> Iterable[Element]:
-        held, self._held = self._held, []
-        return (self._stage.stacked(held),)
+    def _batch(self) -> Element:
+        parts, self._parts, self._missing = self._parts, [], self._stage.size
+        return self._stage.joined(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +188,9 @@ class Passes:
     """The way of elements through stages, over all passes.
 
     Stages before a `Repetition` start anew with each pass; those behind it go on.
+
+    Attributes:
+        at_once: how many elements are best fed at a time: as many as make a batch.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -154,6 +201,7 @@ class Passes:
         self._before: list[Shuffle | Batched] = [each for each in stages[:cut] if not isinstance(each, Repetition)]
         behind: list[Shuffle | Batched] = [each for each in stages[cut:] if not isinstance(each, Repetition)]
         self._behind = [stage.start(0) for stage in behind]
+        self.at_once = next((stage.size for stage in (*self._before, *behind) if isinstance(stage, Batched)), 1)
         self._number = 0
         self._given = 0
         self._start_pass()
@@ -162,17 +210,21 @@ class Passes:
         self._here = [stage.start(self._number) for stage in self._before]
         self._all = [*self._here, *self._behind]
 
-    def feed(self, element: Element) -> Iterable[Element]:
-        """Gives what comes out when an element of the source goes in."""
-        self._given += 1
-        return _through(self._all, (element,))
+    def feed(self, elements: Sequence[Element]) -> Sequence[Element]:
+        """Gives what comes out when elements of the source go in."""
+        self._given += len(elements)
+        for stage in self._all:
+            elements = stage.feed(elements)
+        return elements
 
-    def end_of_pass(self) -> tuple[Iterable[Element], bool]:
+    def end_of_pass(self) -> tuple[Sequence[Element], bool]:
         """Gives what comes out when the source has ended, and whether to read it again.
 
         A pass without a single element is the last: another one would give nothing either.
         """
-        found = _through(self._behind, _finished(self._here))
+        found = _finished(self._here)
+        for stage in self._behind:
+            found = stage.feed(found)
         self._number += 1
         more = self._given > 0 and (self._times is None or self._number < self._times)
         self._given = 0
@@ -182,17 +234,10 @@ class Passes:
         return found, True
 
 
-def _through(stages: Sequence[Passing], elements: Sequence[Element]) -> Sequence[Element]:
+def _finished(stages: Sequence[Passing]) -> Sequence[Element]:
+    found: Sequence[Element] = ()
     for stage in stages:
-        elements = [out for element in elements for out in stage.feed(element)]
-    return elements
-
-
-def _finished(stages: Sequence[Passing]) -> list[Element]:
-    found: list[Element] = []
-    for stage in stages:
-        found = [out for element in found for out in stage.feed(element)]
-        found.extend(stage.finish())
+        found = [*stage.feed(found), *stage.finish()]
     return found
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.graph import nest
-from asyncflow.inputs.stages import Batched, Element, Passes, Repetition, Shuffle, Stage, as_value
+from asyncflow.inputs.stages import Batched, Element, Passes, Repetition, Shuffle, Stacked, Stage, as_value
 
 INT = af.spec("int64", ())
 
@@ -22,7 +22,7 @@ def passed(stages: list[Stage], source: list[Element], most: int = 200) -> list[
     found: list[Element] = []
     while more and len(found) < most:
         for element in source:
-            found.extend(passes.feed(element))
+            found.extend(passes.feed([element]))
         out, more = passes.end_of_pass()
         found.extend(out)
     return found
@@ -53,6 +53,27 @@ def test_every_element_of_every_pass_comes_out_once(count: int, held: int, times
     assert of(passed(stages, numbers(count))) == found
 
 
+@given(st.lists(st.integers(0, 7), max_size=6), st.integers(1, 15), st.integers(1, 5), st.booleans(), st.booleans())
+@settings(max_examples=100)
+def test_how_many_go_in_at_a_time_makes_no_difference(
+    cuts: list[int], held: int, size: int, shuffles: bool, drops: bool
+) -> None:
+    """Nor whether they stand in arrays; elements of two leaves, one of rank 0."""
+    whole = np.arange(3 * sum(cuts), dtype=np.float32).reshape(-1, 3)
+    specs = (af.spec("float32", (3,)), INT)
+    stages: list[Stage] = [*([Shuffle(held, 3)] if shuffles else []), Batched(size, specs, None, drops)]
+    one_by_one = passed(stages, list(zip(whole, np.arange(len(whole)), strict=True)))
+    passes, found, begin = Passes(stages), list[Element](), 0
+    assert passes.at_once == size
+    for count in cuts:
+        part = Stacked((whole[begin : begin + count], np.arange(begin, begin + count)))
+        found.extend(passes.feed(part if count % 2 else list(part)))
+        begin += count
+    found.extend(passes.end_of_pass()[0])
+    assert [[x.tolist() for x in each] for each in found] == [[x.tolist() for x in each] for each in one_by_one]
+    assert {tuple(x.dtype for x in each) for each in found} <= {tuple(spec.dtype for spec in specs)}
+
+
 def test_a_shuffle_is_of_its_seed_and_the_pass() -> None:
     one, two = (of(passed([Shuffle(30, seed), Repetition(2)], numbers(30))) for seed in (1, 2))
     assert one[:30] != two[:30] and one[:30] != one[30:] and one[:30] != [*range(30)]
@@ -80,7 +101,7 @@ def test_padding_fills_open_extents_and_tells_lengths() -> None:
     specs = (af.spec("float32", (None,)), af.spec("int64", (2,)), af.spec("int64", (None, 1, None)))
     elements = [(np.ones(n, np.float32), np.array([n, n]), np.full((n, 1, m), 5)) for n, m in ((1, 2), (3, 0), (0, 1))]
     stage = Batched(3, specs, -1, False)
-    floats, pairs, cubes, lengths, extents = stage.stacked(elements)
+    floats, pairs, cubes, lengths, extents = stage.joined([elements])
     assert floats.tolist() == [[1, -1, -1], [1, 1, 1], [-1, -1, -1]] and floats.dtype == np.float32
     assert pairs.tolist() == [[1, 1], [3, 3], [0, 0]]
     assert cubes.shape == (3, 3, 1, 2) and cubes[0].tolist() == [[[5, 5]], [[-1, -1]], [[-1, -1]]]
@@ -93,7 +114,7 @@ def test_padding_fills_open_extents_and_tells_lengths() -> None:
 
 def test_batches_of_unlike_elements_say_what_to_do() -> None:
     with pytest.raises(af.ShapeError, match=r"have shapes \[1\] and \[2\]; fill them up with pad=0"):
-        Batched(2, (af.spec("int64", (None,)),), None, False).stacked([(np.ones(1, int),), (np.ones(2, int),)])
+        Batched(2, (af.spec("int64", (None,)),), None, False).joined([[(np.ones(1, int),)], [(np.ones(2, int),)]])
 
 
 @pytest.mark.parametrize(
