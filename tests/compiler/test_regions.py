@@ -247,6 +247,20 @@ def test_regions_inside_a_loop_that_waits(graph: af.Graph, x: af.Tensor) -> None
     assert all_members(made) == ["loop/body/multiply loop/body/negative", "loop/body/multiply_1 loop/body/add_1"]
 
 
+def test_what_the_next_iteration_waits_for_is_no_part_of_what_it_need_not(graph: af.Graph, x: af.Tensor) -> None:
+    """The next question is asked, and the next iteration begins, while what an answer is good for is computed."""
+
+    def body(i: af.Tensor, question: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, ...]:
+        answer = ask(question)
+        return i + 1, (answer + 1) * 2, total + answer * 3 + i * 4
+
+    found = af.while_loop(lambda i, *_: i < x, body, (0, 0, 0), name="loop")
+    assert all_members(regions_made(graph, found)) == [
+        "loop/body/add_1 loop/body/multiply",
+        "loop/body/multiply_1 loop/body/add_2 loop/body/add_3",
+    ]
+
+
 def test_an_inner_loop_that_never_waits(graph: af.Graph, x: af.Tensor) -> None:
     def body(i: af.Tensor) -> af.Tensor:
         (inner,) = af.while_loop(lambda j: j < i, lambda j: j + 1, (0,), name="inner")

@@ -2,7 +2,8 @@
 
 A region is a cluster of nodes that never wait, whole `cond` and `while` nodes included. It must not cost concurrency:
 nodes join one region only if they wait for the same *barriers* (nodes that may wait: coroutine ops, the user's own
-functions, streamed values, and branches and loops that contain them) and are waited for by the same ones.
+functions, streamed values, and branches and loops that contain them) and are waited for by the same ones, those of a
+loop's next iteration included.
 
 A region belongs to one *lane*, a compute stream of a device. Values that cross from lane to lane are barriers as well,
 one per value and lane it goes to: it is sent as soon as it is there, and holds back only those who need it.
@@ -199,7 +200,7 @@ class _Clustering:
         if len(barriers) > _MOST_BARRIERS:
             return
         crossings = _crossings(graph, lanes, joins, set(barriers), body.carried)
-        keys = _keys(graph, barriers, crossings)
+        keys = _keys(body, barriers, crossings)
         clusters: dict[Hashable, list[Node]] = {}
         for node in graph.nodes:
             if (node in joins or node in alone) and node.op is not PARAMETER and not is_everywhere(node):
@@ -336,8 +337,9 @@ def _crossings(
     return found
 
 
-def _keys(graph: Graph, barriers: Sequence[Node], crossings: _Crossings) -> dict[Node, Hashable]:
+def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[Node, Hashable]:
     """For each node, the barriers and crossings before it and behind it."""
+    graph = body.graph
     if not barriers and not crossings.count:
         return dict.fromkeys(graph.nodes)
     into = {node: 1 << index for index, node in enumerate(barriers)}
@@ -351,7 +353,23 @@ def _keys(graph: Graph, barriers: Sequence[Node], crossings: _Crossings) -> dict
     for bits, crossed in ((into, crossings.into), (out_of, crossings.out_of)):
         for node, numbers in crossed.items():
             bits[node] = bits.get(node, 0) | sum(1 << (len(barriers) + number) for number in set(numbers))
+    for node, numbers in _awaited_next(body, barriers).items():
+        out_of[node] = out_of.get(node, 0) | numbers << (len(barriers) + crossings.count)
     return dict(_before_and_behind(graph, into, out_of))
+
+
+def _awaited_next(body: Body, barriers: Sequence[Node]) -> dict[Node, int]:
+    """For the nodes of a loop's results, the barriers of the next iteration that wait for them; the decision is one."""
+    found: dict[Node, int] = {}
+    if not barriers:
+        return found
+    numbers = {node: 1 << index for index, node in enumerate(barriers)}
+    behind = {node: bits for node, (_, bits) in _before_and_behind(body.graph, {}, numbers).items()}
+    for variable, result in body.carried:
+        found[result.node] = found.get(result.node, 0) | behind[variable.node]
+    for result in body.wanted if body.is_loop else ():
+        found[result.node] = found.get(result.node, 0) | 1 << len(barriers)
+    return found
 
 
 def _before_and_behind(
