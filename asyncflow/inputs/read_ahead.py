@@ -22,7 +22,7 @@ Source: TypeAlias = "Callable[[], Generator[Element | Stacked] | AsyncGenerator[
 
 
 def _parts(reading: Iterable[Element | Stacked], size: int) -> Iterator[Sequence[Element]]:
-    """What a source gives, up to so many elements at a time."""
+    """Parts of what a source gives, of up to so many elements."""
     for found in reading:
         if isinstance(found, Stacked) and size > 1:
             for begin in range(0, len(found), size):
