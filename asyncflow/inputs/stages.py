@@ -27,7 +27,7 @@ Element: TypeAlias = tuple[Nest, ...]
 class Stacked(Sequence[Element]):
     """Elements that stand behind one another in arrays, one array for each leaf, as in a file of them.
 
-    A batch of them is a slice: to take each for itself would keep the GIL from the program for longer than to read it.
+    A batch of them is one copy: to take each for itself would keep the GIL from the program for longer than to read it.
     """
 
     __slots__ = ("values",)
@@ -138,7 +138,8 @@ class Batched:
         """
         arrays = [part.values for part in parts if isinstance(part, Stacked)]
         if len(arrays) == len(parts):
-            return arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
+            # Copied even where it is a slice: who keeps a batch keeps no whole file.
+            return tuple(map(np.concatenate, zip(*arrays, strict=True)))
         elements = [element for part in parts for element in part]
         return stacked(self.specs, None if self.pad is None else (self.pad,) * len(self.specs), elements)
 
