@@ -353,8 +353,8 @@ def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[N
     for bits, crossed in ((into, crossings.into), (out_of, crossings.out_of)):
         for node, numbers in crossed.items():
             bits[node] = bits.get(node, 0) | sum(1 << (len(barriers) + number) for number in set(numbers))
-    for node, numbers in _awaited_next(body, barriers).items():
-        out_of[node] = out_of.get(node, 0) | numbers << (len(barriers) + crossings.count)
+    for node, awaited in _awaited_next(body, barriers).items():
+        out_of[node] = out_of.get(node, 0) | awaited << (len(barriers) + crossings.count)
     return dict(_before_and_behind(graph, into, out_of))
 
 
