@@ -11,8 +11,6 @@ from asyncflow.devices.kinds import DeviceDescription as DeviceDescription
 from asyncflow.devices.kinds import DeviceKind as DeviceKind
 from asyncflow.devices.kinds import DeviceOptions as DeviceOptions
 from asyncflow.devices.kinds import register_kind as register_kind
-from asyncflow.devices.logical import LaunchingDevice as LaunchingDevice
-from asyncflow.devices.logical import LogicalDevice as LogicalDevice
 from asyncflow.devices.memory import TRACKED_BYTES as TRACKED_BYTES
 from asyncflow.devices.memory import ChargedAccount as ChargedAccount
 from asyncflow.devices.memory import LiveBuffer as LiveBuffer
@@ -27,6 +25,8 @@ from asyncflow.devices.protocol import CoroutineKernel as CoroutineKernel
 from asyncflow.devices.protocol import Device as Device
 from asyncflow.devices.protocol import KernelInfo as KernelInfo
 from asyncflow.devices.protocol import KernelRecipe as KernelRecipe
+from asyncflow.devices.protocol import LaunchingDevice as LaunchingDevice
+from asyncflow.devices.protocol import LogicalDevice as LogicalDevice
 from asyncflow.devices.protocol import Span as Span
 from asyncflow.devices.registry import available_devices as available_devices
 from asyncflow.devices.registry import open_devices as open_devices

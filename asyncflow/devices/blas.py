@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 from asyncflow.devices.options import positive_count
 
@@ -59,69 +59,53 @@ def blas_libraries() -> list[dict[str, Any]]:
     return [info for info in known if info["user_api"] == "blas"]
 
 
-class _Limiter(Protocol):
-    def restore_original_limits(self) -> None: ...
-
-
-class _NoLimiter:
-    def restore_original_limits(self) -> None:
-        """There were none."""
-
-
 class _Process:
-    """The leases in force. Invariant: ``_found``, what to restore, is there exactly when there are leases."""
+    """The leases in force. Invariant: ``_found`` is what to restore, if BLAS can be told and there are leases."""
 
-    __slots__ = ("_controller", "_found", "_leases", "_lock", "_modules")
+    __slots__ = ("_controller", "_found", "_leases", "_lock", "_modules", "_threads")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: list[BlasLease] = []
-        self._found: _Limiter | None = None
+        self._threads: int | None = None
+        self._found: Any = None
         self._controller: Any = None
         self._modules = 0
 
     def add(self, lease: BlasLease) -> None:
         """Put a lease in force."""
         with self._lock:
-            before = self._smallest()
             self._leases.append(lease)
-            if self._found is None:
-                self._look_for_libraries()
-                self._found = self._limit(lease.threads)
-            elif before is not None and lease.threads < before:
-                self._limit(lease.threads)
+            self._settle()
 
     def remove(self, lease: BlasLease) -> None:
-        """Take a lease out of force."""
+        """Take a lease out of force, if it is."""
         with self._lock:
-            if lease not in self._leases or self._found is None:
-                return
-            before = self._smallest()
-            self._leases.remove(lease)
-            now = self._smallest()
-            if now is None:
-                self._found.restore_original_limits()
-                self._found = None
-            elif now != before:
-                self._limit(now)
+            if lease in self._leases:
+                self._leases.remove(lease)
+                self._settle()
 
-    def _smallest(self) -> int | None:
-        return min((lease.threads for lease in self._leases), default=None)
-
-    def _limit(self, threads: int) -> _Limiter:
-        if self._controller is None:
-            return _NoLimiter()
-        limiter: _Limiter = self._controller.limit(limits=threads, user_api="blas")
-        return limiter
+    def _settle(self) -> None:
+        """Have BLAS use as many threads as the smallest lease says, or as many as it found if there is none."""
+        before, self._threads = self._threads, min((lease.threads for lease in self._leases), default=None)
+        if before is None:
+            self._look_for_libraries()
+        if self._controller is None or self._threads == before:
+            return
+        if self._threads is None:
+            self._found.restore_original_limits()
+            return
+        limiter = self._controller.limit(limits=self._threads, user_api="blas")
+        if before is None:
+            self._found = limiter
 
     def _look_for_libraries(self) -> None:
         if ThreadpoolController is None:
             _log.warning(
                 "threadpoolctl is not installed: BLAS keeps its own threads, which fight with those of streams"
             )
-            return
         # This walks every shared library of the process, so it is repeated only when an import may have loaded one.
-        if self._controller is None or self._modules != len(sys.modules):
+        elif self._controller is None or self._modules != len(sys.modules):
             self._controller = ThreadpoolController()
             self._modules = len(sys.modules)
 

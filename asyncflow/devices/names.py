@@ -38,10 +38,10 @@ class DeviceName:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A constraint on devices; a part that is None fits any."""
+    """A constraint on devices: an index that is None fits any."""
 
-    kind: str | None = None
-    index: int | None = None
+    kind: str
+    index: int | None
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
@@ -52,18 +52,17 @@ class DeviceSpec:
         """
         return cls(*_split(text))
 
-    def matches(self, name: DeviceName | str) -> bool:
+    def matches(self, name: str) -> bool:
         """Whether the device of this full name satisfies the constraint.
 
         Raises:
-            PlacementError: ``name`` is a str and no full device name.
+            PlacementError: ``name`` is no full device name.
         """
-        device = DeviceName.parse(name) if isinstance(name, str) else name
-        return self.kind in (None, device.kind) and self.index in (None, device.index)
+        device = DeviceName.parse(name)
+        return self.kind == device.kind and self.index in (None, device.index)
 
     def __str__(self) -> str:
-        kind = self.kind or "any"
-        return kind if self.index is None else f"{kind}:{self.index}"
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
 
 
 def _split(text: object) -> tuple[str, int | None]:

@@ -1,18 +1,22 @@
-"""The interface of every kind of device: streams for its work, an account of its memory, an array namespace."""
+"""The base of every kind of device: streams for its work, an account of its memory, an array namespace."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter_ns
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from asyncflow.devices.decisions import LoopCode
-from asyncflow.devices.memory import MemoryAccount
+from asyncflow.devices.memory import MemoryAccount, format_bytes
+from asyncflow.devices.options import positive_count
+from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
@@ -178,70 +182,110 @@ class Capabilities:
         return self.captures == "always" or (asked and self.captures == "asked")
 
 
-class Device(Protocol):
-    """A place where kernels run and values live.
+AnyStream = TypeVar("AnyStream", bound=Stream, covariant=True)
+
+_NOTHING = nullcontext()
+
+
+class LogicalDevice(Generic[AnyStream]):
+    """A place where kernels run and values live; kernels of one of these give their results when they return.
 
     The invariant: a value is valid in the order of its device's ``compute`` stream. Whoever touches it elsewhere, on
     ``h2d``, ``d2h``, another device or the host, orders that with an event (`asyncflow.streams`).
+
+    Whoever derives from it sets `memory` and the streams.
+
+    Attributes:
+        name: such as ``cpu:0``.
+        kind: the name of its kind, such as ``cpu``.
+        capabilities: its abilities.
+        xp: the array namespace its kernels compute in, such as `numpy`.
+        compute: the first stream of kernels.
+        compute_streams: the streams of kernels; independent kernels on different ones overlap.
+        h2d: the stream of copies from host memory.
+        d2h: the stream of copies to host memory.
+        memory: the bytes it holds, and their limit.
+        swapping: the mover of saved values, away and back; None if nothing does.
+        asynchronous: the device itself, if a kernel's result is there only in the order of its stream, not when it
+            returns.
+        threads: how many long kernels it computes at the same time, in any order; 1 where a stream has them all.
+        handover_ns: the expected time until what one of its streams has made is there on another.
     """
 
-    name: str
-    """Such as ``cpu:0``."""
+    asynchronous: AsynchronousDevice | None = None
+    swapping: Swapping | None = None
+    xp: ModuleType = np
+    memory: MemoryAccount
+    threads: int = 1
+    handover_ns: float = 50_000.0  # two turns of the event loop, and the waking of a thread
+    compute: AnyStream
+    h2d: AnyStream
+    d2h: AnyStream
 
-    kind: str
-    """The name of its kind, such as ``cpu``."""
+    def __init__(self, kind: str, index: int, capabilities: Capabilities, compute_streams: int) -> None:
+        """Name the device ``<kind>:<index>``.
 
-    capabilities: Capabilities
-    """Its abilities."""
+        Args:
+            kind: the name of its kind.
+            index: its number among them.
+            capabilities: what it can do.
+            compute_streams: how many streams of kernels it is to have.
 
-    xp: ModuleType
-    """The array namespace its kernels compute in, such as `numpy`."""
+        Raises:
+            ValueError: `compute_streams` is no positive int.
+        """
+        self.kind = kind
+        self.name = f"{kind}:{index}"
+        self.capabilities = capabilities
+        self.compute_streams: tuple[AnyStream, ...] = ()
+        self._count = positive_count(compute_streams, "the number of compute streams")
+        self._streams: Mapping[str, AnyStream] = {}
+
+    def make_streams(self, make: Callable[[str], AnyStream], *others: str) -> None:
+        """Make the streams, by role: those of kernels, ``h2d``, ``d2h`` and others.
+
+        Args:
+            make: gives a stream of this name.
+            others: more roles.
+        """
+        compute = ["compute", *(f"compute:{number}" for number in range(1, self._count))]
+        self._streams = {role: make(f"{self.name}/{role}") for role in (*compute, "h2d", "d2h", *others)}
+        self.compute_streams = tuple(self._streams[role] for role in compute)
+        self.compute = self.compute_streams[0]
+        self.h2d, self.d2h = self._streams["h2d"], self._streams["d2h"]
 
     @property
-    def compute(self) -> Stream:
-        """The first stream of kernels."""
-
-    @property
-    def compute_streams(self) -> Sequence[Stream]:
-        """The streams of kernels; independent kernels on different ones overlap."""
-
-    @property
-    def streams(self) -> Sequence[Stream]:
+    def streams(self) -> tuple[AnyStream, ...]:
         """Every stream there is."""
+        return tuple(self._streams.values())
 
-    @property
-    def h2d(self) -> Stream:
-        """The stream of copies from host memory."""
-
-    @property
-    def d2h(self) -> Stream:
-        """The stream of copies to host memory."""
-
-    @property
-    def memory(self) -> MemoryAccount:
-        """The bytes it holds, and their limit."""
-
-    @property
-    def swapping(self) -> Swapping | None:
-        """The mover of saved values, away and back; None if nothing does."""
-
-    @property
-    def asynchronous(self) -> AsynchronousDevice | None:
-        """The device itself, if a kernel's result is there only in the order of its stream, not when it returns."""
-
+    @abstractmethod
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         """The expected time of a kernel that does so many operations on so many bytes; for placement."""
 
+    @abstractmethod
     def transfer_ns(self, nbytes: float, target: Device) -> float:
         """The expected time until a value of so many bytes made here is there on `target`; for placement."""
 
-    @property
-    def threads(self) -> int:
-        """How many long kernels it computes at the same time, in any order; 1 where a stream has them all."""
+    async def aclose(self, grace_s: float) -> bool:
+        """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent.
+
+        Cancellation: the streams stay stopped, and still end after the work they have.
+        """
+        for stream in self.streams:
+            stream.stop()  # before anything is awaited: from here on a cancel leaves no stream open
+        return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self.streams)))
+
+    def describe(self) -> str:
+        """One line for people: name, what it is, memory in use, limit."""
+        now = self.memory.statistics()
+        limit = "no limit" if now.limit is None else f"limit {format_bytes(now.limit)}"
+        return f"{self.name}  {self.what}  {format_bytes(now.used)} in {now.buffers} buffers, {limit}"
 
     @property
-    def handover_ns(self) -> float:
-        """The expected time until what one of its streams has made is there on another."""
+    def what(self) -> str:
+        """A few words for people about the device."""
+        return self.kind
 
     def check_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Raise unless the device can work for this event loop.
@@ -257,56 +301,40 @@ class Device(Protocol):
             PlacementError: what is missing.
         """
 
-    async def aclose(self, grace_s: float) -> bool:
-        """Take no more work and wait up to ``grace_s`` seconds for its streams to end; True if all did. Idempotent."""
 
-    def describe(self) -> str:
-        """One line for people: name, limit, what is in use."""
-
-
-class AsynchronousDevice(Device, Protocol):
+class LaunchingDevice(LogicalDevice[AnyStream]):
     """A device whose kernels are launched and not waited for; its values are its own kind of object.
 
     *Host values* (anything that is no `DeviceValue`, such as NumPy scalars) may be mixed with them in every call.
-    All methods are called on the event loop's thread, and none but `start` blocks.
+    All methods are called on the event loop's thread, and none but `start` blocks. What need not do anything does
+    nothing here.
+
+    Attributes (more in `LogicalDevice`):
+        region_ns: the expected time that calling a region takes the host, without its kernels.
+        launch_ns: the expected time that launching a kernel takes the host.
+        view_ns: the expected time that making a view of an array takes the host.
+        step_ns: the expected time that a number takes which the host computes, or a value that is saved or found again.
+        variable_ns: the expected time that handing a loop's variable on to the next iteration takes the host.
+        charge: takes what the host does that no other call tells of, and how often, where that is simulated: ``"run"``,
+            for a run that begins on the device, or ``"primitive"``; else None.
+        copy_state_out: takes bytes and a name, and delivers None once so much state has come to the host, if that is
+            simulated. Else None: arrays that state keeps there are NumPy's, or know their `Holder`.
     """
 
-    @property
-    def region_ns(self) -> float:
-        """The expected time that calling a region takes the host, without its kernels."""
+    charge: Callable[[Any, int], None] | None = None
+    copy_state_out: Callable[[int, str, Deliver], None] | None = None
+    handover_ns = 5_000.0  # streams wait for events by themselves
+    region_ns = launch_ns = view_ns = step_ns = variable_ns = 0.0
+    _spans: Spans | None = None
 
     @property
-    def launch_ns(self) -> float:
-        """The expected time that launching a kernel takes the host."""
-
-    @property
-    def view_ns(self) -> float:
-        """The expected time that making a view of an array takes the host."""
-
-    @property
-    def step_ns(self) -> float:
-        """The expected time that a number takes which the host computes, or a value that is saved or found again."""
-
-    @property
-    def variable_ns(self) -> float:
-        """The expected time that handing a loop's variable on to the next iteration takes the host."""
-
-    @property
-    def charge(self) -> Callable[[Any, int], None] | None:
-        """Takes what the host does that no other call tells of, and how often, where that is simulated; else None.
-
-        It is ``"run"``, for a run that begins on the device, or ``"primitive"``.
-        """
-
-    @property
-    def copy_state_out(self) -> Callable[[int, str, Deliver], None] | None:
-        """Takes bytes and a name, and delivers None once so much state has come to the host, if that is simulated.
-
-        Else None: arrays that state keeps there are NumPy's, or know their `Holder`.
-        """
+    def asynchronous(self) -> AsynchronousDevice:  # type: ignore[override] # an attribute would be a cycle
+        """The device itself."""
+        return self
 
     def now_ns(self) -> int:
         """The time of the thread that launches, in nanoseconds: how long launching takes is measured by it."""
+        return perf_counter_ns()
 
     async def open(self) -> None:
         """Get ready for the first call, without blocking the event loop. Idempotent."""
@@ -316,7 +344,9 @@ class AsynchronousDevice(Device, Protocol):
 
     def activate(self) -> AbstractContextManager[object]:
         """A context in which the device's calls cost less; nothing may wait inside."""
+        return _NOTHING
 
+    @abstractmethod
     def bind(self, kernel: Kernel, info: KernelInfo) -> Kernel:
         """A function that launches `kernel` on device values, and gives device values.
 
@@ -329,16 +359,21 @@ class AsynchronousDevice(Device, Protocol):
 
         With `is_generator` it gives a generator, each step of which enqueues some of the region.
         """
+        raise NotImplementedError(f"{self.name} does not run regions, and was given {info.name}")
 
     def bind_loop(self, loop: LoopCode, info: KernelInfo) -> Kernel:
         """A coroutine function that runs a loop on device values; only for a device that `runs_loops`."""
+        raise NotImplementedError(f"{self.name} does not run loops, and was given {info.name}")
 
+    @abstractmethod
     def constant(self, value: Value) -> Placed:
         """A device value that has been there from the start."""
 
     def resident(self, constant: Value, stream: int) -> Placed:
         """The form of such a value in regions of one compute stream; only for a device that `runs_regions`."""
+        return constant
 
+    @abstractmethod
     def feed(self, value: Value, deliver: Deliver) -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
@@ -348,26 +383,43 @@ class AsynchronousDevice(Device, Protocol):
 
     def send(self) -> int:
         """When what is said now to another device is on its way, in nanoseconds of the event loop's clock."""
+        return perf_counter_ns()
 
     def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
-        """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
+        """Take over a value of `source`, by way of the host: ``deliver(value_here, error)`` is called once.
 
         `sent_ns` is what `send` of the source said (None: it is sent now). `value` is kept referenced until the copy
         is done, whatever becomes of the run. What goes wrong is delivered, not raised: the caller is the sender.
         """
+        if not isinstance(value, DeviceValue):
+            # The host keeps what it has made for itself, such as the shape of an array.
+            stays = source.capabilities.own_memory or is_shape(value)
+            deliver(value, None) if stays else self.feed(value, deliver)
+            return
+
+        def take(host_value: Any, error: BaseException | None) -> None:
+            if error is None:
+                self.feed(host_value, deliver)
+            else:
+                deliver(None, error)
+
+        value.to_host(take)
 
     def require_data(self, value: Value, name: str) -> None:
         """Raise unless Python can look at `value`, as the node `name` has to: a simulation may know its shape alone."""
 
+    @abstractmethod
     def throttle(self, resume: Callable[[], None]) -> bool:
         """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later.
 
         Without this a loop could be launched to its end before anything has happened, or for ever.
         """
 
+    @abstractmethod
     def mark(self) -> Mark:
         """The point up to which work is launched now, for `when_done`."""
 
+    @abstractmethod
     def when_done(
         self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
     ) -> None:
@@ -382,9 +434,23 @@ class AsynchronousDevice(Device, Protocol):
 
         What a coroutine kernel launches goes where it would have gone when it was called. `spans` is for `settle`.
         """
+        before, self._spans = self._spans, spans
+        return before
+
+    def recorded(self) -> Spans | None:
+        """The list that the work launched now is added to."""
+        return self._spans
 
     def settle(self, spans: Spans) -> Sequence[Span]:
         """The spans that were recorded, once the work has ended."""
+        return spans
+
+
+Device: TypeAlias = LogicalDevice[Stream]
+"""Any device."""
+
+AsynchronousDevice: TypeAlias = LaunchingDevice[Stream]
+"""Any device whose kernels are launched and not waited for."""
 
 
 @contextmanager

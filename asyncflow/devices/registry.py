@@ -100,7 +100,7 @@ def _available_kind(name: DeviceName, machine: SimMachine | None) -> DeviceKind:
 
 def _full_name(spec: str) -> DeviceName:
     parsed = DeviceSpec.parse(spec)
-    return DeviceName(parsed.kind or "cpu", parsed.index or 0)
+    return DeviceName(parsed.kind, parsed.index or 0)
 
 
 def available_devices() -> tuple[DeviceDescription, ...]:

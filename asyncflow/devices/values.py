@@ -6,12 +6,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.protocol import Deliver, Placed, Shape
 from asyncflow.values import Array, Index, Namespace
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Deliver, Placed, Shape
 
 DType: TypeAlias = "np.dtype[Any]"
 

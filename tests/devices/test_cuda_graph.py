@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
 from asyncflow.devices.captures import MOST_KEYS, WARM_UPS
-from asyncflow.devices.cuda.experimental.graph import CapturedRegion, captured
+from asyncflow.devices.cuda.experimental.graph import CapturedRegion
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 
@@ -321,9 +321,9 @@ def driven_to_the_end(generator: Any) -> tuple[int, Any]:
 
 
 def test_a_generator_becomes_one_step(card: Card) -> None:
-    function = captured(
+    function = CapturedRegion(
         card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
-    )
+    ).steps
     with card.stream:
         for k in range(WARM_UPS + 3):
             steps, (x, count) = driven_to_the_end(function(card.cupy.full(2, float(k)), np.int64(8)))
@@ -333,21 +333,15 @@ def test_a_generator_becomes_one_step(card: Card) -> None:
 
 
 def test_a_loop_that_is_too_long_is_not_captured(card: Card) -> None:
-    function = captured(
+    function = CapturedRegion(
         card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
-    )
+    ).steps
     with card.stream:
         for _ in range(WARM_UPS + 2):
             steps, (x, count) = driven_to_the_end(function(card.cupy.zeros(2), np.int64(520)))
             assert steps > 250
             assert count == 520
             assert x.get().tolist() == [0.0, 0.0]
-
-
-def test_a_plain_function_is_called_as_one(card: Card) -> None:
-    function = captured(card.cupy, card.stream, card.pool, lambda x: (x + 1,), "region", is_generator=False)
-    with card.stream:
-        assert [function(card.cupy.ones(1))[0].item() for _ in range(WARM_UPS + 2)] == [2.0] * (WARM_UPS + 2)
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------

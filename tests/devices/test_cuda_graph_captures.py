@@ -129,7 +129,7 @@ async def test_a_thread_copies_while_the_loop_captures(
 
 async def test_a_thread_gets_no_memory_of_a_graph(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     copying = Beside(monkeypatch, lambda: device.constant(VALUE))
-    with PrivateMemory(device.compute, device.pool, "CUDA graph"):
+    with PrivateMemory(device.cupy, device.compute, device.pool, "CUDA graph"):
         copying.begin()
     copied = copying.end()
     assert [buffer.label for buffer in device.memory.top()] == ["constant"]

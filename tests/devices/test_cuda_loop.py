@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import hardware
 from asyncflow.devices.captures import MOST_KEYS
-from asyncflow.devices.cuda.experimental.bindings import cuda_bindings, using_bindings
+from asyncflow.devices.cuda.experimental.bindings import cuda_bindings, stand_ins
 from asyncflow.devices.cuda.experimental.conditional import (
     ENDED,
     GIVEN_UP,
@@ -39,6 +39,7 @@ from tests.fake_cupy.bindings import (
     cudaStreamUpdateCaptureDependenciesFlags,
 )
 from tests.fake_cupy.graphs import SETTERS
+from tests.fake_cupy.stand_in import last_of
 
 
 class Card(CapturingCard):
@@ -409,7 +410,7 @@ def test_any_body_gives_what_numpy_gives(first: str, second: str, n: int, seed: 
 
 def test_bindings_are_those_that_a_test_brings(fake: FakeCupy) -> None:
     before = cuda_bindings()
-    with using_bindings(fake.bindings):
+    with last_of(stand_ins, fake.bindings):
         assert cuda_bindings() is fake.bindings
     assert cuda_bindings() is before
 

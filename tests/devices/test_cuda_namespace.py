@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda.namespace import cuda_namespace
+from asyncflow.devices.cuda.namespace import CudaNamespace
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import host_inputs
 from asyncflow.ops.add_at import add_at
@@ -41,7 +41,7 @@ class Cupy:
 
 def test_other_names_are_those_of_cupy_and_found_once() -> None:
     cupy = Cupy()
-    xp = cuda_namespace(cupy)
+    xp = CudaNamespace(cupy)
     cupy.looked_up.clear()
     assert xp.add is np.add
     assert xp.add is np.add
@@ -56,7 +56,7 @@ def test_what_cupy_lacks_is_lacking() -> None:
 
 def test_a_scalar_becomes_an_array_without_a_copy() -> None:
     uploaded: list[Any] = []
-    xp = cuda_namespace(Cupy(full=lambda shape, value, dtype: ("filled", shape, value, dtype)), uploaded.append)
+    xp = CudaNamespace(Cupy(full=lambda shape, value, dtype: ("filled", shape, value, dtype)), uploaded.append)
     assert xp.asarray(np.float32(2)) == ("filled", (), np.float32(2), np.dtype("float32"))
     assert not uploaded
 
@@ -64,7 +64,7 @@ def test_a_scalar_becomes_an_array_without_a_copy() -> None:
 @pytest.mark.parametrize("shape", [(1 << 60, 2), (1 << 32, 1 << 32), 1 << 61, [1 << 57]])
 def test_no_array_has_more_bytes_than_can_be_counted(shape: Any) -> None:
     """CuPy counts them modulo 2**64: kernels then wrote where there is no memory, and the card was lost."""
-    xp = cuda_namespace(Cupy(full=lambda *_: pytest.fail("an array was made")))
+    xp = CudaNamespace(Cupy(full=lambda *_: pytest.fail("an array was made")))
     for call in (partial(xp.empty, dtype="int8"), partial(xp.zeros, dtype="int8"), xp.ones, lambda n: xp.full(n, 1.0)):
         with pytest.raises(ValueError, match="larger than any memory"):
             call(shape)
@@ -81,7 +81,7 @@ def test_many_arrays_are_joined_a_few_at_a_time(n: int) -> None:
         counts.append(len(arrays))
         return np.concatenate(arrays, axis=axis, out=out)
 
-    xp = cuda_namespace(Cupy(concatenate=concatenate), lambda array: array)
+    xp = CudaNamespace(Cupy(concatenate=concatenate), lambda array: array)
     rows = [np.asfortranarray(row) for row in np.arange(6.0 * n).reshape(n, 2, 3)]  # and else they are stacked
     for axis in (0, 1, -1):
         np.testing.assert_array_equal(xp.stack(rows, axis=axis), np.stack(rows, axis=axis))
@@ -95,7 +95,7 @@ def test_many_arrays_of_one_shape_are_stacked_by_one_launch(dtype: str) -> None:
     """For each 64 of them, by their addresses; those that are not in C order are joined."""
     values = np.random.default_rng(1).integers(0, 100, (150, 2, 3)).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     with FakeCupy(seed=1) as cupy:
-        xp = cuda_namespace(cupy)
+        xp = CudaNamespace(cupy)
         rows = [cupy.asarray(value) for value in values]
         for n, launches in ((9, 1), (64, 1), (65, 2), (150, 3)):
             first = len(cupy.engine.launches)
@@ -108,7 +108,7 @@ def test_many_arrays_of_one_shape_are_stacked_by_one_launch(dtype: str) -> None:
 
 
 def test_an_array_of_numpy_is_uploaded() -> None:
-    xp = cuda_namespace(Cupy(), lambda array: ("there", array))
+    xp = CudaNamespace(Cupy(), lambda array: ("there", array))
     x = np.arange(3)
     for copied in (xp.asarray(x), xp.array(x)):
         assert copied[0] == "there"
@@ -148,7 +148,7 @@ def test_functions_take_counters_of_the_host(name: str, arguments: Any, options:
 
 def test_a_choice_of_bfloat16_stays_one() -> None:
     """CuPy chooses in float32."""
-    xp = cuda_namespace(Cupy(where=lambda condition, x, y: np.asarray(np.where(condition, x, y)).astype(np.float32)))
+    xp = CudaNamespace(Cupy(where=lambda condition, x, y: np.asarray(np.where(condition, x, y)).astype(np.float32)))
     x = np.ones(2, BFLOAT16)
     assert xp.where(np.array([True, False]), x, x).dtype == BFLOAT16
 
@@ -221,7 +221,7 @@ def test_a_new_value_is_copied_in_again_and_a_devices_own_never() -> None:
 
 def test_two_devices_do_not_mix_their_copies() -> None:
     state = _state(af.Variable(np.arange(3.0), name="v"))
-    other = cuda_namespace(Cupy(), lambda array: ("other", array.tolist()))
+    other = CudaNamespace(Cupy(), lambda array: ("other", array.tolist()))
     assert isinstance(state.read_in(XP), DeviceArray)
     assert state.read_in(other) == ("other", [0, 1, 2])
     assert isinstance(state.read_in(XP), DeviceArray)

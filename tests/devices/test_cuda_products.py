@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.devices.cuda.experimental.graph import capture
-from asyncflow.devices.cuda.experimental.products import Products, _stand_ins, cublas
+from asyncflow.devices.cuda.experimental.products import Products, cublas, stand_ins
 from asyncflow.streams.cuda.stream import active
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
@@ -147,8 +147,8 @@ def test_an_error_of_cublas_says_which(fake: FakeCupy, monkeypatch: pytest.Monke
 
 
 def test_without_the_library_there_are_none(fake: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow.devices.cuda.experimental.products._stand_ins", [])
-    assert _stand_ins is not None
+    monkeypatch.setattr("asyncflow.devices.cuda.experimental.products.stand_ins", [])
+    assert stand_ins is not None
     assert cublas(fake) is None
 
 

@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from asyncflow.devices import CpuDevice, DeviceKind, DeviceName, DeviceOptions, DeviceSpec, kinds, register_kind
+from asyncflow.devices import CpuDevice, DeviceKind, DeviceOptions, DeviceSpec, kinds, register_kind
 from asyncflow.devices.registry import available_devices, open_devices
 from asyncflow.errors import PlacementError
 from asyncflow.testing import virtual_clock
@@ -47,7 +47,7 @@ def test_a_registered_kind_opens_its_devices_and_no_cpu_stands_in() -> None:
     open_devices(["toy:1", "cpu:0", "toy"], memory_limit=1 << 20, compute_streams=2)
     options = DeviceOptions(memory_limit=1 << 20, compute_streams=2, sharing=2)
     assert toy.opened == [(1, options), (0, options)]
-    assert DeviceSpec.parse("toy").matches(DeviceName.parse("toy:1"))
+    assert DeviceSpec.parse("toy").matches("toy:1")
     assert [(line.name, line.available) for line in available_devices()][-1] == ("toy:0", True)
 
 

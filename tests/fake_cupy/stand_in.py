@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cuda.backend import using_cupy
-from asyncflow.devices.cuda.experimental.bindings import using_bindings
-from asyncflow.devices.cuda.experimental.products import using_cublas
+from asyncflow.devices.cuda import backend
+from asyncflow.devices.cuda.experimental import bindings, products
 from asyncflow.devices.cuda.transfers.pinned import close_shared_slab, shared_slab
 from tests.fake_cupy.module import FakeCupy
 
@@ -16,15 +15,29 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+def last_of(stand_ins: list[Any], thing: Any) -> Iterator[None]:
+    """What is asked for inside is that thing."""
+    stand_ins.append(thing)
+    try:
+        yield
+    finally:
+        stand_ins.remove(thing)
+
+
+@contextmanager
 def stand_in(*, pinned_nbytes: int = 1 << 20, **options: Any) -> Iterator[FakeCupy]:
     """Sessions opened inside find the cards of a `FakeCupy` of these options, and a slab of so much pinned memory."""
     with FakeCupy(**options) as fake:
         shared_slab(fake, pinned_nbytes)
         try:
-            with using_cupy(fake), using_bindings(fake.bindings), using_cublas(fake.cublas):
+            with (
+                last_of(backend.stand_ins, backend.describe_cards(fake)),
+                last_of(bindings.stand_ins, fake.bindings),
+                last_of(products.stand_ins, fake.cublas),
+            ):
                 yield fake
         finally:
             close_shared_slab(fake)
 
 
-__all__ = ["stand_in"]
+__all__ = ["last_of", "stand_in"]

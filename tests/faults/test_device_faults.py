@@ -20,7 +20,7 @@ import asyncflow as af
 from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.memory import MemoryAccount
-from asyncflow.devices.protocol import AsynchronousDevice, Device
+from asyncflow.devices.protocol import LaunchingDevice, LogicalDevice
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.errors import DeviceLostError
 from asyncflow.streams.cpu.stream import ThreadStream
@@ -90,18 +90,18 @@ class Fault:
         return result
 
 
-def methods(protocol: type[Any]) -> list[str]:
-    """The names of what a protocol has, but properties."""
+def methods(base: type[Any]) -> list[str]:
+    """The names of what a class has, but properties, and what only devices themselves call as they are made."""
     return sorted(
         name
-        for name, found in inspect.getmembers_static(protocol)
-        if not name.startswith("_") and callable(getattr(protocol, name)) and not isinstance(found, property)
+        for name, found in inspect.getmembers_static(base)
+        if not name.startswith("_") and inspect.isroutine(found) and name != "make_streams"
     )
 
 
 def cases() -> Iterator[tuple[str, type[Any], str]]:
     for kind, (cls, _) in KINDS.items():
-        for name in methods(Device if kind == "cpu" else AsynchronousDevice):
+        for name in methods(LogicalDevice if kind == "cpu" else LaunchingDevice):
             yield kind, cls, name
     for name in methods(Stream):
         yield "cpu", ThreadStream, name

@@ -16,7 +16,7 @@ from asyncflow.autodiff.saved_values import SAVE
 from asyncflow.compiler.program.extract import EMIT, FETCH
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.hand_written import HandWritten
-from asyncflow.devices.names import DeviceName, DeviceSpec
+from asyncflow.devices.names import DeviceSpec
 from asyncflow.devices.protocol import Device
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
@@ -299,7 +299,7 @@ def _matching(request: str | None, devices: Sequence[Device]) -> tuple[int, ...]
     if request is None:
         return tuple(range(len(devices)))
     spec = DeviceSpec.parse(request)
-    return tuple(index for index, device in enumerate(devices) if spec.matches(DeviceName.parse(device.name)))
+    return tuple(index for index, device in enumerate(devices) if spec.matches(device.name))
 
 
 def _described(node: Node) -> str:

@@ -7,9 +7,8 @@ import numpy as np
 from asyncflow.devices.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.cpu.lanes import Lanes
 from asyncflow.devices.cpu.spilling import CpuSwapping
-from asyncflow.devices.logical import LogicalDevice
 from asyncflow.devices.memory import MemoryAccount, spill_advice
-from asyncflow.devices.protocol import Capabilities, Device
+from asyncflow.devices.protocol import Capabilities, Device, LogicalDevice
 from asyncflow.devices.swap import Space
 from asyncflow.streams.cpu.stream import ThreadStream
 

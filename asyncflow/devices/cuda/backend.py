@@ -6,8 +6,6 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,23 +36,13 @@ class CudaBackend:
     reason: str = ""
 
 
-_stand_ins: list[CudaBackend] = []
+stand_ins: list[CudaBackend] = []
+"""What tests without a card have in the place of what is here, the last of them."""
 
 
 def cuda_backend() -> CudaBackend:
     """CUDA on this machine. The first call imports CuPy where there is a driver, and runs one kernel on each card."""
-    return _stand_ins[-1] if _stand_ins else _probe()
-
-
-@contextmanager
-def using_cupy(module: Cupy) -> Iterator[None]:
-    """Devices opened inside take `module` for CuPy; for tests without a card."""
-    described = _describe(module)
-    _stand_ins.append(described)
-    try:
-        yield
-    finally:
-        _stand_ins.remove(described)
+    return stand_ins[-1] if stand_ins else _probe()
 
 
 @functools.cache
@@ -69,7 +57,7 @@ def _probe() -> CudaBackend:
         major = int(cupy.__version__.partition(".")[0])
         if major < LEAST_VERSION:
             return CudaBackend(None, reason=f"CuPy {cupy.__version__} is too old; version {LEAST_VERSION} is needed")
-        return _describe(cupy, try_kernel=True)
+        return describe_cards(cupy, try_kernel=True)
     except Exception as error:  # whatever is wrong with the installation, the CPU still works
         _log.info("CUDA is off", exc_info=True)
         return CudaBackend(None, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
@@ -84,7 +72,8 @@ def _what_is_missing() -> list[str]:
     return missing
 
 
-def _describe(cupy: Cupy, *, try_kernel: bool = False) -> CudaBackend:
+def describe_cards(cupy: Cupy, *, try_kernel: bool = False) -> CudaBackend:
+    """CUDA with this module for CuPy; each card has to run a kernel if that is to be tried."""
     lines = []
     runtime = cupy.cuda.runtime
     for card in range(runtime.getDeviceCount()):

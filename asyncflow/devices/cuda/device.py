@@ -30,7 +30,7 @@ from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
 from asyncflow.devices.cuda.experimental.products import Products, cublas
 from asyncflow.devices.cuda.launch import CudaHostLauncher, CudaLauncher, CudaRegionLauncher
 from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
-from asyncflow.devices.cuda.namespace import cuda_namespace
+from asyncflow.devices.cuda.namespace import CudaNamespace
 from asyncflow.devices.cuda.progress import Progress
 from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
 from asyncflow.devices.cuda.transfers.copies import CudaCopies, enable_peer_access
@@ -116,7 +116,7 @@ class CudaDevice(Progress):
         self.swapping = CudaSwapping(self, host or Space("host"), spill_directory)
         self.pool.make_room = self.swapping.make_room
         self.memory.advise = self.swapping.advice
-        self._namespace = cuda_namespace(cupy, self.upload, CudaHolder(self))
+        self._namespace = CudaNamespace(cupy, self.upload, CudaHolder(self))
         self.xp: ModuleType = self._namespace
         self._given_slab = pinned
         self._host = ThreadStream(f"{self.name}/host")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.cuda.arguments import Values
-from asyncflow.devices.cuda.experimental.graph import captured
+from asyncflow.devices.cuda.experimental.graph import CapturedRegion
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.protocol import HostKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.values import DeviceValue, as_scalar, is_plain, stays_on_host
@@ -146,7 +146,8 @@ class CudaRegionLauncher:
         stream = device.compute_streams[info.stream]
         if info.captures:
             device.make_capturable()
-            function = captured(device.cupy, stream, device.pool, function, info.name, is_generator=is_generator)
+            region = CapturedRegion(device.cupy, stream, device.pool, function, info.name, is_generator)
+            function = region.steps if is_generator else region
         self._function = self._stepped(function) if is_generator else self._called(function)
         self._info = info
         self._values = Values(device, stream)

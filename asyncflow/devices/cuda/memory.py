@@ -170,17 +170,11 @@ class CudaPool:
 
         Raises:
             DeviceMemoryExhausted: the card has less.
-            RuntimeError: the compute stream is not active, to which the slab is to belong.
+
+        Ordering: the slab belongs to the stream that is active.
         """
         if self.limit is None:
             return 0
-        stream = active.stream
-        if stream is None or stream.pool is not self:
-            other = "none is" if stream is None else f"{stream.name} is, which allocates elsewhere"
-            raise RuntimeError(
-                f"the memory of {self.name} is primed for the stream that is active, and {other}; call prime() inside "
-                "a block of its compute stream"
-            )
         # What the pool holds already is part of the limit. The slab is not counted: it goes back into the pool at once.
         room: int = (self.limit - self._pool.total_bytes()) // ALLOCATION_BYTES * ALLOCATION_BYTES
         if room > 0:
@@ -198,10 +192,6 @@ class CudaPool:
         with self._cupy.cuda.Device(self.physical):
             self._pool.free_all_blocks()
 
-    def private(self, label: str) -> PrivatePool:
-        """A pool inside this one, for what ``label`` names: a captured CUDA graph."""
-        return PrivatePool(self._cupy, self, label)
-
     def _exhausted(self, nbytes: int, label: str) -> MemoryLimitExceeded:
         limit = self.limit
         if limit is None:
@@ -216,46 +206,29 @@ class PrivatePool:
     the device's pool, which count, under one name, from when they are first needed until the private pool and all its
     arrays are gone. So it keeps within the device's limit, and where that pool is primed CUDA is not asked either.
 
-    Whoever holds the graph holds the pool. Capture with it as the pool of the stream, then `seal` it.
+    Whoever holds the graph holds the pool, which is the stream's while it is captured, and then nobody's.
     """
 
-    __slots__ = ("_cupy", "_pool", "_sealed", "label", "parent")
+    __slots__ = ("_cupy", "_physical", "_pool")
 
     def __init__(self, cupy: Cupy, parent: CudaPool, label: str) -> None:
         self._cupy = cupy
         self._pool = cupy.cuda.MemoryPool(partial(parent.malloc, label=label))
-        self._sealed = False
-        self.label = label
-        self.parent = parent
-
-    @property
-    def account(self) -> ChargedAccount:
-        """The device's."""
-        return self.parent.account
+        self._physical = parent.physical
 
     def malloc(self, nbytes: int) -> Raw:
         """A CuPy ``MemoryPointer`` to ``nbytes`` of device memory.
 
         Raises:
             MemoryLimitExceeded: as of `CudaPool.malloc`.
-            RuntimeError: the pool is sealed.
         """
-        if self._sealed:
-            raise RuntimeError(
-                f"the memory of the CUDA graph {self.label!r} is its own, and cannot be allocated from once it is "
-                "captured; allocate from the device's pool"
-            )
         pointer = self._pool.malloc(nbytes)
         if not nbytes:
             return pointer
         # The pool goes with its last array, not before: see `Lease`. It is the blocks that are counted.
         memory = self._cupy.cuda.memory
-        owned = memory.UnownedMemory(pointer.ptr, pointer.mem.size, (pointer, self._pool), self.parent.physical)
+        owned = memory.UnownedMemory(pointer.ptr, pointer.mem.size, (pointer, self._pool), self._physical)
         return memory.MemoryPointer(owned, 0)
-
-    def seal(self) -> None:
-        """Allocate no more: the graph is captured, and works in what was freed meanwhile. Idempotent."""
-        self._sealed = True
 
 
 class Dispatch:

@@ -61,9 +61,18 @@ _OF_CHOICES = ("tril", "triu", "where")
 
 
 class CudaNamespace(ModuleType):
-    """CuPy's names, but for those in its own dictionary."""
+    """The namespace that kernels of CUDA devices get as `xp`: CuPy's names, but for those in its own dictionary.
 
-    def __init__(self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None, holder: CudaHolder | None) -> None:
+    Args:
+        cupy: the module.
+        upload: copies a NumPy array into the device's memory, in the order of the stream that is the current one;
+            None takes CuPy's own way, which may block while it makes its first buffers.
+        holder: what keeps values of variables in the device's memory; None for a namespace without variables.
+    """
+
+    def __init__(
+        self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None = None, holder: CudaHolder | None = None
+    ) -> None:
         super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
         self._cupy = cupy
         self.holder = holder
@@ -179,17 +188,3 @@ def _are_alike(arrays: Sequence[CupyArray]) -> bool:
     first = arrays[0]
     kind = first.dtype, first.shape
     return all(array.flags.c_contiguous and (array.dtype, array.shape) == kind for array in arrays)
-
-
-def cuda_namespace(
-    cupy: Cupy, upload: Callable[[Array], CupyArray] | None = None, holder: CudaHolder | None = None
-) -> CudaNamespace:
-    """The namespace that kernels of CUDA devices get as `xp`.
-
-    Args:
-        cupy: the module.
-        upload: copies a NumPy array into the device's memory, in the order of the stream that is the current one;
-            None takes CuPy's own way, which may block while it makes its first buffers.
-        holder: what keeps values of variables in the device's memory; None for a namespace without variables.
-    """
-    return CudaNamespace(cupy, upload, holder)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.logical import LaunchingDevice
-from asyncflow.devices.protocol import Capabilities, Deliver, Mark
+from asyncflow.devices.protocol import Capabilities, Deliver, LaunchingDevice, Mark
 from asyncflow.errors import DeviceLostError
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY
 

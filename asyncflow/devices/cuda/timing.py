@@ -23,7 +23,11 @@ _OLD_NS = 5_000_000_000
 
 
 class Clock:
-    """The host's time of events on one device."""
+    """The host's time of events on one device.
+
+    Attributes:
+        anchor: an event and its host time in nanoseconds.
+    """
 
     def __init__(self, cupy: Cupy, stream: CudaStream) -> None:
         """Blocks until the device has answered a few times."""
@@ -34,19 +38,14 @@ class Clock:
     @property
     def is_old(self) -> bool:
         """Whether it is time for `refresh`."""
-        return perf_counter_ns() - self._anchor[1] > _OLD_NS
-
-    @property
-    def anchor(self) -> tuple[Raw, int]:
-        """An event and its host time in nanoseconds."""
-        return self._anchor
+        return perf_counter_ns() - self.anchor[1] > _OLD_NS
 
     def refresh(self) -> None:
         """Take a new anchor; blocks, so call it on a thread that may wait."""
         best = None
         for _ in range(_TRIES):
             with self._stream:
-                event = self._cupy.cuda.Event(block=False, disable_timing=False)
+                event = self.new_event()
                 asked_ns = perf_counter_ns()
                 event.record(self._stream.raw)
                 event.synchronize()
@@ -54,7 +53,7 @@ class Clock:
             if best is None or known_ns - asked_ns < best[0]:
                 best = known_ns - asked_ns, (event, known_ns)
         assert best is not None
-        self._anchor = best[1]
+        self.anchor = best[1]
 
     def new_event(self) -> Raw:
         """An event of the card that is current, from which times are counted."""

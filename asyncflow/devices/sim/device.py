@@ -170,8 +170,7 @@ class SimDevice(Timeline):
         Scalars of launched kernels are device values too. Arrays that the kernel returns are the device's to overwrite
         once they are freed, unless ``info.keeps_arrays``.
         """
-        launcher = SimLauncher(self, kernel, info)
-        return SimHostLauncher(launcher) if info.is_async else launcher
+        return SimHostLauncher(self, kernel, info) if info.is_async else SimLauncher(self, kernel, info)
 
     def constant(self, value: Placed) -> Placed:
         """A device value that has been there from the start; numbers and what is no array stay host values.
@@ -182,7 +181,7 @@ class SimDevice(Timeline):
         if self.leaves_on_host(value):
             return as_scalar(value)
         origin = self.compute.origin("constant")
-        storage = self.allocate(self.compute, origin, value.nbytes, None)
+        storage = Storage(self, self.compute, origin, value.nbytes, None)
         data = None if self.machine.shapes_only and value.nbytes > SMALL_BYTES else value
         return SimArray(data, value.dtype, value.shape, storage, origin, "constant")
 
@@ -310,14 +309,6 @@ class SimDevice(Timeline):
 
         self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
 
-    def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None) -> Storage:
-        """Memory of the device, from the pool of a compute stream.
-
-        Raises:
-            MemoryLimitExceeded: it does not fit.
-        """
-        return Storage(self, pool, written, nbytes, array)
-
     # -- copies --------------------------------------------------------------------------------------------------
 
     def _host_copy_s(self, nbytes: float) -> float:
@@ -413,7 +404,7 @@ class SimDevice(Timeline):
     def _filled(self, data: Array | None, dtype: DType, shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:
         """New memory on the device that a copy fills."""
         nbytes = math.prod(shape) * dtype.itemsize
-        storage = self.allocate(self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
+        storage = Storage(self, self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
         self.machine.landing[event] = storage
         self.when_over(event, self.machine.landing.pop, event, None)
         if self.machine.shapes_only and nbytes > SMALL_BYTES:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -91,24 +92,6 @@ class SimLauncher:
                 outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
 
-    def call_async(self, args: Sequence[Value], staying: Collection[int]) -> Coroutine[object, object, Placed]:
-        """Copy the inputs to the host, await the user's kernel there, and copy its outputs in, but for some."""
-        return self._call_async(args, staying, self._device.recorded())
-
-    async def _call_async(self, args: Sequence[Value], staying: Collection[int], spans: list[Span] | None) -> Placed:
-        device, info = self._device, self._info
-        values = [await self._fetched(value, spans) for value in args]
-        result = self._kernel(*values)
-        if inspect.isawaitable(result):
-            result = await result
-        device.machine.check()
-        with recording(device, spans):
-            outputs = [
-                output if index in staying else device.copy_in(output, info.name)
-                for index, output in enumerate([result] if info.single else result)
-            ]
-        return outputs[0] if info.single else tuple(outputs)
-
     # -- on the host ---------------------------------------------------------------------------------------------
 
     def _stays_on_host(self, args: Sequence[Value]) -> bool:
@@ -150,14 +133,6 @@ class SimLauncher:
         if self._info.keeps_arrays:
             value.storage.keep(data if isinstance(data, np.ndarray) else None)
         return data
-
-    async def _fetched(self, value: Value, spans: list[Span] | None) -> Placed:
-        if not isinstance(value, DeviceValue):
-            return value
-        future: asyncio.Future[Placed] = self._device.machine.loop.create_future()
-        with recording(self._device, spans):
-            value.to_host(partial(resolve, future))
-        return await future
 
     def _has_data(self, arrays: Sequence[SimArray], specs: _Specs) -> bool:
         """Whether the kernel can be, and should be, run: not on or for what has no data, unless it is one of state."""
@@ -211,10 +186,9 @@ class SimLauncher:
         fresh = sum(map(_nbytes, specs))
         self._device.memory.check(fresh, info.name)
         event = self._launch(arrays, (), flops, fresh, [dtype for dtype, _ in specs])
-        return [
-            SimArray(None, dtype, shape, self._allocate(event, _nbytes((dtype, shape)), None), event, info.name)
-            for dtype, shape in specs
-        ]
+        homes = [Storage(self._device, self._stream, event, _nbytes(spec)) for spec in specs]
+        pairs = zip(specs, homes, strict=True)
+        return [SimArray(None, dtype, shape, home, event, info.name) for (dtype, shape), home in pairs]
 
     def _wrap(
         self,
@@ -304,9 +278,9 @@ class SimLauncher:
 
     def _new_home(self, output: Placed, written: SimEvent, homes: _Homes) -> tuple[Storage, SimEvent]:
         if not isinstance(output, np.ndarray):
-            return self._allocate(written, output.nbytes, None), written
+            return Storage(self._device, self._stream, written, output.nbytes, None), written
         owner = owner_of(output)
-        storage = self._allocate(written, owner.nbytes, None if homes.is_foreign(owner) else owner)
+        storage = Storage(self._device, self._stream, written, owner.nbytes, None if homes.is_foreign(owner) else owner)
         if self._info.keeps_arrays:
             storage.keep(output)
         homes.add(owner, storage, written)
@@ -348,22 +322,41 @@ class SimLauncher:
             device.hold(event, elsewhere)
         return event
 
-    def _allocate(self, written: SimEvent, nbytes: int, array: Array | None) -> Storage:
-        return self._device.allocate(self._stream, written, nbytes, array)
 
-
+@dataclass(slots=True, eq=False, repr=False)
 class SimHostLauncher(HostKernel):
     """A kernel that a simulated device leaves to the host: calling it gives a coroutine."""
 
-    __slots__ = ("_launcher",)
-
-    def __init__(self, launcher: SimLauncher) -> None:
-        self._launcher = launcher
-        self.staying: Collection[int] = ()
+    _device: SimDevice
+    _kernel: Kernel
+    _info: KernelInfo
+    staying: Collection[int] = ()
 
     def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
-        """See `SimLauncher.call_async`."""
-        return self._launcher.call_async(args, self.staying)
+        """Copy the inputs to the host, await the user's kernel there, and copy its outputs in, but for some."""
+        return self._call(args, self._device.recorded())
+
+    async def _call(self, args: Sequence[Value], spans: list[Span] | None) -> Placed:
+        device, info = self._device, self._info
+        values = [await self._fetched(value, spans) for value in args]
+        result = self._kernel(*values)
+        if inspect.isawaitable(result):
+            result = await result
+        device.machine.check()
+        with recording(device, spans):
+            outputs = [
+                output if index in self.staying else device.copy_in(output, info.name)
+                for index, output in enumerate([result] if info.single else result)
+            ]
+        return outputs[0] if info.single else tuple(outputs)
+
+    async def _fetched(self, value: Value, spans: list[Span] | None) -> Placed:
+        if not isinstance(value, DeviceValue):
+            return value
+        future: asyncio.Future[Placed] = self._device.machine.loop.create_future()
+        with recording(self._device, spans):
+            value.to_host(partial(resolve, future))
+        return await future
 
 
 class _Homes:

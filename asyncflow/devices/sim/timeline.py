@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from asyncflow.devices.host import Call
-from asyncflow.devices.logical import LaunchingDevice, LogicalDevice
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
-from asyncflow.devices.protocol import Capabilities, Span
+from asyncflow.devices.protocol import Capabilities, LaunchingDevice, LogicalDevice, Span
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray
 from asyncflow.devices.swapping import memory_sample

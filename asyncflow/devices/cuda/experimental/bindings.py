@@ -6,9 +6,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Raw
@@ -20,34 +18,16 @@ LEAST_VERSION = 13
 """The oldest major version; earlier ones have other results for the calls used here."""
 
 
-class Bindings(Protocol):
-    """The modules `cuda.bindings.driver` and `cuda.bindings.runtime`."""
+Bindings: TypeAlias = "Raw"
+"""Has the modules `cuda.bindings.driver` and `cuda.bindings.runtime`, whose functions give ``(error, *results)``."""
 
-    @property
-    def driver(self) -> Raw:
-        """Its functions give ``(error, *results)``."""
-
-    @property
-    def runtime(self) -> Raw:
-        """Likewise."""
-
-
-_stand_ins: list[Bindings] = []
+stand_ins: list[Bindings] = []
+"""As in `asyncflow.devices.cuda.backend`."""
 
 
 def cuda_bindings() -> Bindings | None:
     """The bindings; None without any, or with some that are too old. The first call imports them."""
-    return _stand_ins[-1] if _stand_ins else _imported()
-
-
-@contextmanager
-def using_bindings(bindings: Bindings) -> Iterator[None]:
-    """Loops captured inside are captured by `bindings`; for tests without a card."""
-    _stand_ins.append(bindings)
-    try:
-        yield
-    finally:
-        _stand_ins.remove(bindings)
+    return stand_ins[-1] if stand_ins else _imported()
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -121,32 +121,24 @@ class Limits:
         return 0, 0, 0, self.most, inside, inside * _PATIENCE, _NO_LIMIT if self.inner is None else self.inner
 
 
-class GatedPlace(Protocol):
-    """A place in a sequence of work that runs depending on a predicate."""
+class GatedPlace(NamedTuple):
+    """A place in a sequence of work that runs depending on a predicate.
 
-    def decide(self, pred: Value) -> None:
-        """Let the value that `pred`, a boolean array with one element, then has decide."""
+    Attributes:
+        decide: lets the value that a boolean array with one element then has decide.
+        bodies: gives one for a loop, two for a branch: what is launched inside, in this order, runs where that was
+            decided.
+    """
 
-    def bodies(self) -> Sequence[AbstractContextManager[None]]:
-        """One for a loop, two for a branch: what is launched inside, in this order, runs where that was decided."""
-
-
-class Nodes(Protocol):
-    """Makes nodes on the current stream."""
-
-    def loop(self) -> GatedPlace:
-        """The loop of a launch."""
-
-    def inner_loop(self) -> GatedPlace:
-        """A loop inside."""
-
-    def branch(self) -> GatedPlace:
-        """A branch inside."""
+    decide: Callable[[Value], object]
+    bodies: Callable[[], Sequence[AbstractContextManager[None]]]
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Rehearsal:
     """Runs each body once, whatever was decided, so that everything is compiled, and all that is unfit shows up.
+
+    It makes no nodes; `ConditionalNodes` does, on the current stream.
 
     Attributes:
         depth: how many nodes were inside one another.
@@ -156,16 +148,14 @@ class Rehearsal:
     _depth: int = 0
 
     def loop(self) -> GatedPlace:
-        """See `Nodes`."""
-        return _RehearsedNode(self, 1)
+        """The loop of a launch."""
+        return GatedPlace(lambda pred: None, lambda: [self.body()])
 
-    def inner_loop(self) -> GatedPlace:
-        """See `Nodes`."""
-        return _RehearsedNode(self, 1)
+    inner_loop = loop
 
     def branch(self) -> GatedPlace:
-        """See `Nodes`."""
-        return _RehearsedNode(self, 2)
+        """A branch inside."""
+        return GatedPlace(lambda pred: None, lambda: [self.body(), self.body()])
 
     @contextmanager
     def body(self) -> Iterator[None]:
@@ -176,18 +166,6 @@ class Rehearsal:
             yield
         finally:
             self._depth -= 1
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _RehearsedNode:
-    rehearsal: Rehearsal
-    size: int
-
-    def decide(self, pred: Value) -> None:
-        pass
-
-    def bodies(self) -> Sequence[AbstractContextManager[None]]:
-        return [self.rehearsal.body() for _ in range(self.size)]
 
 
 class ConditionalNodes:
@@ -213,16 +191,16 @@ class ConditionalNodes:
         self._state = state
 
     def loop(self) -> GatedPlace:
-        """See `Nodes`."""
+        """The loop of a launch."""
         return self._node("WHILE", 1, "set_loop", self._state)
 
     def inner_loop(self) -> GatedPlace:
-        """See `Nodes`."""
+        """A loop inside."""
         count = self._cupy.zeros((), np.int64)  # captured as well: 0 again each time that the loop starts
         return self._node("WHILE", 1, "set_inner_loop", self._state, count)
 
     def branch(self) -> GatedPlace:
-        """See `Nodes`."""
+        """A branch inside."""
         return self._node("IF", 2, "set_branch")
 
     def _node(self, kind: str, size: int, kernel: str, *arguments: Value) -> GatedPlace:
@@ -235,9 +213,9 @@ class ConditionalNodes:
         def decide(pred: Value) -> None:
             self._kernels[kernel]((1,), (1,), (np.uint64(int(handle)), pred, *arguments))
 
-        return _ConditionalNode(self, params, decide)
+        return GatedPlace(decide, lambda: self._add(params))
 
-    def add(self, params: Raw) -> Sequence[AbstractContextManager[None]]:
+    def _add(self, params: Raw) -> Sequence[AbstractContextManager[None]]:
         """Add the node behind what is captured already, and before all that follows; its bodies are empty."""
         driver, runtime = self._bindings.driver, self._bindings.runtime
         graph, dependencies = self._captured()
@@ -266,16 +244,6 @@ class ConditionalNodes:
             # Not `end_capture`, which would make a graph of its own of the body; the node owns it.
             ended = runtime.cudaStreamEndCapture(side.ptr)
         ok(ended)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _ConditionalNode:
-    nodes: ConditionalNodes
-    params: Raw
-    decide: Callable[[Value], None]
-
-    def bodies(self) -> Sequence[AbstractContextManager[None]]:
-        return self.nodes.add(self.params)
 
 
 def node_params(driver: Raw, kind: str, size: int, handle: Raw, context: Raw) -> Raw:

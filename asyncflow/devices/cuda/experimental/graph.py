@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
+from asyncflow.devices.cuda.memory import PrivatePool
 from asyncflow.devices.values import is_plain
 from asyncflow.streams.cuda.stream import CudaStream, CupyPool, capturing
 
@@ -79,16 +80,16 @@ def _abandon(raw: Raw) -> None:
 
 
 class PrivateMemory:
-    """Inside, allocations of a stream come from a private pool, which is sealed at the end.
+    """Inside, allocations of a stream come from a private pool.
 
     Other threads allocate for that stream only while they hold `capturing`, and so do not get memory of the graph.
     """
 
     __slots__ = ("_before", "_pool", "_stream")
 
-    def __init__(self, stream: CudaStream, pool: CudaPool, label: str) -> None:
+    def __init__(self, cupy: Cupy, stream: CudaStream, pool: CudaPool, label: str) -> None:
         self._stream = stream
-        self._pool = pool.private(label)
+        self._pool = PrivatePool(cupy, pool, label)
         self._before: CupyPool | None = None
 
     def malloc(self, nbytes: int) -> Raw:
@@ -107,7 +108,6 @@ class PrivateMemory:
     def __exit__(self, *_: object) -> None:
         self._stream.pool = self._before
         capturing.release()
-        self._pool.seal()
 
 
 def empty_as(cupy: Cupy, array: CupyArray) -> CupyArray:
@@ -229,13 +229,5 @@ class CapturedRegion:
 
     def _captured(self, inputs: Sequence[Value]) -> RegionGraph:
         function = driven(self.function) if self.is_generator else self.function
-        with PrivateMemory(self.stream, self.pool, f"CUDA graph of {self.label}"):
+        with PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}"):
             return RegionGraph(self.cupy, self.stream.raw, function, inputs)
-
-
-def captured(
-    cupy: Cupy, stream: CudaStream, pool: CudaPool, function: Kernel, label: str, *, is_generator: bool
-) -> Kernel:
-    """`function` with graphs, to be called as it is: see `CapturedRegion`."""
-    region = CapturedRegion(cupy, stream, pool, function, label, is_generator=is_generator)
-    return region.steps if is_generator else region

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError
-from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, GatedPlace, Limits, Nodes, Rehearsal
+from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, GatedPlace, Limits, Rehearsal
 from asyncflow.devices.cuda.experimental.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
 from asyncflow.devices.decisions import Body, Branch, Condition, Decision, Ended, Loop, advance, decisions
 
@@ -51,10 +51,10 @@ class Iterated(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Interpreter:
-    """Runs functions that decide by arrays on the current stream, with `Nodes` for what they decide."""
+    """Runs functions that decide by arrays on the current stream, with nodes for what they decide."""
 
     cupy: Cupy
-    nodes: Nodes
+    nodes: ConditionalNodes | Rehearsal
 
     def run(self, loop: Loop, buffers: Sequence[CupyArray]) -> None:
         """The loop of a launch, whose variables are in `buffers`."""
@@ -271,7 +271,7 @@ class DeviceLoop:
 
     def _captured(self, bindings: Bindings, variables: Sequence[Value], captures: Sequence[Value]) -> LoopGraph:
         functions = self.condition, self.body
-        with PrivateMemory(self.stream, self.pool, f"CUDA graph of {self.label}"):
+        with PrivateMemory(self.cupy, self.stream, self.pool, f"CUDA graph of {self.label}"):
             return LoopGraph(self.cupy, self.stream.raw, bindings, functions, variables, captures)
 
 

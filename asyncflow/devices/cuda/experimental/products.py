@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -51,23 +50,14 @@ _TYPES: Final = {
     "complex128": _Type(5, 70, (ctypes.c_double * 2)(1, 0), (ctypes.c_double * 2)(0, 0)),
 }
 
-_stand_ins: list[Raw] = []
-
-
-@contextmanager
-def using_cublas(library: Raw) -> Iterator[None]:
-    """Devices opened inside take `library` for cuBLAS; for tests without a card."""
-    _stand_ins.append(library)
-    try:
-        yield
-    finally:
-        _stand_ins.remove(library)
+stand_ins: list[Raw] = []
+"""Libraries; as in `asyncflow.devices.cuda.backend`."""
 
 
 def cublas(cupy: Cupy) -> Raw | None:
     """The library that CuPy uses; None if it is not found."""
-    if _stand_ins:
-        return _stand_ins[-1]
+    if stand_ins:
+        return stand_ins[-1]
     try:
         cupy.cuda.device.get_cublas_handle()  # which loads it
         return ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
