@@ -48,6 +48,8 @@ class Saver(Resource):
         TypeError, ValueError: an argument is of another type, or out of its range.
     """
 
+    noun = "saver"
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -56,8 +58,7 @@ class Saver(Resource):
         every_s: float | None = None,
         keep: int | None = None,
     ) -> None:
-        super().__init__("", None)
-        self.name = f"saver_{self.serial}"
+        super().__init__(None, None)
         self.path = as_path(path)
         self.every_steps = None if every_steps is None else _whole(every_steps, "every_steps", 1)
         self.every_s = None if every_s is None else _seconds(every_s, "every_s")

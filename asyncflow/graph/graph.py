@@ -13,7 +13,7 @@ from asyncflow.errors import GraphError, SourceLocation, user_location
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.frames import FramePath
-from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor
+from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor, is_name
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.spec import Spec
@@ -309,11 +309,6 @@ class Graph(NotPickled):
     def resources(self) -> tuple[Resource, ...]:
         """The variables and other resources that its nodes touch, in the order in which they come."""
         return tuple(dict.fromkeys(each for node in self.walk() for each in resources_of(node)))
-
-
-def is_name(name: object) -> bool:
-    """Whether nodes and scopes may be called so."""
-    return isinstance(name, str) and name != "" and ":" not in name
 
 
 class Subgraph(Graph):

@@ -30,6 +30,11 @@ PICKLE_GRAPHS = (
 """Advice in place of pickling a graph or something in it."""
 
 
+def is_name(name: object) -> bool:
+    """Whether nodes, scopes and resources may be called so."""
+    return isinstance(name, str) and name != "" and ":" not in name
+
+
 _node_of = attrgetter("node")
 
 

@@ -12,8 +12,8 @@ from asyncflow.errors import GraphError, SourceLocation, told
 from asyncflow.graph.array_text import read_array
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import as_dtype, string
-from asyncflow.graph.graph import Graph, Subgraph, is_name
-from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor, is_name
 from asyncflow.graph.op import Op, find_op
 from asyncflow.graph.resource import Resource, revived
 from asyncflow.graph.shapes import Shape

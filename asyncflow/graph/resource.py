@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from asyncflow.errors import GraphError, told
-from asyncflow.graph.ir import Attrs, Node
+from asyncflow.graph.ir import Attrs, Node, is_name
 
 _serial = itertools.count()
 _kinds: dict[str, Callable[[Attrs], Resource]] = {}
@@ -19,9 +19,15 @@ class Resource:
     A resource belongs to no graph: any graph may use it. Its state lives in the session, or, when `container` is
     given, in the container of that name, which all sessions of the process share. A copy is the resource itself.
 
-    Attributes:
-        name: for messages.
+    Args:
+        name: for messages, and the key inside a container; None generates one.
         container: None for a state of each session's own.
+
+    Raises:
+        GraphError: `name` is no name, or is missing where it is needed.
+
+    Attributes:
+        noun: one of its kind, in a sentence.
         serial: what tells it from others.
         allows_races: whether its reads and writes are meant to have no order.
         waits: its nodes wait in line for those of other runs (`asyncflow.state.waiting.lines`), and its state is on the
@@ -29,19 +35,30 @@ class Resource:
         nodes: methods that make nodes, by those that do the same outside of graphs, for errors.
     """
 
+    noun: ClassVar[str] = "resource"
     waits: ClassVar[bool] = False
     nodes: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, name: str, container: str | None) -> None:
-        self.name = name
-        self.container = container
+    def __init__(self, name: str | None, container: str | None) -> None:
+        kind = type(self).__name__
+        if name is not None and not is_name(name):
+            raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
+        if container is not None and name is None:
+            raise GraphError(f"a {self.noun} in container {container!r} needs a name, by which sessions find it there")
         self.serial = next(_serial)
+        self.name = name or f"{self.noun}_{self.serial}"
+        self.container = container
         self.allows_races = False
 
     @property
     def effect_key(self) -> Hashable:
-        """The key that tells states apart: two resources may share one."""
-        return self
+        """The key that tells states apart: those in a container may share one."""
+        return (self.noun, self.serial) if self.container is None else ("container", self.container, self.name)
+
+    @property
+    def signature(self) -> str:
+        """What it is: equal for resources that may share a state in a container."""
+        return f"a {type(self).__name__}"
 
     def create_state(self) -> Any:
         """The initial state; called once per session (or container)."""

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import SupportsTensor, awaited_node, graph_for, is_symbolic, symbolic
-from asyncflow.graph.graph import is_name
-from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.ir import Node, Tensor, is_name
 
 _DEVICE = re.compile(r"[a-z]+(:(0|[1-9][0-9]*))?")
 _LIKE_A_DEVICE = re.compile(r"(?:.*[/:])?([a-z]+)[ :]*([0-9]+)?")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Hashable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +12,6 @@ from asyncflow.errors import CheckpointError, GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import bool_
-from asyncflow.graph.graph import is_name
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.nest import Structure
 from asyncflow.graph.op import Access, Effects, define, not_differentiable
@@ -60,18 +59,13 @@ class Input(Resource):
     <Tensor lines/next:0 string[?]>
     """
 
+    noun = "input"
+
     def __init__(self, pipeline: Pipeline, name: str) -> None:
-        if not is_name(name):
-            raise GraphError(f"an input's name is a string that is not empty and has no ':' in it; got {name!r}")
         if static_int(pipeline.ahead, "prefetch") < 1:
             raise GraphError(f"at least 1 element is read ahead; got prefetch={pipeline.ahead}")
         super().__init__(name, None)
         self.pipeline = pipeline
-
-    @property
-    def effect_key(self) -> Hashable:
-        """Its elements are taken one after the other, in the order in which nodes were written."""
-        return ("input", self.serial)
 
     @property
     def spec(self) -> Nest:

@@ -25,7 +25,7 @@ from asyncflow.semantics.arguments import fed_arrays, initial_values
 from asyncflow.semantics.program import NeededGraph, Touches, conflict
 from asyncflow.semantics.rules import OutOfBounds, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
-from asyncflow.state.mutex import MeetingPlace, whole_number
+from asyncflow.state.mutex import Barrier, Mutex, whole_number
 from asyncflow.state.queue import QueueSnapshot
 from asyncflow.state.variable import Variable
 from asyncflow.values import Array, Nest
@@ -185,7 +185,7 @@ class _Exploring:
         if key not in self.outcomes:
             contents = [each.elements if isinstance(each, QueueSnapshot) else each for each in state.memory.values()]
             found = zip(map(self.rules.resources.__getitem__, state.memory), contents, strict=True)
-            variables = {each: cast("Array", value) for each, value in found if not isinstance(each, MeetingPlace)}
+            variables = {each: cast("Array", value) for each, value in found if not isinstance(each, Mutex | Barrier)}
             self.outcomes[key] = Outcome(fetched, variables, reason, tuple(self._told(order)))
 
     def _told(self, order: _Order) -> list[str]:

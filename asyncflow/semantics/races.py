@@ -16,7 +16,7 @@ from asyncflow.graph.op import Access
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.semantics.orders import AccessOrder
 from asyncflow.semantics.program import NeededGraph
-from asyncflow.state.mutex import MeetingPlace
+from asyncflow.state.mutex import Barrier, Mutex
 from asyncflow.state.queue_ops import PUTS, TAKES
 from asyncflow.state.queues import Queue
 from asyncflow.values import Nest
@@ -220,7 +220,7 @@ def _sides(resource: Resource) -> tuple[Hashable, ...]:
 def _is_watched(node: Node, key: Hashable) -> bool:
     """Whether races on a resource are told: not where nothing is kept, and of a node's own resource there are none."""
     resource = _resource(node, key)
-    if isinstance(key, Node) or isinstance(resource, MeetingPlace):
+    if isinstance(key, Node) or isinstance(resource, Mutex | Barrier):
         return False
     return resource is None or not resource.allows_races
 

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary, ref
 
 from asyncflow.entered import Entered
 from asyncflow.errors import CheckpointError, GraphError, SessionClosedError
-from asyncflow.graph.graph import is_name
 from asyncflow.graph.resource import Resource
 from asyncflow.state.capture import CheckpointedState, check_capture
 from asyncflow.state.held import Holder
 from asyncflow.state.queue import QueueState
+from asyncflow.state.variable_state import VariableState
 from asyncflow.state.waiting.lines import LinedState, lined_states
 from asyncflow.values import Array
 
@@ -31,7 +31,8 @@ class HasState(Protocol):
 entered_stores: Entered[StateStore] = Entered("asyncflow_stores")
 """Those of the sessions in whose ``async with`` blocks code runs."""
 
-_containers: dict[str, dict[str, Any]] = {}
+_containers: dict[str, dict[str, tuple[str, Any]]] = {}
+"""By their names: what each has under a name, and its state."""
 _lock = Lock()
 
 
@@ -108,7 +109,7 @@ class StateStore:
             Exception: the first error that is no lost device's; values of lost devices stay, and reads say so.
         """
         with _lock:
-            states = list(self._shared)
+            states = [state for state in self._shared if isinstance(state, VariableState)]
         ends = await asyncio.gather(*(state.leave(holders) for state in states), return_exceptions=True)
         for error in ends:
             if isinstance(error, BaseException):
@@ -182,24 +183,6 @@ def find_state(resource: Resource, session: HasState | None) -> object:
     return store.lookup(resource)
 
 
-def check_resource_name(kind: str, noun: str, name: str | None, container: str | None) -> None:
-    """Checks how a resource is called by its user.
-
-    Args:
-        kind: the class that is called.
-        noun: one of its kind, in a sentence.
-        name: None for one that is generated.
-        container: where sessions find it by its name; None for a state of each session's own.
-
-    Raises:
-        GraphError: `name` is no name, or is missing where it is needed.
-    """
-    if name is not None and not is_name(name):
-        raise GraphError(f"{kind}(name={name!r}): a name is a string that is not empty and has no ':' in it")
-    if container is not None and name is None:
-        raise GraphError(f"a {noun} in container {container!r} needs a name, by which sessions find it there")
-
-
 def _forget(store: ref[StateStore], serial: int) -> Callable[[ref[Resource]], None]:
     # Neither end keeps the other alive: module-level variables outlive sessions, and sessions outlive their graphs.
     def forget(_: ref[Resource]) -> None:
@@ -214,9 +197,13 @@ def _shared_state(resource: Resource, container: str) -> Any:
     with _lock:
         states = _containers.setdefault(container, {})
         if resource.name not in states:
-            states[resource.name] = resource.create_state()
-        state = states[resource.name]
-    state.check_resource(resource)
+            states[resource.name] = resource.signature, resource.create_state()
+        signature, state = states[resource.name]
+    if signature != resource.signature:
+        raise GraphError(
+            f"container {container!r} already holds {resource.name!r} as {signature}, and it is asked for as "
+            f"{resource.signature}; use another name, or reset_container({container!r}) first"
+        )
     return state
 
 
@@ -229,7 +216,7 @@ def reset_container(name: str) -> None:
     """
     with _lock:
         states = _containers.pop(name, {})
-    for state in states.values():
+    for _, state in states.values():
         if isinstance(state, QueueState):
             state.leave_container(name)
 

@@ -7,7 +7,7 @@ comes: a run that fails, is cancelled or runs out of time has then left the sect
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import ClassVar
 
@@ -20,8 +20,6 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import Access, KernelContext, define, not_differentiable
 from asyncflow.graph.resource import Resource
-from asyncflow.state.containers import check_resource_name
-from asyncflow.state.held import Holder
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.values import Kernel, Namespace, Value
 
@@ -37,34 +35,11 @@ def whole_number(value: object, what: str, least: int = 1) -> int:
     return int(value)
 
 
-class MeetingPlace(Resource):
-    """Base of what runs wait at without anything being handed over."""
-
-    waits: ClassVar[bool] = True
-
-    def __init__(self, name: str | None, container: str | None) -> None:
-        kind = type(self).__name__
-        check_resource_name(kind, kind, name, container)
-        super().__init__(name or "", container)
-        self.name = name or f"{kind.lower()}_{self.serial}"
-
-    @property
-    def effect_key(self) -> Hashable:
-        """Equal for those that share one state."""
-        kind = type(self).__name__.lower()
-        return (kind, self.serial) if self.container is None else ("container", self.container, self.name)
-
-    @property
-    def signature(self) -> str:
-        """Equal for those that may share one state."""
-        return type(self).__name__
-
-
 _sections: Entered[tuple[Mutex, Iterator[None]]] = Entered("asyncflow_sections")
 """Those that are being built."""
 
 
-class Mutex(MeetingPlace):
+class Mutex(Resource):
     """A lock for sections of graphs: ``with mutex: ...`` around nodes, of which one section is entered at a time.
 
     The section begins before all nodes built inside and ends after them. A run that needs one of them runs all of
@@ -85,6 +60,9 @@ class Mutex(MeetingPlace):
     ...     with lock:
     ...         _ = total.assign(total.read() + 1)
     """
+
+    noun = "mutex"
+    waits: ClassVar[bool] = True
 
     def __init__(self, *, name: str | None = None, container: str | None = None) -> None:
         super().__init__(name, container)
@@ -116,10 +94,10 @@ class Mutex(MeetingPlace):
 
     def create_state(self) -> MutexState:
         """Nobody is in a section."""
-        return MutexState(self.name, self.signature)
+        return MutexState(self.name, "Mutex")
 
 
-class Barrier(MeetingPlace):
+class Barrier(Resource):
     """A place where firings wait for one another: `wait` goes on when `n` have come, and then the next n may.
 
     They are of different runs, or of different nodes of one; iterations of one loop pass one after the other. A firing
@@ -131,13 +109,16 @@ class Barrier(MeetingPlace):
         container: a name shared by sessions; None for a barrier of the session's own.
     """
 
+    noun = "barrier"
+    waits: ClassVar[bool] = True
+
     def __init__(self, n: int, *, name: str | None = None, container: str | None = None) -> None:
         super().__init__(name, container)
         self.n = whole_number(n, "Barrier: n")
 
     @property
     def signature(self) -> str:
-        """See `MeetingPlace.signature`."""
+        """See `Resource.signature`."""
         return f"Barrier({self.n})"
 
     def wait(self) -> Node:
@@ -146,7 +127,7 @@ class Barrier(MeetingPlace):
 
     def create_state(self) -> BarrierState:
         """Nobody waits."""
-        return BarrierState(self.name, self.signature, self.n)
+        return BarrierState(self.name, self.n)
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
@@ -157,13 +138,13 @@ class MeetingState(LinedState):
 
     Args:
         name: for messages.
-        signature: equal for resources that may share it.
+        what: it is the state of, for messages.
     """
 
-    def __init__(self, name: str, signature: str) -> None:
+    def __init__(self, name: str, what: str) -> None:
         super().__init__()
         self.name = name
-        self.signature = signature
+        self.what = what
         self.line: deque[PlaceInLine] = deque()
 
     def places(self) -> list[PlaceInLine]:
@@ -181,25 +162,7 @@ class MeetingState(LinedState):
 
     def describe(self) -> str:
         """See `LinedState.describe`."""
-        return f"{self.signature}, {len(self.line)} wait"
-
-    def check_resource(self, resource: Resource) -> None:
-        """Checks that `resource` may use this state, which was made for another of its name.
-
-        Raises:
-            GraphError: it is another kind of thing.
-        """
-        if getattr(resource, "signature", None) != self.signature:
-            raise GraphError(
-                f"container {resource.container!r} already holds {self.name!r} as {self.signature}, and it is asked "
-                f"for as another thing; use another name, or reset_container({resource.container!r}) first"
-            )
-
-    def read_on_host(self) -> None:
-        """There is nothing to read."""
-
-    async def leave(self, holders: Collection[Holder]) -> None:
-        """Nothing of it is in the memory of a device."""
+        return f"{self.what}, {len(self.line)} wait"
 
 
 class MutexPlace(PlaceInLine):
@@ -262,8 +225,8 @@ class MutexState(MeetingState):
 class BarrierState(MeetingState):
     """Who has come to a barrier; safe to use from all threads."""
 
-    def __init__(self, name: str, signature: str, n: int) -> None:
-        super().__init__(name, signature)
+    def __init__(self, name: str, n: int) -> None:
+        super().__init__(name, f"Barrier({n})")
         self.n = n
 
     def come(self) -> PlaceInLine:

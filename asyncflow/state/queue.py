@@ -20,17 +20,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple, NoReturn, cast
 
 import numpy as np
 
-from asyncflow.errors import CheckpointError, GraphError, QueueClosedError
-from asyncflow.graph.resource import Resource
+from asyncflow.errors import CheckpointError, QueueClosedError
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
-from asyncflow.state.held import Holder
 from asyncflow.state.immutable import LARGE_BYTES
 from asyncflow.state.queue_arrays import as_arrays, as_elements
 from asyncflow.state.queue_places import CopyingPlace, QueuePlace, Stage
@@ -73,7 +71,6 @@ class QueueState(LinedState):
         capacity: how many it holds. A put of several passes it by those, where a take waits for more than there is.
         reserve: how many have to be left by a take while the queue is open.
         specs: of the values of an element.
-        signature: what queues of one name in one container have in common.
     """
 
     kind: ClassVar[str] = "queue"
@@ -85,7 +82,6 @@ class QueueState(LinedState):
         capacity: int,
         reserve: int = 0,
         specs: Sequence[Spec] = (),
-        signature: Hashable = None,
     ) -> None:
         super().__init__()
         self.specs = specs
@@ -93,7 +89,6 @@ class QueueState(LinedState):
         self.elements = order
         self.capacity = capacity
         self.reserve = reserve
-        self.signature = signature
         self.is_closed = False
         self.left_container: str | None = None
         self._putters: deque[QueuePlace] = deque()
@@ -429,26 +424,6 @@ class QueueState(LinedState):
         left = self._held() + self._coming
         some = f"{left} element{'s are' if left != 1 else ' is'} left"
         return QueueClosedError(f"{why}, as queue {self.name!r} is closed; {some}", queue=self.name, left=left)
-
-    def check_resource(self, resource: Resource) -> None:
-        """Checks that `resource` may use this state, which was made for another of its name.
-
-        Raises:
-            GraphError: it is no queue, or another kind of queue.
-        """
-        signature = getattr(resource, "signature", None)
-        if signature != self.signature:
-            raise GraphError(
-                f"container {resource.container!r} already holds {self.name!r} as {self.signature}, and it is asked "
-                f"for as {signature or f'a {type(resource).__name__}'}; use another name, or "
-                f"reset_container({resource.container!r}) first"
-            )
-
-    def read_on_host(self) -> None:
-        """Its elements are on the host."""
-
-    async def leave(self, holders: Collection[Holder]) -> None:
-        """Nothing of it is in the memory of a device."""
 
 
 def _bytes_of(specs: Sequence[Spec]) -> int | None:

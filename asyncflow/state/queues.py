@@ -27,7 +27,7 @@ from asyncflow.graph.op import Op
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import is_compatible, is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.state.containers import HasState, check_resource_name, find_state
+from asyncflow.state.containers import HasState, find_state
 from asyncflow.state.mutex import whole_number
 from asyncflow.state.queue import QueueState
 from asyncflow.state.queue_arrays import Pads, open_axes, stacked
@@ -66,6 +66,7 @@ class Queue(Resource):
         capacity: how many elements it holds.
     """
 
+    noun = "queue"
     waits: ClassVar[bool] = True
     nodes: ClassVar[Mapping[str, str]] = _NODES
 
@@ -78,9 +79,7 @@ class Queue(Resource):
         kind = type(self).__name__
         if type(self) is Queue:
             raise GraphError("Queue is the base of all queues; make an af.FIFOQueue, or another of its kinds")
-        check_resource_name(kind, kind, name, container)
-        super().__init__(name or "", container)
-        self.name = name or f"queue_{self.serial}"
+        super().__init__(name, container)
         self.capacity = whole_number(capacity, f"{kind}: capacity")
         self.element = spec
         leaves, self._structure = nest.flatten(spec)
@@ -91,13 +90,8 @@ class Queue(Resource):
             )
 
     @property
-    def effect_key(self) -> Hashable:
-        """Equal for queues that share their elements."""
-        return ("queue", self.serial) if self.container is None else ("container", self.container, self.name)
-
-    @property
     def signature(self) -> str:
-        """Kind, capacity and spec: equal for queues that share their elements."""
+        """See `Resource.signature`."""
         return f"{type(self).__name__}({self.capacity}, {self.element})"
 
     # -- nodes ---------------------------------------------------------------------------------------------------
@@ -336,7 +330,7 @@ class Queue(Resource):
 
     def create_state(self) -> QueueState:
         """An empty queue."""
-        return QueueState(self.name, self._order(), self.capacity, self._reserve, self._specs, self.signature)
+        return QueueState(self.name, self._order(), self.capacity, self._reserve, self._specs)
 
     _reserve = 0
 

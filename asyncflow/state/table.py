@@ -6,7 +6,7 @@ Every op is atomic against every other on the table, in this run and in all othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,6 @@ from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import moving, moving_in
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.random import drawing, seed_of_name
-from asyncflow.state.containers import check_resource_name
 from asyncflow.state.table_state import TableState
 from asyncflow.values import Kernel, Namespace, Nest
 
@@ -63,10 +62,10 @@ class Table(Resource):
     {'state': <Tensor seen/sample:0 float32[32,4]>, 'reward': <Tensor seen/sample:1 float32[32]>}
     """
 
+    noun = "table"
+
     def __init__(self, rows: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
-        check_resource_name("Table", "table", name, container)
-        super().__init__(name or "", container)
-        self.name = name or f"table_{self.serial}"
+        super().__init__(name, container)
         self.rows = static_int(rows, "rows")
         if self.rows < 1:
             raise GraphError(f"a table has room for 1 row or more; got rows={rows}")
@@ -76,9 +75,10 @@ class Table(Resource):
             raise GraphError("a row of a table has something in it; got a spec without leaves")
 
     @property
-    def effect_key(self) -> Hashable:
-        """Equal for tables that share their rows, whose reads and writes are ordered among themselves."""
-        return ("table", self.serial) if self.container is None else ("container", self.container, self.name)
+    def signature(self) -> str:
+        """See `Resource.signature`."""
+        columns = [f"row{path} {spec}" for path, spec in zip(self.structure.paths(), self.row_specs, strict=True)]
+        return f"a table of {self.rows} rows of {', '.join(columns)}"
 
     def create_state(self) -> TableState:
         """A state with no row written."""

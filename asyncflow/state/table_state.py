@@ -10,19 +10,17 @@ for a page at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import ClassVar, cast
 from weakref import ref
 
 import numpy as np
 
-from asyncflow.errors import AsyncflowError, CheckpointError, GraphError, ShapeError
+from asyncflow.errors import AsyncflowError, CheckpointError, ShapeError
 from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
-from asyncflow.state.held import Holder
 from asyncflow.values import Array
 
 PAGE_BYTES = 1 << 16
@@ -207,37 +205,6 @@ class TableState:
             self.size, self.end = int(given["size"]), int(given["end"])
             for name, column in zip(self.names, self._columns, strict=True):
                 column[...] = given[name]
-
-    # -- between sessions ----------------------------------------------------------------------------------------
-
-    def read_on_host(self) -> Callable[[], object] | None:
-        """None: rows are with the host already."""
-        return None
-
-    async def leave(self, holders: Collection[Holder]) -> None:
-        """Nothing: no device holds rows."""
-
-    def check_resource(self, resource: Resource) -> None:
-        """Checks that `resource` may use this state, which was made for another of its name.
-
-        Raises:
-            GraphError: it is no table, or one of other rows.
-        """
-        make = getattr(resource, "create_state", None)
-        other = make() if make is not None else None
-        if not isinstance(other, TableState) or other._kind() != self._kind():
-            seen = other._kind() if isinstance(other, TableState) else f"a {type(resource).__name__}"
-            raise GraphError(
-                f"container {resource.container!r} already holds {self.name!r} as {self._kind()}, and it is asked for "
-                f"as {seen}; use another name, or reset_container({resource.container!r}) first"
-            )
-
-    def _kind(self) -> str:
-        columns = [
-            f"{n} {dtype_name(c.dtype)}{format_shape(c.shape[1:])}"
-            for n, c in zip(self.names, self._columns, strict=True)
-        ]
-        return f"a table of {self.rows} rows of {', '.join(columns)}"
 
 
 class TableCapture:

@@ -6,7 +6,7 @@ the value is, says `asyncflow.state.variable_state`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -33,7 +33,6 @@ from asyncflow.graph.resource import Resource, revives
 from asyncflow.graph.shapes import ShapeLike, as_shape, broadcast, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
-from asyncflow.state.containers import check_resource_name
 from asyncflow.state.immutable import sealed
 from asyncflow.state.pure import check_pure, compile_pure, needs_host, stays_on_host
 from asyncflow.state.variable_state import VariableState
@@ -71,6 +70,8 @@ class Variable(Resource, Operators):
     <Tensor count/assign_add:0 int64[]> int64
     """
 
+    noun = "variable"
+
     def __init__(
         self,
         value: TensorLike | Spec,
@@ -80,15 +81,13 @@ class Variable(Resource, Operators):
         dtype: DTypeLike | None = None,
         shape: ShapeLike = None,
     ) -> None:
-        check_resource_name("Variable", "variable", name, container)
-        super().__init__(name or "", container)
-        self.name = name or f"variable_{self.serial}"
+        super().__init__(name, container)
         self.spec, self.initial = _declared(value, dtype, shape)
 
     @property
-    def effect_key(self) -> Hashable:
-        """Equal for variables that share one value, whose reads and writes are ordered among themselves."""
-        return ("variable", self.serial) if self.container is None else ("container", self.container, self.name)
+    def signature(self) -> str:
+        """See `Resource.signature`."""
+        return f"a variable {self.spec}"
 
     # -- symbolic use --------------------------------------------------------------------------------------------
 

@@ -24,9 +24,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from asyncflow.errors import AsyncflowError, CheckpointError, DeviceLostError, DTypeError, GraphError, ShapeError
+from asyncflow.errors import AsyncflowError, CheckpointError, DeviceLostError, DTypeError, ShapeError
 from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.state.held import HeldValue, Holder, as_host_value, holder_of
@@ -242,20 +241,6 @@ class VariableState:
             if self.value is value:
                 self.value = host
                 self._copies = None
-
-    def check_resource(self, resource: Resource) -> None:
-        """Checks that `resource` may use this state, which was made for another of its name.
-
-        Raises:
-            GraphError: it is no variable, or one of other dtype or shape.
-        """
-        spec: Spec | None = getattr(resource, "spec", None)  # of variables alone
-        if spec != self.spec:
-            seen = f"a {type(resource).__name__}" if spec is None else f"a variable {spec}"
-            raise GraphError(
-                f"container {resource.container!r} already holds {self.name!r} as a variable {self.spec}, and it is "
-                f"asked for as {seen}; use another name, or reset_container({resource.container!r}) first"
-            )
 
     def _check(self, x: Array) -> None:
         dtype = getattr(x, "dtype", None)

@@ -21,7 +21,7 @@ import asyncflow as af
 from asyncflow.compiler.program.kernels import bind_kernel
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.region_code import RegionCode
-from asyncflow.graph.graph import is_name
+from asyncflow.graph.ir import is_name
 from asyncflow.graph.op import KernelContext
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.text import print_graph

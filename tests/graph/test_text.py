@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import apply, constant, group, identity, placeholder
-from asyncflow.graph.graph import Graph, Subgraph, is_name
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import is_name
 from asyncflow.graph.op import Op
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.resource import Resource

@@ -140,7 +140,7 @@ async def test_a_mutex_in_a_container(open_session: OpenSession, graph: af.Graph
     async with open_session() as one, open_session() as two:
         await asyncio.gather(*((one, two)[k % 2].run(y, {x: k}) for k in range(10)))
     assert (inside.most, inside.count) == (1, 10)
-    with pytest.raises(af.GraphError, match="already holds 'lock' as Mutex"):
+    with pytest.raises(af.GraphError, match="already holds 'lock' as a Mutex"):
         async with open_session() as session:
             await session.run(af.FIFOQueue(1, INT, name="lock", container="test").size())
     af.reset_container("test")

@@ -175,7 +175,11 @@ async def test_conformance_79_sessions_share_a_container_until_it_is_reset() -> 
             await one.run(add)
             assert await two.run(size) == 1
         variable = af.Variable(1, name="t", container="of tables")
-        for other, seen in [(shared(4), "of 4 rows"), (shared(dtype="int8"), "row int8"), (variable, "as a Variable")]:
+        for other, seen in [
+            (shared(4), "of 4 rows"),
+            (shared(dtype="int8"), "row int8"),
+            (variable, "as a variable int64"),
+        ]:
             with pytest.raises(af.GraphError, match=seen):
                 StateStore().lookup(other)
         reset_container("of tables")

@@ -57,7 +57,8 @@ def survey(
                 written.add(resource.effect_key)
             if resource.container is not None and node.device not in asynchronous:
                 state = resolve(resource)
-                shared[id(state)] = state
+                if isinstance(state, VariableState):
+                    shared[id(state)] = state
     if homes is not None:
         homes.update((key, device) for key, device in states.items() if device is not None)
     return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written))
