@@ -58,28 +58,10 @@ def scan(
     ...     af.scan(lambda total, x: total + x, af.ones((5, 3)))
     <Tensor tensor_array_stack:0 float64[5,3]>
     """
-    with graph_for(*nest.flatten((elems, initializer))[0]):
-        rows = RowOrder("scan", elems, reverse=reverse)
-        state, first = rows.start(initializer)
-        fn = state.function(fn, rows)
-        arrays = [TensorArray(x.dtype, rows.count, element_shape=x.shape) for x in state.initial]
-        if first:
-            place = rows.place(constant(0))
-            arrays = [array.write(place, x) for array, x in zip(arrays, state.initial, strict=True)]
-
-        def step(count: Tensor, values: list[Tensor], written: list[TensorArray]) -> tuple[Nest, ...]:
-            place = rows.place(count)
-            after = state.after(fn, values, rows.read(place))
-            return add(count, 1), after, [array.write(place, x) for array, x in zip(written, after, strict=True)]
-
-        arrays = while_loop(
-            lambda count, values, written: less(count, rows.count),
-            step,
-            (as_tensor(first, int64), state.initial, arrays),
-            parallel_iterations=parallel_iterations,
-            name="scan" if name is None else name,
-        )[2]
-        return state.structure.unflatten([rows.stacked(array) for array in arrays])
+    state, _, arrays = _over_rows(
+        "scan", fn, elems, initializer, parallel_iterations, name, reverse=reverse, stacks=True
+    )
+    return state.structure.unflatten(arrays)
 
 
 def foldl(
@@ -97,7 +79,8 @@ def foldl(
     ...     af.foldl(lambda total, x: total + x, af.ones((5, 3)))
     <Tensor foldl:1 float64[3]>
     """
-    return _fold("foldl", fn, elems, initializer, parallel_iterations, name)
+    state, values, _ = _over_rows("foldl", fn, elems, initializer, parallel_iterations, name, reverse=False)
+    return state.structure.unflatten(values)
 
 
 def foldr(
@@ -115,29 +98,44 @@ def foldr(
     ...     af.foldr(lambda total, x: total + x, af.ones((5, 3)))
     <Tensor foldr:1 float64[3]>
     """
-    return _fold("foldr", fn, elems, initializer, parallel_iterations, name)
+    state, values, _ = _over_rows("foldr", fn, elems, initializer, parallel_iterations, name, reverse=True)
+    return state.structure.unflatten(values)
 
 
-def _fold(
+def _over_rows(
     what: str,
     fn: Callable[[Nest, Nest], Nest],
     elems: Nest,
     initializer: Nest,
     parallel_iterations: int,
     name: str | None,
-) -> Nest:
+    *,
+    reverse: bool,
+    stacks: bool = False,
+) -> tuple[_State, list[Tensor], list[Tensor]]:
+    """The kind of state, the last one, and, if it `stacks`, those after each row."""
     with graph_for(*nest.flatten((elems, initializer))[0]):
-        rows = RowOrder(what, elems, reverse=what == "foldr")
+        rows = RowOrder(what, elems, reverse=reverse)
         state, first = rows.start(initializer)
         fn = state.function(fn, rows)
-        _, values = while_loop(
-            lambda count, values: less(count, rows.count),
-            lambda count, values: (add(count, 1), state.after(fn, values, rows.read(rows.place(count)))),
-            (as_tensor(first, int64), state.initial),
+        arrays = [TensorArray(x.dtype, rows.count, element_shape=x.shape) for x in state.initial] if stacks else []
+        if first and stacks:
+            place = rows.place(constant(0))
+            arrays = [array.write(place, x) for array, x in zip(arrays, state.initial, strict=True)]
+
+        def step(count: Tensor, values: list[Tensor], written: list[TensorArray]) -> tuple[Nest, ...]:
+            place = rows.place(count)
+            after = state.after(fn, values, rows.read(place))
+            return add(count, 1), after, [array.write(place, x) for array, x in zip(written, after, strict=False)]
+
+        _, values, arrays = while_loop(
+            lambda count, values, written: less(count, rows.count),
+            step,
+            (as_tensor(first, int64), state.initial, arrays),
             parallel_iterations=parallel_iterations,
             name=what if name is None else name,
         )
-        return state.structure.unflatten(values)
+        return state, values, [rows.stacked(array) for array in arrays]
 
 
 class RowOrder:
