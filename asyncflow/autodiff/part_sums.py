@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -31,7 +30,6 @@ from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_o
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.keys import (
     ELLIPSIS,
-    ROW_RANGE,
     Key,
     compile_key,
     device_index,
@@ -53,13 +51,12 @@ _FEW = 4
 class _PartPlace:
     """The place that parts of one key go to, for one node."""
 
-    __slots__ = ("_add", "_is_rows", "_xp", "is_range")
+    __slots__ = ("_add", "_is_rows", "_xp")
 
     def __init__(self, xp: Namespace, key: Key) -> None:
         self._xp = xp
         self._add = scatter.part_kernel(xp, key, is_first=False)
         self._is_rows = scatter.names_rows(key)
-        self.is_range = key == ROW_RANGE
 
     def add(self, result: Array, parts: Sequence[_Part]) -> None:
         """Adds parts of this place to an array."""
@@ -98,10 +95,6 @@ class _PartedValue:
         (place, values, _), *rest = parts
         if place is None and not rest:
             return values
-        if all(place is not None and place.is_range for place, _, _ in parts):
-            result = self._joined(parts)
-            if result is not None:
-                return result
         result = self.xp.array(values) if place is None else self.xp.zeros(self.extents, self.dtype)
         alike: dict[_PartPlace | None, list[_Part]] = {}
         for part in rest if place is None else parts:
@@ -112,18 +105,6 @@ class _PartedValue:
                     result += whole
             else:
                 place.add(result, group)
-        return result
-
-    def _joined(self, parts: Sequence[_Part]) -> Array | None:
-        """Ranges of rows, each written once and not added to zeros, and zeros between them; None if some meet."""
-        ranges = sorted([(int(start), int(stop), values) for _, values, (start, stop) in parts], key=itemgetter(0, 1))
-        result, end = self.xp.empty(self.extents, self.dtype), 0
-        for start, stop, values in [*ranges, (self.extents[0], self.extents[0], 0)]:
-            if not end <= start <= stop <= self.extents[0]:
-                return None
-            result[end:start] = 0
-            result[start:stop] = values
-            end = stop
         return result
 
 

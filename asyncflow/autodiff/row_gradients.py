@@ -38,118 +38,6 @@ _Added: TypeAlias = "tuple[int, slice | Array, Array]"
 """Of how many rows of a store is known; which of them; and what is added to these. Rows behind are not touched."""
 
 
-class _RowSum:
-    """Rows that are added to in place.
-
-    On the host a row is made when something comes for it first, which then is not added to zeros but put there: in a
-    tree that holds for every row, and the sum of a loop over its levels writes each row once.
-
-    Attributes:
-        array: the rows; see `zeroed`.
-    """
-
-    __slots__ = ("_kind", "_low", "_untouched", "_xp", "array")
-
-    def __init__(self, xp: Namespace, kind: RowKind, rows: int) -> None:
-        self._xp, self._kind = xp, kind
-        self.array: Array = (xp.empty if xp is np else xp.zeros)((rows, *kind.row_shape), kind.dtype)
-        self._low = rows if xp is np else 0  # nothing has come for rows below
-        self._untouched: Array | None = None  # those above for which nothing has come either, if there are any
-
-    def with_room(self, rows: int) -> _RowSum:
-        """The same sum, in at least so many rows, which are more."""
-        known = len(self.array)
-        grown = _RowSum(self._xp, self._kind, max(rows, 2 * known))
-        grown.array[:known] = self.zeroed(0, known)
-        grown._reach(known)
-        grown._low = 0
-        return grown
-
-    def zeroed(self, start: int, stop: int) -> Array:
-        """The rows of a range, once those for which nothing has come are 0."""
-        if start < self._low:
-            self._reach(start)
-        found = self.array[start:stop]
-        if self._untouched is not None:
-            untouched = self._untouched[start:stop]
-            if np.count_nonzero(untouched):  # a tenth of the time of `any`
-                found[untouched] = 0
-                untouched[:] = False
-        return found
-
-    def taken(self, size: int, indices: Array) -> Array:
-        """A copy of the rows at indices of the first `size`."""
-        self._reach(0)
-        if self._untouched is not None:
-            untouched = self._untouched[:size]
-            missing = indices[untouched[indices]]
-            self.array[:size][missing] = 0
-            untouched[missing] = False
-        return self._xp.take(self.array[:size], indices, axis=0)
-
-    def add(self, size: int, where: slice | Array, values: Array) -> None:
-        """Adds in place to rows of the first `size`."""
-        if type(where) is slice:
-            self._add_range(where, values)
-            return
-        self._reach(0)
-        if self._untouched is None:
-            add_at_rows(self._xp, self.array[:size], where, values)
-        else:
-            where = where.reshape(-1)
-            self._add_at(
-                self.array[:size], self._untouched[:size], where, values.reshape(where.size, *self._kind.row_shape)
-            )
-
-    def _reach(self, row: int) -> None:
-        """Takes account of rows from this one on, one by one."""
-        if row < self._low:
-            if self._untouched is None:
-                self._untouched = np.zeros(len(self.array), bool)
-            self._untouched[row : self._low] = True
-            self._low = row
-
-    def _add_range(self, where: slice, values: Array) -> None:
-        start, stop = where.start, where.stop
-        if stop <= self._low and where.step == 1:  # as a loop over levels does, from the roots down
-            if stop < self._low:
-                self._reach(stop)
-            self._low = start
-            self.array[where] = values
-            return
-        if start < self._low:
-            self._reach(start)
-        if self._untouched is not None:
-            own = self._untouched[where]
-            if missing := np.count_nonzero(own):
-                if missing < len(own):
-                    self.array[where][own] = 0
-                own[:] = False
-            if missing == len(own):
-                self.array[where] = values
-                return
-        rows = self.array[where]
-        rows += values
-
-    def _add_at(self, rows: Array, untouched: Array, where: Array, values: Array) -> None:
-        first = untouched[where]
-        if np.count_nonzero(first) == len(first) and self._touch(untouched, where):
-            rows[where] = values
-            return
-        untouched[where] = False
-        rows[where[first]] = 0
-        add_at_rows(np, rows, where, values)
-
-    def _touch(self, untouched: Array, where: Array) -> bool:
-        """Notes that something has come for these rows, all of which are untouched; whether none is there twice."""
-        if (rows := len(untouched)) > 64 * len(where):
-            untouched[where] = False
-            return len({row % rows for row in where.tolist()}) == len(where)
-        before = np.count_nonzero(untouched)
-        untouched[where] = False
-        return bool(before - np.count_nonzero(untouched) == len(where))
-
-
 class _RowLog(StoreLog[_Added]):
     """The additions that versions share.
 
@@ -163,7 +51,7 @@ class _RowLog(StoreLog[_Added]):
     entry_nbytes = 160  # a triple, and a range or indices
 
     def __init__(self, entries: Iterable[_Added]) -> None:
-        self.total: _RowSum | None = None
+        self.total: Array | None = None
         self.folded = self.longest = self.added = 0
         super().__init__(entries)
 
@@ -174,7 +62,7 @@ class _RowLog(StoreLog[_Added]):
 
     def buffers(self) -> Sequence[Array]:
         """The sum."""
-        return () if self.total is None else (self.total.array,)
+        return () if self.total is None else (self.total,)
 
     def extend(self, entries: Iterable[_Added]) -> None:
         for entry in entries:
@@ -236,12 +124,12 @@ class RowGradient(StoreVersion[_Added]):
     def range(self, start: int, stop: int, *, is_last: bool = False) -> Array:
         """The sums for the rows from `start` up to `stop`; `is_last` where nobody reads another version."""
         with self.log.lock:
-            return self._total(stop, start, is_last=is_last).zeroed(start, stop).copy()  # half the time of `array`
+            return self._total(stop, start, is_last=is_last)[start:stop].copy()  # half the time of `array`
 
     def rows(self, size: int, indices: Array, *, is_last: bool = False) -> Array:
         """The sums for the rows at `indices` of the first `size`."""
         with self.log.lock:
-            return self._total(size, 0, is_last=is_last).taken(size, indices)
+            return self.xp.take(self._total(size, 0, is_last=is_last)[:size], indices, axis=0)
 
     def _taken(self) -> _Added:
         """All that was added, as one; the log has to begin anew if it is asked again."""
@@ -249,9 +137,9 @@ class RowGradient(StoreVersion[_Added]):
         with log.lock:
             total = self._total(rows, 0)
             log.total, log.folded = None, 0
-        return rows, slice(0, rows, 1), total.zeroed(0, rows)
+        return rows, slice(0, rows, 1), total[:rows]
 
-    def _total(self, rows: int, first: int, *, is_last: bool = False) -> _RowSum:
+    def _total(self, rows: int, first: int, *, is_last: bool = False) -> Array:
         """The sum, in at least so many rows, of which those from `first` on are right; under the lock.
 
         Where nobody reads another version, the log lets go of what it has added.
@@ -259,17 +147,19 @@ class RowGradient(StoreVersion[_Added]):
         log, length, total = self.log, self.length, self.log.total
         if log.folded > length and any(size > first for size, _, _ in log[length : log.folded]):
             total, log.folded = None, 0
-        if rows < log.longest:
-            rows = log.longest
-        if total is None:
-            total = _RowSum(self.xp, self.kind, rows)
-        elif len(total.array) < rows:
-            total = total.with_room(rows)
-        if log.folded < length:
-            for place in range(log.folded, length):
-                total.add(*(log.take(place) if is_last else log[place]))
-            log.folded = length
-        log.total = total
+        rows, known = max(rows, log.longest), () if total is None else total
+        if total is None or len(total) < rows:
+            total = self.xp.zeros((max(rows, 2 * len(known)), *self.kind.row_shape), self.kind.dtype)
+            if len(known):
+                total[: len(known)] = known
+        for place in range(log.folded, length):
+            size, where, values = log.take(place) if is_last else log[place]
+            if type(where) is slice:
+                own = total[where]
+                own += values
+            else:
+                add_at_rows(self.xp, total[:size], where, values)
+        log.total, log.folded = total, max(log.folded, length)
         return total
 
 

@@ -26,7 +26,6 @@ from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import PASS, elements, free, moving
 from asyncflow.ops.keys import (
     ELLIPSIS,
-    ROW_RANGE,
     Key,
     compile_key,
     device_index,
@@ -50,8 +49,6 @@ def _getitem_kernel(xp: Namespace, *, key: Key) -> Kernel:
     if static is not None:
         return operator.itemgetter(static[0] if len(static) == 1 else static)
     if xp is np:
-        if key == ROW_RANGE:
-            return lambda x, start, stop: x[start:stop]
         return operator.getitem if key == (("input", 0),) else lambda x, *indices: x[build(*indices)]
 
     def kernel(x: Any, *indices: Array) -> Value:

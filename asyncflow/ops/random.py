@@ -395,37 +395,9 @@ def _integers_spec(low: Spec, high: Spec, *sizes: Spec, shape: Shape, dtype: DTy
     return Spec(dtype, target)
 
 
-def _one_integer(dtype: DType) -> Callable[..., Value]:
-    """Draws the number that `Generator.integers` gives, which takes longer to make it."""
-    kind, least, most = dtype.type, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-    if dtype.itemsize < 4:  # which another method draws
-        return lambda rng, low, high: rng.integers(low, high, None, kind)
-
-    def draw(rng: np.random.Generator, low: Array, high: Array) -> Value:
-        start = int(low)
-        span = int(high) - start
-        if not 1 < span < 0xFFFFFFFF or start < least or start > most - span:
-            return rng.integers(low, high, None, kind)
-        raw = rng.bit_generator.random_raw()
-        product = (raw & 0xFFFFFFFF) * span
-        if product & 0xFFFFFFFF < span:
-            # Lemire's method draws again where some numbers would be likelier than others.
-            is_half, unfair = True, (0xFFFFFFFF + 1 - span) % span
-            while product & 0xFFFFFFFF < unfair:
-                raw, is_half = (raw >> 32, False) if is_half else (rng.bit_generator.random_raw(), True)
-                product = (raw & 0xFFFFFFFF) * span
-        found: Value = kind(start + (product >> 32))
-        return found
-
-    return draw
-
-
 def _integers_draw(*, shape: Shape, dtype: DType) -> Callable[..., Value]:
-    read = shape_reader(shape)
-    kind = dtype.type
-    if shape == ():
-        return _one_integer(dtype)
-    return lambda rng, low, high, *sizes: rng.integers(low, high, size=read(sizes), dtype=kind)
+    read, kind = shape_reader(shape), dtype.type
+    return lambda rng, low, high, *sizes: rng.integers(low, high, None if shape == () else read(sizes), kind)
 
 
 INTEGERS = _random_op("integers", _integers_spec, _integers_draw)

@@ -23,7 +23,7 @@ from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import moving_all
 from asyncflow.ops.creation import arange
 from asyncflow.ops.elementwise import add
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import ExtentsLike, apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.indexing import GETITEM, take_along_axis
 from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
 from asyncflow.ops.manipulation import concat, reshape
@@ -31,6 +31,9 @@ from asyncflow.ops.shape import shape as shape_tensor
 from asyncflow.values import Array, Index, Kernel, Namespace
 
 T = TypeVar("T")
+
+_MANY = 2048
+"""Fewer values are added as they come: finding out where each goes would take longer."""
 
 WHOLE = ("slice", None, None, None)
 """The entry of a key that takes an axis whole."""
@@ -142,8 +145,9 @@ def part_kernel(xp: Namespace, key: Key, *, is_first: bool) -> Callable[[Array, 
 
 def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Array) -> None:
     """``result[index] += values`` where values for one element all add."""
-    axis = _only_axis(index, result.ndim)
-    if xp is not np or axis is None:
+    is_quick = xp is not np or values.size < _MANY or result.ndim == 1
+    axis = None if is_quick else _only_axis(index, result.ndim)
+    if axis is None:
         add_at(xp, result, index, values)
         return
     extent, inner = result.shape[axis], math.prod(result.shape[axis + 1 :])
@@ -209,8 +213,7 @@ def scatter_to(
         shape: of `x`.
         known: what is known of it where it is a tensor.
     """
-    template, sizes = split_extents(shape)
-    return apply(SCATTER_TO, values, *indices, *sizes, keys=(key,), shape=template, known=known)[0]
+    return apply_to_shape(SCATTER_TO, shape, values, *indices, keys=(key,), known=known)
 
 
 @derivative(SCATTER_TO)
@@ -336,9 +339,7 @@ def scatter_along_axis(
         axis: along which the positions count.
         distinct: no element is named twice, as in a permutation, which is quicker.
     """
-    template, sizes = split_extents(shape)
-    inputs = (values, indices, *sizes)
-    return apply(SCATTER_ALONG_AXIS, *inputs, axis=axis, distinct=distinct, shape=template)[0]
+    return apply_to_shape(SCATTER_ALONG_AXIS, shape, values, indices, axis=axis, distinct=distinct)
 
 
 def along_indices(node: Node) -> list[Tensor]:
