@@ -15,7 +15,7 @@ from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cuda_source import convert
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import ExtentsLike, apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.promotion import is_weak, kind_of, promoted_dtype
 from asyncflow.values import Array, Kernel, Namespace
 
@@ -153,8 +153,7 @@ def broadcast_to(x: TensorLike, /, shape: ExtentsLike) -> Tensor:
     Raises:
         ShapeError: `x` does not broadcast to `shape`.
     """
-    template, sizes = split_extents(shape)
-    return apply(BROADCAST_TO, x, *sizes, shape=template)[0]
+    return apply_to_shape(BROADCAST_TO, shape, x)
 
 
 # -- questions about dtypes ------------------------------------------------------------------------------------------

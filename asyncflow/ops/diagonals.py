@@ -13,7 +13,7 @@ from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import free
-from asyncflow.ops.extents import Extent, shape_reader, split_extents
+from asyncflow.ops.extents import Extent, apply_to_shape, shape_reader
 from asyncflow.ops.promotion import require_kind
 from asyncflow.ops.shape import shape
 from asyncflow.ops.statistical import sum
@@ -88,8 +88,7 @@ DIAGONAL_MATRIX = define(
 
 def diagonal_matrix(x: TensorLike, rows: Extent, columns: Extent, *, offset: int) -> Tensor:
     """Matrices of `rows` by `columns` zeros, with the vectors along the last axis of `x` on a diagonal."""
-    template, sizes = split_extents((rows, columns))
-    return apply(DIAGONAL_MATRIX, x, *sizes, shape=template, offset=offset)[0]
+    return apply_to_shape(DIAGONAL_MATRIX, (rows, columns), x, offset=offset)
 
 
 def diagonal(x: TensorLike, /, *, offset: int = 0) -> Tensor:

@@ -13,10 +13,10 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError, brief
-from asyncflow.graph.build import SupportsTensor, as_tensor, is_symbolic
+from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, is_symbolic
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import bound_kernel
+from asyncflow.graph.op import Op, bound_kernel
 from asyncflow.graph.shapes import Shape, is_static, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.shape import SHAPE
@@ -113,6 +113,26 @@ def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:
     (vector,) = sizes
     length = vector.shape[0] if vector.shape else None
     return None if length is None else (None,) * length
+
+
+def in_given_shape(x: Spec, *sizes: Spec, shape: Shape, **attrs: object) -> Spec:
+    """The shape rule of ops of one value that are told the shape of their result, which has its dtype."""
+    return Spec(x.dtype, template_shape(shape, sizes))
+
+
+def apply_to_shape(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: Any) -> Tensor:
+    """The result of an op that is told a shape: its template as an attribute, and what that leaves open behind all."""
+    template, sizes = split_extents(shape)
+    return apply(op, *inputs, *sizes, shape=template, **attrs)[0]
+
+
+def brought_to_shape(op: Op, x: Tensor, shape: ExtentsLike) -> Tensor:
+    """The result of an op that brings a value to a shape; `x` itself if that is known to be its own."""
+    template, sizes = split_extents(shape)
+    # Extents that only a run knows may differ, though they look alike here.
+    if is_static(template) and x.shape == template:
+        return x
+    return apply(op, x, *sizes, shape=template)[0]
 
 
 def shape_reader(template: Shape) -> Callable[[Sequence[Array]], tuple[int, ...]]:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import numpy as np
 
 from asyncflow.graph.build import TensorLike, is_symbolic
-from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, define
 from asyncflow.graph.operators import install
 from asyncflow.ops.cuda_source import UfuncLoop, Writer, compared, of_ufunc
-from asyncflow.ops.promotion import binary, comparison, predicate, ufunc_op, unary
+from asyncflow.ops.promotion import BinaryFunction, binary_op, comparison, predicate, published, unary_op
 from asyncflow.values import Kernel
 
 
-def _bitwise(sign: str) -> Writer:
+def _bits(sign: str) -> Writer:
     return lambda loop, a, b: loop.wrap(f"{a} {sign} {b}")
 
 
-def _logical(sign: str) -> Writer:
+def _truth(sign: str) -> Writer:
     return lambda loop, a, b: f"({a} != 0) {sign} ({b} != 0)"
+
+
+def _float_test(text: str, of_others: str) -> Writer:
+    return lambda loop, a: text.format(a) if loop.kind == "f" else of_others
 
 
 def _invert(loop: UfuncLoop, a: str) -> str:
@@ -37,9 +41,9 @@ def _right_shift(loop: UfuncLoop, a: str, b: str) -> str:
     return loop.wrap(f"{loop.bits(b)} < {loop.dtype.itemsize * 8} ? {a} >> {b} : {rest}")
 
 
-def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:
+def _comparison(name: str, doc: str, scalar_kernel: Kernel) -> tuple[Op, BinaryFunction]:
     # Strings compare too, which is why these do not take NumPy's rule for the ufunc.
-    return define(
+    op = define(
         name,
         predicate,
         lambda xp: getattr(xp, name),
@@ -49,130 +53,55 @@ def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:
         cuda=of_ufunc(getattr(np, name), compared(name)),
         traits=NEW,
     )
+    return op, published(lambda x1, x2, /: comparison(op, x1, x2), __name__, name, doc)
 
 
-EQUAL = _comparison_op("equal", operator.eq)
-GREATER = _comparison_op("greater", operator.gt)
-GREATER_EQUAL = _comparison_op("greater_equal", operator.ge)
-LESS = _comparison_op("less", operator.lt)
-LESS_EQUAL = _comparison_op("less_equal", operator.le)
-NOT_EQUAL = _comparison_op("not_equal", operator.ne)
+_unary, _binary = partial(unary_op, __name__), partial(binary_op, __name__)
 
-BITWISE_AND = ufunc_op("bitwise_and", "bitwise_and", _bitwise("&"), operator.and_)
-BITWISE_OR = ufunc_op("bitwise_or", "bitwise_or", _bitwise("|"), operator.or_)
-BITWISE_XOR = ufunc_op("bitwise_xor", "bitwise_xor", _bitwise("^"), operator.xor)
-BITWISE_LEFT_SHIFT = ufunc_op("bitwise_left_shift", "left_shift", _left_shift, operator.lshift)
-BITWISE_RIGHT_SHIFT = ufunc_op("bitwise_right_shift", "right_shift", _right_shift, operator.rshift)
-LOGICAL_AND = ufunc_op("logical_and", "logical_and", _logical("&&"))
-LOGICAL_OR = ufunc_op("logical_or", "logical_or", _logical("||"))
-LOGICAL_XOR = ufunc_op("logical_xor", "logical_xor", _logical("!="))
+EQUAL, equal = _comparison("equal", "True where `x1` equals `x2`; NaN equals nothing.", operator.eq)
+GREATER, greater = _comparison("greater", "True where `x1` is greater than `x2`.", operator.gt)
+GREATER_EQUAL, greater_equal = _comparison(
+    "greater_equal", "True where `x1` is greater than or equal to `x2`.", operator.ge
+)
+LESS, less = _comparison("less", "True where `x1` is less than `x2`.", operator.lt)
+LESS_EQUAL, less_equal = _comparison("less_equal", "True where `x1` is less than or equal to `x2`.", operator.le)
+NOT_EQUAL, not_equal = _comparison("not_equal", "True where `x1` differs from `x2`.", operator.ne)
 
-BITWISE_INVERT = ufunc_op("bitwise_invert", "invert", _invert, operator.invert)
-ISFINITE = ufunc_op("isfinite", "isfinite", lambda loop, a: f"{a} - {a} == 0" if loop.kind == "f" else "true")
-ISINF = ufunc_op("isinf", "isinf", lambda loop, a: f"{a} == {a} && {a} - {a} != 0" if loop.kind == "f" else "false")
-ISNAN = ufunc_op("isnan", "isnan", lambda loop, a: f"{a} != {a}" if loop.kind == "f" else "false")
-LOGICAL_NOT = ufunc_op("logical_not", "logical_not", lambda loop, a: f"{a} == 0")
-SIGNBIT = ufunc_op("signbit", "signbit", lambda loop, a: f"copysign{loop.suffix}({loop.number(1)}, {a}) < 0")
+BITWISE_AND, bitwise_and = _binary("bitwise_and", "Bits set in both; ``and`` of booleans.", _bits("&"), operator.and_)
+BITWISE_OR, bitwise_or = _binary("bitwise_or", "Bits set in either; ``or`` of booleans.", _bits("|"), operator.or_)
+BITWISE_XOR, bitwise_xor = _binary(
+    "bitwise_xor", "Bits set in exactly one; ``xor`` of booleans.", _bits("^"), operator.xor
+)
+BITWISE_LEFT_SHIFT, bitwise_left_shift = _binary(
+    "bitwise_left_shift", "`x1` shifted left by `x2` bits.", _left_shift, operator.lshift
+)
+BITWISE_RIGHT_SHIFT, bitwise_right_shift = _binary(
+    "bitwise_right_shift", "`x1` shifted right by `x2` bits, keeping the sign.", _right_shift, operator.rshift
+)
+LOGICAL_AND, logical_and = _binary("logical_and", "True where both are true; numbers are true unless 0.", _truth("&&"))
+LOGICAL_OR, logical_or = _binary("logical_or", "True where either is true; numbers are true unless 0.", _truth("||"))
+LOGICAL_XOR, logical_xor = _binary(
+    "logical_xor", "True where exactly one is true; numbers are true unless 0.", _truth("!=")
+)
 
-
-def bitwise_and(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Bits set in both; ``and`` of booleans."""
-    return binary(BITWISE_AND, x1, x2)
-
-
-def bitwise_invert(x: TensorLike, /) -> Tensor:
-    """Every bit flipped; ``not`` of booleans."""
-    return unary(BITWISE_INVERT, x)
-
-
-def bitwise_left_shift(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """`x1` shifted left by `x2` bits."""
-    return binary(BITWISE_LEFT_SHIFT, x1, x2)
-
-
-def bitwise_or(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Bits set in either; ``or`` of booleans."""
-    return binary(BITWISE_OR, x1, x2)
-
-
-def bitwise_right_shift(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """`x1` shifted right by `x2` bits, keeping the sign."""
-    return binary(BITWISE_RIGHT_SHIFT, x1, x2)
-
-
-def bitwise_xor(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Bits set in exactly one; ``xor`` of booleans."""
-    return binary(BITWISE_XOR, x1, x2)
-
-
-def equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where `x1` equals `x2`; NaN equals nothing."""
-    return comparison(EQUAL, x1, x2)
-
-
-def greater(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where `x1` is greater than `x2`."""
-    return comparison(GREATER, x1, x2)
-
-
-def greater_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where `x1` is greater than or equal to `x2`."""
-    return comparison(GREATER_EQUAL, x1, x2)
-
-
-def isfinite(x: TensorLike, /) -> Tensor:
-    """True where the value is neither infinite nor NaN."""
-    return unary(ISFINITE, x)
-
-
-def isinf(x: TensorLike, /) -> Tensor:
-    """True where the value is plus or minus infinity."""
-    return unary(ISINF, x)
-
-
-def isnan(x: TensorLike, /) -> Tensor:
-    """True where the value is NaN."""
-    return unary(ISNAN, x)
-
-
-def less(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where `x1` is less than `x2`."""
-    return comparison(LESS, x1, x2)
-
-
-def less_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where `x1` is less than or equal to `x2`."""
-    return comparison(LESS_EQUAL, x1, x2)
-
-
-def logical_and(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where both are true; numbers are true unless 0."""
-    return binary(LOGICAL_AND, x1, x2)
-
-
-def logical_not(x: TensorLike, /) -> Tensor:
-    """True where the value is false; numbers are true unless 0."""
-    return unary(LOGICAL_NOT, x)
-
-
-def logical_or(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where either is true; numbers are true unless 0."""
-    return binary(LOGICAL_OR, x1, x2)
-
-
-def logical_xor(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where exactly one is true; numbers are true unless 0."""
-    return binary(LOGICAL_XOR, x1, x2)
-
-
-def not_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """True where `x1` differs from `x2`."""
-    return comparison(NOT_EQUAL, x1, x2)
-
-
-def signbit(x: TensorLike, /) -> Tensor:
-    """True where the sign bit is set, -0.0 included."""
-    return unary(SIGNBIT, x)
+BITWISE_INVERT, bitwise_invert = _unary(
+    "bitwise_invert", "Every bit flipped; ``not`` of booleans.", _invert, operator.invert
+)
+ISFINITE, isfinite = _unary(
+    "isfinite", "True where the value is neither infinite nor NaN.", _float_test("{0} - {0} == 0", "true")
+)
+ISINF, isinf = _unary(
+    "isinf", "True where the value is plus or minus infinity.", _float_test("{0} == {0} && {0} - {0} != 0", "false")
+)
+ISNAN, isnan = _unary("isnan", "True where the value is NaN.", _float_test("{0} != {0}", "false"))
+LOGICAL_NOT, logical_not = _unary(
+    "logical_not", "True where the value is false; numbers are true unless 0.", lambda loop, a: f"{a} == 0"
+)
+SIGNBIT, signbit = _unary(
+    "signbit",
+    "True where the sign bit is set, -0.0 included.",
+    lambda loop, a: f"copysign{loop.suffix}({loop.number(1)}, {a}) < 0",
+)
 
 
 def _is_comparable(x: TensorLike) -> bool:

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from asyncflow.ops.cuda_source import Writer, function, of_ufunc
 from asyncflow.values import Kernel
 
 WeakScalar: TypeAlias = bool | int | float | complex
+UnaryFunction: TypeAlias = Callable[[TensorLike], Tensor]
+BinaryFunction: TypeAlias = Callable[[TensorLike, TensorLike], Tensor]
 
 
 _UFUNCS: dict[Op, np.ufunc] = {}
@@ -150,40 +152,58 @@ def comparison(op: Op, x1: TensorLike, x2: TensorLike) -> Tensor:
     return apply(op, *promote_for(op, x1, x2, promote_compared))[0]
 
 
-def unary(op: Op, x: TensorLike) -> Tensor:
-    """Applies a one-output op to one operand."""
-    return apply(op, x)[0]
-
-
 def ufunc_op(
     name: str,
-    ufunc: str,
     cuda: Writer | str | None = None,
     scalar_kernel: Kernel | None = None,
     *,
+    ufunc: np.ufunc | None = None,
     is_total: bool = True,
 ) -> Op:
-    """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting.
+    """Registers the op that is a ufunc of NumPy's (and CuPy's), with its dtypes and broadcasting.
 
     Args:
         name: of the op.
-        ufunc: its name in NumPy.
         cuda: writes it in CUDA C++, or says why that cannot be; by default as C's math function of the op's name.
         scalar_kernel: as in `Op`.
+        ufunc: None for NumPy's of that name.
         is_total: as in `Op`.
     """
+    found: np.ufunc = ufunc or getattr(np, name)
     op = Op(
         name,
-        by_ufunc(getattr(np, ufunc)),
-        lambda xp: getattr(xp, ufunc),
+        by_ufunc(found),
+        lambda xp: getattr(xp, found.__name__),
         scalar_kernel=scalar_kernel,
         is_total=is_total,
         rows="elementwise",
-        cuda=cuda if isinstance(cuda, str) else of_ufunc(getattr(np, ufunc), cuda or function(name)),
+        cuda=cuda if isinstance(cuda, str) else of_ufunc(found, cuda or function(name)),
         traits=NEW,
     )
-    _UFUNCS[op] = getattr(np, ufunc)
+    _UFUNCS[op] = found
     return register(op)
+
+
+def unary_op(
+    module: str, name: str, doc: str, cuda: Writer | None = None, scalar_kernel: Kernel | None = None
+) -> tuple[Op, UnaryFunction]:
+    """The op that is NumPy's ufunc of that name, of one operand, and the function of `module` that applies it."""
+    op = ufunc_op(name, cuda, scalar_kernel)
+    return op, published(lambda x, /: apply(op, x)[0], module, name, doc)
+
+
+def binary_op(
+    module: str, name: str, doc: str, cuda: Writer | None = None, scalar_kernel: Kernel | None = None
+) -> tuple[Op, BinaryFunction]:
+    """The same of two operands, which are promoted."""
+    op = ufunc_op(name, cuda, scalar_kernel)
+    return op, published(lambda x1, x2, /: binary(op, x1, x2), module, name, doc)
+
+
+def published(function: Any, module: str, name: str, doc: str) -> Any:
+    """`function` as one of `module` that has been written out there."""
+    function.__module__, function.__name__, function.__qualname__, function.__doc__ = module, name, name, doc
+    return function
 
 
 def promote_for(

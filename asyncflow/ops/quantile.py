@@ -8,7 +8,6 @@ import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float64, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import normalize_axis
@@ -61,7 +60,7 @@ def _check(x: Tensor, q: Tensor) -> None:
     require_kind(q.spec, "iuf", "real shares")
     if q.ndim not in (0, 1):
         raise ShapeError(f"quantile: q is a scalar or a vector, of a rank that is known; got {q!r}")
-    known = q.node.attrs["value"] if q.node.op is CONSTANT else static_value(q)
+    known = static_value(q)
     if known is not None and not np.all((known >= 0) & (known <= 1)):
         raise GraphError(f"quantile: q lies from 0 to 1, got {known}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from asyncflow.devices.cuda.namespace import cuda_namespace
+from asyncflow.devices.cuda.namespace import CudaNamespace
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import host_inputs, runs_on_host
@@ -147,7 +147,7 @@ class _Ufunc:
 
 
 class _Module:
-    """What `cuda_namespace` takes for CuPy."""
+    """What `CudaNamespace` takes for CuPy."""
 
     ndarray = DeviceArray
 
@@ -208,7 +208,7 @@ def _check_options(name: str, signature: str, options: dict[str, Any]) -> None:
     assert not unknown, f"{name} of CuPy takes no {unknown}"
 
 
-XP = cuda_namespace(_Module())
+XP = CudaNamespace(_Module())
 """The namespace of kernels on a CUDA device, on these arrays."""
 
 

@@ -13,10 +13,9 @@ from functools import partial
 from string import ascii_letters
 from typing import Any
 
-from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first, inputs_from
-from asyncflow.graph.shapes import Shape, is_static, merge, normalize_axis
+from asyncflow.graph.shapes import Shape, merge, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
 from asyncflow.ops.cost import elements
@@ -24,7 +23,14 @@ from asyncflow.ops.creation import eye
 from asyncflow.ops.derivatives.datatypes import conjugated
 from asyncflow.ops.derivatives.elementwise import reaching
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import (
+    ExtentsLike,
+    apply_to_shape,
+    brought_to_shape,
+    in_given_shape,
+    shape_reader,
+    template_shape,
+)
 from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot, vecdot
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.promotion import promoted_dtype
@@ -69,8 +75,7 @@ def _summed_to(xp: Namespace, x: Array, shape: tuple[int, ...]) -> Array:
 
 def _apply_transpose(op: Op, x: Tensor, y: Tensor, like: Tensor, **attrs: Any) -> Tensor:
     """The result of a transpose for the operand `like`, of which it takes the shape alone."""
-    template, sizes = split_extents(shape_of(like))
-    return apply(op, x, y, *sizes, shape=template, known=like.shape, **attrs)[0]
+    return apply_to_shape(op, shape_of(like), x, y, known=like.shape, **attrs)
 
 
 def _product_rules(left: Op, right: Op, product: Callable[..., Tensor], *names: str) -> None:
@@ -252,10 +257,6 @@ def _vecdot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 # -- einsum ----------------------------------------------------------------------------------------------------------
 
 
-def _fit_spec(x: Spec, *sizes: Spec, shape: Shape) -> Spec:
-    return Spec(x.dtype, template_shape(shape, sizes))
-
-
 def _fit_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
@@ -269,16 +270,13 @@ def _fit_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     return fit
 
 
-FIT_TO = define("fit_to", _fit_spec, _fit_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
+FIT_TO = define("fit_to", in_given_shape, _fit_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 """The sum over axes that are to have extent 1, repeated along axes that have: both ways of broadcasting undone."""
 
 
 def fit_to(x: Tensor, shape: ExtentsLike) -> Tensor:
     """`x` summed over the axes of extent 1 in `shape`, of its own rank, and repeated along its own of extent 1."""
-    template, sizes = split_extents(shape)
-    if is_static(template) and x.shape == template:
-        return x
-    return apply(FIT_TO, x, *sizes, shape=template)[0]
+    return brought_to_shape(FIT_TO, x, shape)
 
 
 gradient_of_first(FIT_TO, lambda node, grad: fit_to(grad, shape_of(node.inputs[0])))

@@ -23,7 +23,7 @@ from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.indexing import at_position, sliced
 from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, ensure_shape, extent_of, shape_of, zeros_of
 from asyncflow.ops.elementwise import negative
-from asyncflow.ops.extents import shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import apply_to_shape, in_given_shape, shape_reader, template_shape
 from asyncflow.ops.padding import PAD, inner_key
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.splitting import SPLIT
@@ -130,10 +130,6 @@ def _summed(x: Array, axis: int | tuple[int, ...]) -> Array:
     return total.astype(x.dtype) if is_narrow else total
 
 
-def _sum_tiles_spec(x: Spec, *sizes: Spec, repetitions: tuple[int, ...], shape: Shape) -> Spec:
-    return Spec(x.dtype, template_shape(shape, sizes))
-
-
 def _sum_tiles_kernel(xp: Namespace, *, repetitions: tuple[int, ...], shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
@@ -149,14 +145,13 @@ def _sum_tiles_kernel(xp: Namespace, *, repetitions: tuple[int, ...], shape: Sha
 
 
 SUM_TILES = define(
-    "sum_tiles", _sum_tiles_spec, _sum_tiles_kernel, flops=per_input_element, host_inputs=inputs_from(1), traits=OPAQUE
+    "sum_tiles", in_given_shape, _sum_tiles_kernel, flops=per_input_element, host_inputs=inputs_from(1), traits=OPAQUE
 )
 
 
 def sum_tiles(x: Tensor, repetitions: tuple[int, ...], shape: Extents) -> Tensor:
     """The sum of the tiles of `x`, each of `shape`: the transpose of `tile`."""
-    template, sizes = split_extents(shape)
-    return apply(SUM_TILES, x, *sizes, repetitions=repetitions, shape=template)[0]
+    return apply_to_shape(SUM_TILES, shape, x, repetitions=repetitions)
 
 
 gradient_of_first(m.TILE, lambda node, grad: sum_tiles(grad, node.attrs["repetitions"], shape_of(node.inputs[0])))
@@ -209,10 +204,9 @@ def sum_repeats(x: Tensor, repeats: int | Tensor, shape: Extents, *, axis: int |
         shape: of the value that was repeated.
         axis: along which; None if it was flattened.
     """
-    template, sizes = split_extents(shape)
     if isinstance(repeats, int):
-        return apply(SUM_REPEATS, x, *sizes, repeats=repeats, axis=axis, shape=template)[0]
-    return apply(SUM_REPEATS, x, repeats, *sizes, repeats=None, axis=axis, shape=template)[0]
+        return apply_to_shape(SUM_REPEATS, shape, x, repeats=repeats, axis=axis)
+    return apply_to_shape(SUM_REPEATS, shape, x, repeats, repeats=None, axis=axis)
 
 
 @derivative(m.REPEAT)

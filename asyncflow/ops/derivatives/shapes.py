@@ -17,7 +17,14 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.datatypes import broadcast_to
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import (
+    ExtentsLike,
+    apply_to_shape,
+    brought_to_shape,
+    in_given_shape,
+    shape_reader,
+    template_shape,
+)
 from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace, Value
 
@@ -51,10 +58,6 @@ def zeros_of(x: Tensor) -> Tensor:
     return zeros(shape_of(x), dtype=x.dtype)
 
 
-def _sum_to_spec(x: Spec, *sizes: Spec, shape: Shape) -> Spec:
-    return Spec(x.dtype, template_shape(shape, sizes))
-
-
 def _sum_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
@@ -71,17 +74,13 @@ def _sum_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     return sum_to_shape
 
 
-SUM_TO = define("sum_to", _sum_to_spec, _sum_to_kernel, host_inputs=inputs_from(1), traits=KERNELS)
+SUM_TO = define("sum_to", in_given_shape, _sum_to_kernel, host_inputs=inputs_from(1), traits=KERNELS)
 """The sum over the axes along which a value of the given shape was broadcast: the transpose of `broadcast_to`."""
 
 
 def sum_to(x: Tensor, shape: ExtentsLike) -> Tensor:
     """`x` summed over the axes that broadcasting a value of `shape` to the shape of `x` adds or stretches."""
-    template, sizes = split_extents(shape)
-    # Extents that only a run knows may differ, though they look alike here.
-    if is_static(template) and x.shape == template:
-        return x
-    return apply(SUM_TO, x, *sizes, shape=template)[0]
+    return brought_to_shape(SUM_TO, x, shape)
 
 
 def sum_to_like(grad: Tensor, like: Tensor) -> Tensor:
@@ -146,8 +145,7 @@ def checked_shape(x: Tensor, like: Tensor, what: str) -> Tensor:
     """
     if is_static(x.shape) and x.shape == like.shape:
         return x
-    template, sizes = split_extents(shape_of(like))
-    return ensure_shape(apply(CHECK_SHAPE, x, *sizes, shape=template, what=what)[0], like.shape)
+    return ensure_shape(apply_to_shape(CHECK_SHAPE, shape_of(like), x, what=what), like.shape)
 
 
 gradient_of_first(CHECK_SHAPE, lambda node, grad: grad)

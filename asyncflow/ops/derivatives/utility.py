@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.shapes import Shape, normalize_axis
-from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import ExtentsLike, apply_to_shape, in_given_shape, shape_reader
 from asyncflow.ops.utility import DIFF, diff
 from asyncflow.values import Array, Kernel, Namespace
-
-
-def _diff_transpose_spec(grad: Spec, *sizes: Spec, axis: int, n: int, shape: Shape) -> Spec:
-    return Spec(grad.dtype, template_shape(shape, sizes))
 
 
 def _diff_transpose_kernel(xp: Namespace, *, axis: int, n: int, shape: Shape) -> Kernel:
@@ -37,7 +31,7 @@ def _diff_transpose_kernel(xp: Namespace, *, axis: int, n: int, shape: Shape) ->
 
 
 DIFF_TRANSPOSE = define(
-    "diff_transpose", _diff_transpose_spec, _diff_transpose_kernel, host_inputs=inputs_from(1), traits=OPAQUE
+    "diff_transpose", in_given_shape, _diff_transpose_kernel, host_inputs=inputs_from(1), traits=OPAQUE
 )
 """The gradient of values, given that of their differences: the transpose of `diff`."""
 
@@ -51,8 +45,7 @@ def diff_transpose(grad: Tensor, shape: ExtentsLike, *, axis: int, n: int) -> Te
         axis: along which.
         n: how many times.
     """
-    template, sizes = split_extents(shape)
-    return apply(DIFF_TRANSPOSE, grad, *sizes, axis=axis, n=n, shape=template)[0]
+    return apply_to_shape(DIFF_TRANSPOSE, shape, grad, axis=axis, n=n)
 
 
 @derivative(DIFF)
