@@ -27,7 +27,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives import scatter
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_of
-from asyncflow.ops.extents import shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.keys import (
     ELLIPSIS,
     Key,
@@ -263,8 +263,7 @@ def with_parts(total: Tensor, grad: Tensor) -> Tensor:
 
 def whole_sum(total: Tensor, like: Tensor) -> Tensor:
     """The gradient of the forward value `like` that a sum stands for."""
-    template, sizes = split_extents(shape_of(like))
-    return ensure_shape(apply(PART_OF_SUM, total, *sizes, key=_WHOLE, shape=template, dtype=like.dtype)[0], like.shape)
+    return ensure_shape(apply_to_shape(PART_OF_SUM, shape_of(like), total, key=_WHOLE, dtype=like.dtype), like.shape)
 
 
 def joined_parts(grads: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:

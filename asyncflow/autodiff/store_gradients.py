@@ -29,7 +29,7 @@ from asyncflow.graph.shapes import Shape, format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, shape_of
-from asyncflow.ops.extents import shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import apply_to_shape, shape_reader, template_shape
 from asyncflow.values import Array, Kernel, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------
@@ -180,9 +180,7 @@ def element_gradient(grads: Tensor, index: Tensor, element: Tensor, *, is_once: 
     """
     if element.dtype == VARIANT:
         return apply(ELEMENT_GRADIENT, grads, index, dtype=VARIANT, shape=())[0]
-    template, sizes = split_extents(shape_of(element))
-    dtype = element.dtype
-    found = apply(ELEMENT_GRADIENT, grads, index, *sizes, dtype=dtype, shape=template, is_once=is_once)[0]
+    found = apply_to_shape(ELEMENT_GRADIENT, shape_of(element), grads, index, dtype=element.dtype, is_once=is_once)
     return ensure_shape(found, element.shape)
 
 
@@ -193,9 +191,8 @@ def stacked_gradients(grad: Tensor, indices: Tensor | None = None) -> Tensor:
 
 def rows_gradient(grads: Tensor, values: Tensor, indices: Tensor | None = None) -> Tensor:
     """The gradients of the rows of the forward value `values`: elements at `indices` of an array, or all of them."""
-    template, sizes = split_extents(shape_of(values))
-    inputs = (grads, *_given(indices), *sizes)
-    found = apply(ROWS_GRADIENT, *inputs, is_scattered=indices is not None, dtype=values.dtype, shape=template)[0]
+    inputs, is_scattered = (grads, *_given(indices)), indices is not None
+    found = apply_to_shape(ROWS_GRADIENT, shape_of(values), *inputs, is_scattered=is_scattered, dtype=values.dtype)
     return ensure_shape(found, values.shape)
 
 
@@ -206,8 +203,7 @@ def joined_gradients(grad: Tensor, lengths: Tensor, axis: int = 0) -> Tensor:
 
 def pieces_gradient(grads: Tensor, values: Tensor, lengths: Tensor, axis: int = 0) -> Tensor:
     """The gradients of the pieces, of these lengths, of the forward value `values`: all elements of an array."""
-    template, sizes = split_extents(shape_of(values))
-    found = apply(PIECES_GRADIENT, grads, lengths, *sizes, dtype=values.dtype, shape=template, axis=axis)[0]
+    found = apply_to_shape(PIECES_GRADIENT, shape_of(values), grads, lengths, dtype=values.dtype, axis=axis)
     return ensure_shape(found, values.shape)
 
 

@@ -143,6 +143,12 @@ def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callab
     return register(op)
 
 
+def _drawn(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: Any) -> Tensor:
+    """The result of an op that is told a shape; `attrs` are those of `_apply`."""
+    template, sizes = split_extents(shape)
+    return _apply(op, *inputs, *sizes, shape=template, **attrs)
+
+
 def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **attrs: Any) -> Tensor:
     import_module("numpy.random")  # else NumPy does at the first draw, and that is on the event loop
     if seed is not None:
@@ -201,8 +207,7 @@ def _floats(op: Op, shape: ExtentsLike, dtype: DTypeLike, seed: int | None, name
     found = as_dtype(dtype)
     if kind_of(found) != "f":
         raise DTypeError(f"{op.name} gives floats, not {dtype_name(found)}; use af.random.integers or af.astype")
-    template, sizes = split_extents(shape)
-    return _apply(op, *sizes, seed=seed, name=name, shape=template, dtype=found)
+    return _drawn(op, shape, seed=seed, name=name, dtype=found)
 
 
 def _scaled(x: Tensor, factor: TensorLike, offset: TensorLike) -> Tensor:
@@ -354,9 +359,7 @@ def gamma(
     found = as_dtype(dtype)
     if kind_of(found) != "f":
         raise DTypeError(f"random_gamma gives floats, not {dtype_name(found)}; use af.astype")
-    template, sizes = split_extents(shape)
-    drawn = _apply(GAMMA, alpha, *sizes, seed=seed, name=name, shape=template, dtype=found)
-    return _scaled(drawn, scale, 0.0)
+    return _scaled(_drawn(GAMMA, shape, alpha, seed=seed, name=name, dtype=found), scale, 0.0)
 
 
 def poisson(
@@ -379,8 +382,7 @@ def poisson(
     found = as_dtype(dtype)
     if kind_of(found) not in "iuf":
         raise DTypeError(f"random_poisson gives integers or floats, not {dtype_name(found)}")
-    template, sizes = split_extents(shape)
-    return _apply(POISSON, rate, *sizes, seed=seed, name=name, shape=template, dtype=found)
+    return _drawn(POISSON, shape, rate, seed=seed, name=name, dtype=found)
 
 
 # -- choices ---------------------------------------------------------------------------------------------------------
@@ -425,8 +427,7 @@ def integers(
     found = as_dtype(dtype)
     if found.kind not in "iu":
         raise DTypeError(f"random_integers gives integers, not {dtype_name(found)}; use af.random.uniform")
-    template, sizes = split_extents(shape)
-    return _apply(INTEGERS, low, high, *sizes, seed=seed, name=name, shape=template, dtype=found)
+    return _drawn(INTEGERS, shape, low, high, seed=seed, name=name, dtype=found)
 
 
 def _bernoulli_spec(p: Spec) -> Spec:
@@ -543,19 +544,8 @@ def choice(
         seed: see `normal`.
         name: of the node.
     """
-    template, sizes = split_extents(shape)
     weights = () if p is None else (as_tensor(p),)
-    return _apply(
-        CHOICE,
-        _rows(x),
-        *weights,
-        *sizes,
-        seed=seed,
-        name=name,
-        shape=template,
-        replace=replace,
-        weighted=p is not None,
-    )
+    return _drawn(CHOICE, shape, _rows(x), *weights, seed=seed, name=name, replace=replace, weighted=p is not None)
 
 
 def _permutation_spec(x: Spec, *, axis: int) -> Spec:

@@ -169,14 +169,9 @@ class RowAxis:
             return value.tensor  # a store that is new, with nothing in it
         return apply(SPREAD_ROWS, value.tensor, self.count, extent=self.extent)[0]
 
-    def aligned(self, values: Sequence[LiftedValue], rank: int = 0) -> list[Tensor]:
-        """Values to broadcast: row axes meet, and the axes behind align from the right, as those of single rows do.
-
-        Args:
-            values: of known rank.
-            rank: what rows are at least brought to.
-        """
-        rank = max(rank, *(value.rank for value in values))
+    def aligned(self, values: Sequence[LiftedValue]) -> list[Tensor]:
+        """Values of known rank to broadcast: row axes meet, and axes behind align from the right, as in single rows."""
+        rank = max(value.rank for value in values)
         return [self.raised(value, rank) if value.has_rows else value.tensor for value in values]
 
     def raised(self, value: LiftedValue, rank: int) -> Tensor:
