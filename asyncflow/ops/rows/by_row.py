@@ -7,6 +7,7 @@ the numbers do not depend on what is computed beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -86,19 +87,11 @@ def _infer(first: Spec, *inputs: Spec, specs: tuple[Spec, ...], **attrs: object)
 
 
 def _kernel(
-    xp: Namespace,
-    *,
-    calls: Op | str,
-    arguments: Attrs,
-    has_rows: Sequence[bool],
-    specs: Sequence[Spec],
-    single: bool,
-    label: str,
-    host: Sequence[int],
+    xp: Namespace, *, calls: Op | str, arguments: Attrs, host: Sequence[int], single: bool, **rows: Any
 ) -> Kernel:
     op = _op(calls)
     of_row = bound_kernel(op, xp, arguments, of_scalars=False)
-    stacked = _stacking(xp, lambda row, *values: of_row(*values), has_rows, specs, single, label)
+    stacked = _stacking(xp, lambda row, *values: of_row(*values), single=single, **rows)
     if op.rows_kernel is None:
         return stacked
     of_rows = op.rows_kernel(xp, **arguments)
@@ -119,22 +112,13 @@ def _kernel(
 
 
 def _drawing_kernel(
-    xp: Namespace,
-    *,
-    calls: Op | str,
-    arguments: Attrs,
-    has_rows: Sequence[bool],
-    specs: Sequence[Spec],
-    single: bool,
-    label: str,
-    loops: Sequence[tuple[int, int, int]],
+    xp: Namespace, *, calls: Op | str, arguments: Attrs, loops: Sequence[tuple[int, int, int]], **rows: Any
 ) -> Kernel:
     of_row = bound_kernel(_op(calls), np, arguments, of_scalars=False)
 
     def run(context: KernelContext, numbers: Array, *inputs: Array) -> tuple[Array, ...]:
         contexts = [context._replace(tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]
-        draw = _stacking(np, lambda row, *values: of_row(contexts[row], *values), has_rows, specs, single, label)
-        return draw(numbers, *inputs)
+        return _stacking(np, lambda row, *values: of_row(contexts[row], *values), **rows)(numbers, *inputs)
 
     return run
 
@@ -157,7 +141,7 @@ def _tag(tag: tuple[int, ...], numbers: Sequence[int], loops: Sequence[tuple[int
 
 
 def _stacking(
-    xp: Namespace, of_row: Kernel, has_rows: Sequence[bool], specs: Sequence[Spec], single: bool, label: str
+    xp: Namespace, of_row: Kernel, *, has_rows: Sequence[bool], specs: Sequence[Spec], single: bool, label: str
 ) -> Callable[..., tuple[Array, ...]]:
     """Calls ``of_row(row, *values)`` for each row, and stacks what it gives."""
 

@@ -9,7 +9,8 @@ rows; what depends on no row is computed once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from asyncflow.errors import SourceLocation
 from asyncflow.graph.build import apply
@@ -79,12 +80,14 @@ class LiftedBody(Protocol):
         """Values for all rows of a body inside of this one, some of which are known; in any graph, and later too."""
 
 
+@dataclass(eq=False, repr=False)
 class RowAxis:
     """The row axis that a body is given.
 
     Attributes:
         count: how many rows there are: an int64 scalar.
         extent: the same, where it is known while the graph is built.
+        numbers: gives the numbers that random draws count rows by: int64 ``[rows, k]``, a vector that is the row's own.
         loops: how many lifted loops are around, inside of what was lifted.
         own_loops: how many loops are around those that bring rows in turn, and have nothing to do with what a row is.
         outer: where rows are those of rows, the same of the axes around: how many numbers, `loops` and `own_loops`.
@@ -95,32 +98,17 @@ class RowAxis:
             has elements with a row axis.
     """
 
-    body: LiftedBody
-    owns_stores = False
-
-    def __init__(
-        self,
-        count: Tensor,
-        extent: int | None,
-        numbers: Callable[[], Tensor],
-        *,
-        loops: int = 0,
-        own_loops: int = 0,
-        outer: tuple[tuple[int, int, int], ...] = (),
-        label: str = "row",
-    ) -> None:
-        self.count = count
-        self.extent = extent
-        self.loops = loops
-        self.own_loops = own_loops
-        self.outer = outer
-        self.label = label
-        self.part: tuple[Tensor, RowAxis] | None = None
-        self._numbers = numbers
-
-    def numbers(self) -> Tensor:
-        """The numbers that random draws count rows by: int64 ``[rows, k]``, a vector that is the row's own."""
-        return self._numbers()
+    count: Tensor
+    extent: int | None
+    numbers: Callable[[], Tensor]
+    _: KW_ONLY
+    loops: int = 0
+    own_loops: int = 0
+    outer: tuple[tuple[int, int, int], ...] = ()
+    label: str = "row"
+    part: tuple[Tensor, RowAxis] | None = None
+    body: LiftedBody = field(init=False)
+    owns_stores: bool = field(default=False, init=False)
 
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Where the numbers of a row stand in a tag, of each axis: how many, `loops` and `own_loops`."""
@@ -131,24 +119,20 @@ class RowAxis:
 
     def among(self, count: Tensor, numbers: Callable[[], Tensor], extent: int | None = None) -> RowAxis:
         """The axis of some of the rows."""
-        return self._like(count, extent, numbers, 0)
+        return self._like(count=count, extent=extent, numbers=numbers, part=None)
 
     def part_of(self, whole: RowAxis, places: Tensor) -> RowAxis:
         """The same rows, as those of `whole` at these places; see `part`."""
-        found = self._like(self.count, self.extent, self.numbers, 0)
-        found.part = places, whole
-        return found
+        return self._like(part=(places, whole))
 
     def inside(self) -> RowAxis:
         """The same rows, inside of a loop."""
-        found = self._like(self.count, self.extent, self.numbers, 1)
-        found.part = self.part
-        return found
+        outer = tuple((width, inside + 1, around) for width, inside, around in self.outer)
+        return self._like(loops=self.loops + 1, outer=outer)
 
-    def _like(self, count: Tensor, extent: int | None, numbers: Callable[[], Tensor], loops: int) -> RowAxis:
-        outer = tuple((width, inside + loops, around) for width, inside, around in self.outer)
-        own_loops, label = self.own_loops, self.label
-        return RowAxis(count, extent, numbers, loops=self.loops + loops, own_loops=own_loops, outer=outer, label=label)
+    def _like(self, **changed: Any) -> RowAxis:
+        own = {each.name: getattr(self, each.name) for each in fields(RowAxis) if each.init}
+        return RowAxis(**{**own, **changed})
 
     def shape(self, row: Shape) -> Shape:
         """The shape of rows of this shape."""
