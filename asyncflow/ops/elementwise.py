@@ -19,20 +19,8 @@ from asyncflow.graph.op import KERNELS, Op, define
 from asyncflow.graph.operators import install
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
+from asyncflow.ops import cuda_source as cuda
 from asyncflow.ops.creation import zeros_like
-from asyncflow.ops.cuda_source import (
-    HALVES,
-    UfuncLoop,
-    arithmetic,
-    convert,
-    division,
-    extreme,
-    function,
-    infix,
-    rounding,
-    ufunc_loop,
-    write_ufunc,
-)
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import (
     UnaryFunction,
@@ -54,42 +42,42 @@ from asyncflow.values import Kernel, Namespace
 _COMPLEX = "complex numbers have no expressions"
 
 
-def _power(loop: UfuncLoop, a: str, b: str) -> str:
+def _power(loop: cuda.UfuncLoop, a: str, b: str) -> str:
     if loop.kind in "iu":
         return f"asyncflow_integer_power<{loop.type}, {loop.unsigned}>({a}, {b})"
     return f"pow{loop.suffix}({a}, {b})"
 
 
-def _next_after(loop: UfuncLoop, a: str, b: str) -> str | None:
+def _next_after(loop: cuda.UfuncLoop, a: str, b: str) -> str | None:
     # The neighbours of a half are not those of the float that holds it.
-    return None if loop.dtype.name in HALVES else f"nextafter{loop.suffix}({a}, {b})"
+    return None if loop.dtype.name in cuda.HALVES else f"nextafter{loop.suffix}({a}, {b})"
 
 
-def _absolute(loop: UfuncLoop, a: str) -> str:
+def _absolute(loop: cuda.UfuncLoop, a: str) -> str:
     if loop.kind in ("b", "u"):
         return a
     return f"({a} < 0 ? {_negative(loop, a)} : {a})" if loop.kind == "i" else f"fabs{loop.suffix}({a})"
 
 
-def _negative(loop: UfuncLoop, a: str) -> str:
+def _negative(loop: cuda.UfuncLoop, a: str) -> str:
     return f"-{a}" if loop.kind == "f" else loop.wrap(f"0u - {loop.bits(a)}")
 
 
-def _reciprocal(loop: UfuncLoop, a: str) -> str:
+def _reciprocal(loop: cuda.UfuncLoop, a: str) -> str:
     return f"{loop.number(1)} / {a}" if loop.kind == "f" else loop.wrap(f"{a} == 0 ? 0 : 1 / {a}")
 
 
-def _sign(loop: UfuncLoop, a: str) -> str:
+def _sign(loop: cuda.UfuncLoop, a: str) -> str:
     sign = loop.wrap(f"({a} > 0) - ({a} < 0)")
     return f"({a} != {a} ? {a} : {sign})" if loop.kind == "f" else sign
 
 
-def _square(loop: UfuncLoop, a: str) -> str:
+def _square(loop: cuda.UfuncLoop, a: str) -> str:
     return f"{a} * {a}" if loop.kind == "f" else loop.wrap(f"{loop.bits(a)} * {loop.bits(a)}")
 
 
 def _rounding(name: str, doc: str, ufunc: np.ufunc) -> tuple[Op, UnaryFunction]:
-    op = ufunc_op(name, rounding(ufunc.__name__), ufunc=ufunc)
+    op = ufunc_op(name, cuda.rounding(ufunc.__name__), ufunc=ufunc)
 
     def function(x: TensorLike, /) -> Tensor:
         x = as_tensor(x)
@@ -101,34 +89,34 @@ def _rounding(name: str, doc: str, ufunc: np.ufunc) -> tuple[Op, UnaryFunction]:
 _unary, _binary = partial(unary_op, __name__), partial(binary_op, __name__)
 
 # Plain Python operators on NumPy scalars give the same dtype and bits for these; for `pow` and `abs` they do not.
-ADD, add = _binary("add", "Sum of `x1` and `x2`.", arithmetic("+", "|"), operator.add)
+ADD, add = _binary("add", "Sum of `x1` and `x2`.", cuda.arithmetic("+", "|"), operator.add)
 ATAN2, atan2 = _binary("atan2", "Angle of the point (`x2`, `x1`) in radians, -pi to pi.")
 COPYSIGN, copysign = _binary("copysign", "Magnitude of `x1` with the sign of `x2`.")
 DIVIDE, divide = _binary(
-    "divide", "True quotient of `x1` and `x2`; integers give floats.", infix("/"), operator.truediv
+    "divide", "True quotient of `x1` and `x2`; integers give floats.", cuda.infix("/"), operator.truediv
 )
 FLOOR_DIVIDE, floor_divide = _binary(
     "floor_divide",
     "Quotient rounded towards minus infinity; an integer divided by zero gives 0.",
-    division("floor_divide", "/"),
+    cuda.division("floor_divide", "/"),
     operator.floordiv,
 )
 HYPOT, hypot = _binary("hypot", "Length of the vector (`x1`, `x2`), without overflow on the way.")
 LOGADDEXP, logaddexp = _binary(
-    "logaddexp", "``log(exp(x1) + exp(x2))`` without overflow on the way.", function("asyncflow_logaddexp")
+    "logaddexp", "``log(exp(x1) + exp(x2))`` without overflow on the way.", cuda.function("asyncflow_logaddexp")
 )
-MAXIMUM, maximum = _binary("maximum", "The larger of `x1` and `x2`; NaN if either is NaN.", extreme("maximum"))
-MINIMUM, minimum = _binary("minimum", "The smaller of `x1` and `x2`; NaN if either is NaN.", extreme("minimum"))
-MULTIPLY = ufunc_op("multiply", arithmetic("*", "&"), operator.mul)
+MAXIMUM, maximum = _binary("maximum", "The larger of `x1` and `x2`; NaN if either is NaN.", cuda.extreme("maximum"))
+MINIMUM, minimum = _binary("minimum", "The smaller of `x1` and `x2`; NaN if either is NaN.", cuda.extreme("minimum"))
+MULTIPLY = ufunc_op("multiply", cuda.arithmetic("*", "&"), operator.mul)
 NEXTAFTER, nextafter = _binary("nextafter", "The next value after `x1` in the direction of `x2`.", _next_after)
 REMAINDER, remainder = _binary(
     "remainder",
     "Remainder with the sign of `x2`; an integer divided by zero gives 0.",
-    division("remainder", "%"),
+    cuda.division("remainder", "%"),
     operator.mod,
 )
 SUBTRACT, subtract = _binary(
-    "subtract", "Difference of `x1` and `x2`; not defined for booleans.", arithmetic("-", "^"), operator.sub
+    "subtract", "Difference of `x1` and `x2`; not defined for booleans.", cuda.arithmetic("-", "^"), operator.sub
 )
 COMPLEX_MULTIPLY = ufunc_op("complex_multiply", _COMPLEX, ufunc=np.multiply)
 # Integers have no negative powers.
@@ -197,12 +185,12 @@ def _clip_source(attrs: Attrs, inputs: Sequence[DType], output: DType, operands:
     dtype = inputs[0]
     steps = [(np.maximum, "maximum")] * attrs["low"] + [(np.minimum, "minimum")] * attrs["high"]
     for (ufunc, name), bound, limit in zip(steps, inputs[1:], operands[1:], strict=True):
-        dtypes = ufunc_loop(ufunc, (dtype, bound))
+        dtypes = cuda.ufunc_loop(ufunc, (dtype, bound))
         if dtypes is None or text is None:
             return None
-        text = write_ufunc(ufunc, extreme(name), (dtype, bound), (text, limit))
+        text = cuda.write_ufunc(ufunc, cuda.extreme(name), (dtype, bound), (text, limit))
         dtype = dtypes[-1]
-    return None if text is None else convert(text, dtype, output)
+    return None if text is None else cuda.convert(text, dtype, output)
 
 
 CLIP = define(

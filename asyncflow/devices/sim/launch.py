@@ -15,7 +15,7 @@ import numpy as np
 from asyncflow.devices.memory import Held, owner_of
 from asyncflow.devices.protocol import ArraySpec, HostKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, Storage, StoreBuffer
-from asyncflow.devices.values import DeviceValue, DType, is_array
+from asyncflow.devices.values import DeviceValue, DType, is_array, is_plain
 from asyncflow.errors import InternalError, ShapeError
 from asyncflow.streams.futures import resolve
 
@@ -30,9 +30,6 @@ _Specs: TypeAlias = "Sequence[ArraySpec] | None"
 _MOST_SPECS = 64
 
 _NOTHING = nullcontext()
-
-_PLAIN = (type(None), str, bytes, int, float, complex, np.ndarray, np.generic)
-"""Types that the host can look at although the device made them: strings, and numbers of Python's."""
 
 
 class SimLauncher:
@@ -68,7 +65,7 @@ class SimLauncher:
         device, info = self._device, self._info
         device.machine.check()
         if device.capabilities.own_memory:
-            if (info.is_metadata or info.on_host is not None) and self._stays_on_host(args):
+            if info.is_metadata or (info.on_host and not any(isinstance(value, SimArray) for value in args)):
                 return self._on_host(args)
             args = tuple(self._brought(args))
         values = args[1:] if info.needs_context else args
@@ -93,9 +90,6 @@ class SimLauncher:
         return outputs[0] if info.single else tuple(outputs)
 
     # -- on the host ---------------------------------------------------------------------------------------------
-
-    def _stays_on_host(self, args: Sequence[Value]) -> bool:
-        return self._info.is_metadata or not any(isinstance(value, SimArray) for value in args)
 
     def _on_host(self, args: Sequence[Value]) -> Placed:
         """Run a kernel that the host computes, or whose result it finds out without looking at data."""
@@ -240,7 +234,8 @@ class SimLauncher:
         if not is_array(output):
             self._count_buffers(output)
             depends = (event,) if event is not None else _latest(events)
-            return output if isinstance(output, _PLAIN) or not depends else SimOpaque(output, depends, self._device)
+            is_seen = is_plain(output) or isinstance(output, np.ndarray) or not depends
+            return output if is_seen else SimOpaque(output, depends, self._device)
         home = home or homes.find(output)  # an output before may share its memory
         if home is None:
             home = self._new_home(output, event or self._join(events), homes)
