@@ -16,7 +16,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 from asyncflow.devices.swap import Moves
 from asyncflow.devices.swapping import SavedEntry, Swapping
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import OPAQUE, Op, define
+from asyncflow.graph.op import OPAQUE, HostInputs, Op, define
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -278,6 +278,10 @@ def _nbytes(entries: Sequence[Reached]) -> int:
     return sum(getattr(value, "nbytes", 0) for _, value in entries)
 
 
-def store_op(name: str, infer: Callable[..., Spec], kernel: Kernel, **options: Any) -> Op:
-    """Registers an op that moves values into a store or out of it, by the same kernel on all devices; see `define`."""
-    return define(name, infer, lambda xp, **attrs: kernel, flops=free, traits=OPAQUE, **options)
+def store_op(
+    name: str, infer: Callable[..., Spec], kernel: Kernel, host_inputs: HostInputs = (), *, is_random: bool = False
+) -> Op:
+    """Registers an op that moves values into a store or out of it, by the same kernel on all devices; see `Op`."""
+    return define(
+        name, infer, lambda xp, **attrs: kernel, flops=free, host_inputs=host_inputs, is_random=is_random, traits=OPAQUE
+    )

@@ -57,7 +57,7 @@ class Resource:
 
     @property
     def signature(self) -> str:
-        """What it is: equal for resources that may share a state in a container."""
+        """Its kind, equal for resources that may share a state in a container."""
         return f"a {type(self).__name__}"
 
     def create_state(self) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from asyncflow.errors import DTypeError, ShapeError, brief
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, is_symbolic
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import Op, bound_kernel
 from asyncflow.graph.shapes import Shape, is_static, size_of
 from asyncflow.graph.spec import Spec
@@ -120,10 +120,11 @@ def in_given_shape(x: Spec, *sizes: Spec, shape: Shape, **attrs: object) -> Spec
     return Spec(x.dtype, template_shape(shape, sizes))
 
 
-def apply_to_shape(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: Any) -> Tensor:
+def apply_to_shape(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: object) -> Tensor:
     """The result of an op that is told a shape: its template as an attribute, and what that leaves open behind all."""
     template, sizes = split_extents(shape)
-    return apply(op, *inputs, *sizes, shape=template, **attrs)[0]
+    given: Attrs = {**attrs, "shape": template}
+    return apply(op, *inputs, *sizes, **given)[0]
 
 
 def brought_to_shape(op: Op, x: Tensor, shape: ExtentsLike) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from asyncflow.ops.promotion import kind_of, require_kind
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 
-def _wide(function: Callable[..., Any], *, takes_out: bool = False) -> Kernel:
+def _wide(function: Kernel, *, takes_out: bool = False) -> Kernel:
     """A kernel that computes in float32 at least and gives back the dtype of its first input."""
 
     def run(x: Array, *rest: Array, out: Array | None = None) -> Value:

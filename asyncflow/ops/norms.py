@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import float64
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -38,7 +38,7 @@ def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, 
     """
     with graph_for(x):
         sizes = _magnitudes(x)
-        over: dict[str, Any] = {"axis": as_axes(axis), "keepdims": bool(keepdims)}
+        over: Attrs = {"axis": as_axes(axis), "keepdims": bool(keepdims)}
         if ord == math.inf:
             return max(sizes, **over)
         if ord == -math.inf:

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from asyncflow.values import Kernel
 WeakScalar: TypeAlias = bool | int | float | complex
 UnaryFunction: TypeAlias = Callable[[TensorLike], Tensor]
 BinaryFunction: TypeAlias = Callable[[TensorLike, TensorLike], Tensor]
+_Published = TypeVar("_Published", bound=Callable[..., Tensor])
 
 
 _UFUNCS: dict[Op, np.ufunc] = {}
@@ -200,7 +201,7 @@ def binary_op(
     return op, published(lambda x1, x2, /: binary(op, x1, x2), module, name, doc)
 
 
-def published(function: Any, module: str, name: str, doc: str) -> Any:
+def published(function: _Published, module: str, name: str, doc: str) -> _Published:
     """`function` as one of `module` that has been written out there."""
     function.__module__, function.__name__, function.__qualname__, function.__doc__ = module, name, name, doc
     return function

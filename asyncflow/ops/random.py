@@ -21,7 +21,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.foreign_names import public_names
 from asyncflow.graph.build import TensorLike, apply, as_tensor, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KernelContext, Op, register
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -143,10 +143,11 @@ def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callab
     return register(op)
 
 
-def _drawn(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: Any) -> Tensor:
+def _drawn(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: object) -> Tensor:
     """The result of an op that is told a shape; `attrs` are those of `_apply`."""
     template, sizes = split_extents(shape)
-    return _apply(op, *inputs, *sizes, shape=template, **attrs)
+    given: Attrs = {**attrs, "shape": template}
+    return _apply(op, *inputs, *sizes, **given)
 
 
 def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **attrs: Any) -> Tensor:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_letters
-from typing import Any
 
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first, inputs_from
@@ -73,7 +72,7 @@ def _summed_to(xp: Namespace, x: Array, shape: tuple[int, ...]) -> Array:
     return xp.sum(x, axis=tuple(axes)).reshape(shape)
 
 
-def _apply_transpose(op: Op, x: Tensor, y: Tensor, like: Tensor, **attrs: Any) -> Tensor:
+def _apply_transpose(op: Op, x: Tensor, y: Tensor, like: Tensor, **attrs: object) -> Tensor:
     """The result of a transpose for the operand `like`, of which it takes the shape alone."""
     return apply_to_shape(op, shape_of(like), x, y, known=like.shape, **attrs)
 

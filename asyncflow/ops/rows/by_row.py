@@ -7,7 +7,7 @@ the numbers do not depend on what is computed beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -87,9 +87,9 @@ def _infer(first: Spec, *inputs: Spec, specs: tuple[Spec, ...], **attrs: object)
 
 
 def _kernel(
-    xp: Namespace, *, calls: Op | str, arguments: Attrs, host: Sequence[int], single: bool, **rows: Any
+    xp: Namespace, *, calls: Op | str, arguments: Attrs, host: Sequence[int], single: bool, **attrs: object
 ) -> Kernel:
-    op = _op(calls)
+    op, rows = _op(calls), cast("Attrs", attrs)
     of_row = bound_kernel(op, xp, arguments, of_scalars=False)
     stacked = _stacking(xp, lambda row, *values: of_row(*values), single=single, **rows)
     if op.rows_kernel is None:
@@ -112,9 +112,9 @@ def _kernel(
 
 
 def _drawing_kernel(
-    xp: Namespace, *, calls: Op | str, arguments: Attrs, loops: Sequence[tuple[int, int, int]], **rows: Any
+    xp: Namespace, *, calls: Op | str, arguments: Attrs, loops: Sequence[tuple[int, int, int]], **attrs: object
 ) -> Kernel:
-    of_row = bound_kernel(_op(calls), np, arguments, of_scalars=False)
+    of_row, rows = bound_kernel(_op(calls), np, arguments, of_scalars=False), cast("Attrs", attrs)
 
     def run(context: KernelContext, numbers: Array, *inputs: Array) -> tuple[Array, ...]:
         contexts = [context._replace(tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from asyncflow.errors import SourceLocation
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
-from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import VIEW, Op, Rows, define, derivative
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
@@ -130,8 +130,8 @@ class RowAxis:
         outer = tuple((width, inside + 1, around) for width, inside, around in self.outer)
         return self._like(loops=self.loops + 1, outer=outer)
 
-    def _like(self, **changed: Any) -> RowAxis:
-        own = {each.name: getattr(self, each.name) for each in fields(RowAxis) if each.init}
+    def _like(self, **changed: object) -> RowAxis:
+        own: Attrs = {each.name: getattr(self, each.name) for each in fields(RowAxis) if each.init}
         return RowAxis(**{**own, **changed})
 
     def shape(self, row: Shape) -> Shape:
