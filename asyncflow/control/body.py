@@ -61,9 +61,11 @@ def _check_arity(function: Callable[..., object], role: str, n_arguments: int, a
         ) from None
 
 
-def user_functions(functions: Iterable[object], role: str) -> list[Callable[..., Nest]]:
-    """Functions without arguments, numbered from 0 in messages; see `user_function`."""
-    return [user_function(function, f"{role} {index}", 0, "") for index, function in enumerate(functions)]
+def user_functions(functions: Iterable[object], default: object) -> list[Callable[..., Nest]]:
+    """Functions without arguments, numbered from 0 in messages, and a default, unless None; see `user_function`."""
+    named = [(function, f"branch {index}") for index, function in enumerate(functions)]
+    named += [] if default is None else [(default, "default")]
+    return [user_function(function, role, 0, "") for function, role in named]
 
 
 def as_predicate(pred: TensorLike, what: str) -> Tensor:

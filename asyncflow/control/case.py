@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.control.body import as_predicate, result_tensor, user_function, user_functions
+from asyncflow.control.body import as_predicate, result_tensor, user_functions
 from asyncflow.control.cond import cond, effects_advice
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError
@@ -92,9 +92,7 @@ def case(
     pairs: list[Any] = _listed(pred_fn_pairs, "case takes a list of pairs (predicate, function)")
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise GraphError(f"case takes at least one pair (predicate, function); got {pairs!r}")
-    branches = user_functions((branch for _, branch in pairs), "branch")
-    if default is not None:
-        branches.append(user_function(default, "default", 0, ""))
+    branches = user_functions((branch for _, branch in pairs), default)
     with graph_for(*(pred for pred, _ in pairs)):
         preds = [as_predicate(pred, "a predicate of case") for pred, _ in pairs]
         index = apply(CASE_INDEX, *preds, exclusive=bool(exclusive), has_default=default is not None)[0]
@@ -128,9 +126,7 @@ def switch_case(
     ...     af.switch_case(i, [lambda: 1.0, lambda: 2.0, lambda: 4.0])
     <Tensor switch_case:0 float64[]>
     """
-    listed = user_functions(_listed(branches, "switch_case takes a list of functions"), "branch")
-    if default is not None:
-        listed.append(user_function(default, "default", 0, ""))
+    listed = user_functions(_listed(branches, "switch_case takes a list of functions"), default)
     if not listed:
         raise GraphError("switch_case needs at least one branch")
     with graph_for(index):
