@@ -14,7 +14,7 @@ from functools import partial
 from math import ceil, inf
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.memory import MemoryAccount
-    from asyncflow.runtime.observer import Observers
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
+    from asyncflow.runtime.run.runs import Runs
     from asyncflow.runtime.run.vertex_pools import VertexPools
     from asyncflow.values import Array, Value
 
@@ -187,38 +187,6 @@ class KnownBody:
         self.failed += failed
 
 
-class RunsBatches(Protocol):
-    """Runs the bodies of batched functions."""
-
-    observers: Observers | None
-
-    async def plan_of(self, program: BodyProgram) -> Plan: ...
-
-    def memory_of(self, plan: Plan) -> MemoryAccount: ...
-
-    def threads_of(self, plan: Plan) -> int: ...
-
-    def memory_home(self, plan: Plan) -> str | None: ...
-
-    def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:
-        """The fetched values; None if that may take longer than the event loop is to be held."""
-
-    def start_batch(
-        self,
-        plan: Plan,
-        values: list[Array],
-        on_end: Callable[[Run], None],
-        trace: Trace | None,
-        name: str,
-        *,
-        staying: Sequence[int],
-    ) -> Run:
-        """A run of a body, which calls ``on_end(run)``; it may have ended by then."""
-
-    async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
-        """The fetched values."""
-
-
 class Batches(TellingState):
     """Members of one session that wait or are under way.
 
@@ -229,7 +197,7 @@ class Batches(TellingState):
         is_watched: rows carry the number of their member, which is looked at when it gets its results.
     """
 
-    def __init__(self, turn: Turn, runs: RunsBatches, seed: int, *, is_watched: bool = False) -> None:
+    def __init__(self, turn: Turn, runs: Runs, seed: int, *, is_watched: bool = False) -> None:
         super().__init__()
         self.turn = turn
         self._runs = runs

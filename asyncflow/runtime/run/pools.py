@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from time import perf_counter_ns
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,14 +28,15 @@ from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.run.placed_pools import PlacedSteps
-from asyncflow.runtime.run.run import Run
-from asyncflow.runtime.run.single_call import CountedCall
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.shares import PATIENCE_S
 from asyncflow.runtime.step_turns import Stepper
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.run.runs import Runs
 
 T = TypeVar("T")
 
@@ -52,28 +53,6 @@ _MOST_CALM = 5
 """So often a pass makes up to four times as many steps as the one before, as long as nobody comes or goes."""
 
 
-class RunsSteps(Protocol):
-    """Runs the steps of pooled loops."""
-
-    def counted_call(self, plan: Plan) -> CountedCall | None:
-        """A plan as a call; None if it needs the scheduler."""
-
-    def may_call(self, plan: Plan) -> bool:
-        """Whether it may be called now, as far as other runs are concerned."""
-
-    def threads_of(self, plan: Plan) -> int:
-        """How many of it may be computed at the same time."""
-
-    def memory_home(self, plan: Plan) -> str | None:
-        """The device that it runs on, if it is one, and can keep values between runs."""
-
-    async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
-        """The fetched values."""
-
-    def start_placed(self, plan: Plan, values: Sequence[Value], staying: int) -> Run:
-        """A run, of whose fetched values the first so many stay on their device."""
-
-
 class _Steps:
     """The steps of a pooled loop, by one of its graphs.
 
@@ -83,7 +62,7 @@ class _Steps:
         is_one: it is over one activation, without a row axis.
     """
 
-    def __init__(self, runs: RunsSteps, plan: Plan, *, is_one: bool) -> None:
+    def __init__(self, runs: Runs, plan: Plan, *, is_one: bool) -> None:
         self._runs, self._plan, self.is_one = runs, plan, is_one
         self._call = runs.counted_call(plan)
         self._flags = np.empty(0, bool)
@@ -523,7 +502,7 @@ class Pools:
         is_watched: rows carry the number of their owner.
     """
 
-    def __init__(self, runs: RunsSteps, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
+    def __init__(self, runs: Runs, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
         self.runs = runs
         self.batches = batches
         self.max_iterations = max_iterations
