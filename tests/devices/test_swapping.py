@@ -17,6 +17,7 @@ from asyncflow.devices.memory import MemoryAccount
 from asyncflow.devices.swap import Space
 from asyncflow.devices.swapping import SavedEntry
 from asyncflow.streams.cpu.stream import ThreadStream
+from tests.streams.outcomes import see_off
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -97,8 +98,8 @@ def test_stores_hand_over_what_they_kept_iteration_by_iteration(tmp_path: Path) 
     assert swapping.is_at_rest
     assert last[0] is values[0]
     swapping.close()
-    writing.close(1.0)
-    reading.close(1.0)
+    see_off(writing)
+    see_off(reading)
 
 
 def test_a_store_that_ends_while_others_hand_over_is_left_out(tmp_path: Path) -> None:
@@ -111,5 +112,5 @@ def test_a_store_that_ends_while_others_hand_over_is_left_out(tmp_path: Path) ->
     log.hand_over(0)
     assert swapping.statistics().kept == 0
     swapping.close()
-    writing.close(1.0)
-    reading.close(1.0)
+    see_off(writing)
+    see_off(reading)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from asyncflow.streams import ThreadStream
+from tests.patience import PATIENCE_S
 
 
 def outcome(stream: ThreadStream, work: Callable[..., object], *args: object) -> asyncio.Future[tuple[object, object]]:
@@ -25,3 +26,12 @@ def outcome(stream: ThreadStream, work: Callable[..., object], *args: object) ->
 def fail(error: BaseException) -> None:
     """Work that raises."""
     raise error
+
+
+def see_off(stream: ThreadStream) -> None:
+    """Stops a stream, and blocks until its thread has ended."""
+    stream.stop()
+    thread = stream._thread
+    if thread is not None:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()

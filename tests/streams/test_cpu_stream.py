@@ -18,7 +18,7 @@ import pytest
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams import ThreadEvent, ThreadStream
 from tests.patience import PATIENCE_S
-from tests.streams.outcomes import fail, outcome
+from tests.streams.outcomes import fail, outcome, see_off
 
 pytestmark = pytest.mark.every_loop
 
@@ -29,7 +29,7 @@ def opened(name: str = "cpu:0/test") -> Iterator[ThreadStream]:
     try:
         yield stream
     finally:
-        assert stream.close(PATIENCE_S)
+        see_off(stream)
 
 
 @dataclass
@@ -71,7 +71,7 @@ def test_the_thread_starts_with_the_first_work() -> None:
     assert "asyncflow:lazy" not in thread_names()
     stream.enqueue(int)
     assert "asyncflow:lazy" in thread_names()
-    assert stream.close(PATIENCE_S)
+    assert asyncio.run(stream.aclose(PATIENCE_S))
     assert "asyncflow:lazy" not in thread_names()
 
 
@@ -313,7 +313,6 @@ async def test_closing_finishes_the_work_and_refuses_more() -> None:
         with pytest.raises(SessionClosedError, match="stream cpu:0/x is closed"):
             give()
     assert await stream.aclose(PATIENCE_S)
-    assert stream.close(PATIENCE_S)
 
 
 async def test_a_stream_without_a_thread_closes_at_once() -> None:
@@ -431,4 +430,4 @@ def _use_in_child(stream: ThreadStream, unused: ThreadStream, event: ThreadEvent
         except BaseException as error:
             said.append(type(error).__name__)
             text = str(error)
-    return "\n".join([*said, text, str(stream.close(PATIENCE_S))])
+    return "\n".join([*said, text, str(asyncio.run(stream.aclose(PATIENCE_S)))])

@@ -22,6 +22,7 @@ from asyncflow.streams.futures import resolve
 from asyncflow.streams.handover import awaiting_a_thread, handover_of
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.patience import PATIENCE_S
+from tests.streams.outcomes import see_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 def stream() -> Iterator[ThreadStream]:
     stream = ThreadStream("cpu:0/test")
     yield stream
-    assert stream.close(PATIENCE_S)
+    see_off(stream)
 
 
 async def _busy_until(is_enough: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ Three objects, so that dropping a stream ends its thread::
 | idle                | creation                   | starts the thread    | does not exist                         |
 | serving             | first work                 | appends              | does jobs in order                     |
 | stopped             | `stop`, or stream dropped  | `SessionClosedError` | does what is queued, then ends         |
-| abandoned           | `close` ran out of grace   | `SessionClosedError` | ends its job, refuses the rest, ends   |
+| abandoned           | `aclose` ran out of grace  | `SessionClosedError` | ends its job, refuses the rest, ends   |
 | forked              | fork, in the child         | `SessionClosedError` | does not exist                         |
 
 NumPy and BLAS release the GIL inside large kernels, which is what makes a thread worth having.
@@ -25,9 +25,10 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -41,11 +42,13 @@ from asyncflow.streams.protocol import Event
 Deliver: TypeAlias = Callable[[object, BaseException | None, int, int], None]
 """Takes ``(result, error, started_ns, ended_ns)`` on the event loop; the times are `time.perf_counter_ns`."""
 
+_ThreadJob: TypeAlias = "Callable[[_WorkQueue], object]"
+
 
 class ThreadStream:
     """A FIFO queue of work done by one daemon thread, which starts with the first work.
 
-    All methods but `close` belong to the thread of the event loop that owns the stream; none of them blocks.
+    All methods belong to the thread of the event loop that owns the stream; none of them blocks.
     Work runs with NumPy's floating-point warnings off: in a graph, inf and nan are values.
     A stream must be closed; one that is dropped instead warns, and its thread ends after the work it has.
 
@@ -75,7 +78,7 @@ class ThreadStream:
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
         """
-        self._give(_Posted(work, args))
+        self._give(partial(_do, work, args))
 
     def submit(
         self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
@@ -93,7 +96,7 @@ class ThreadStream:
         mailbox = self._mailbox
         if mailbox is None or mailbox.loop is not loop:
             self._mailbox = mailbox = Mailbox(loop, _ThreadSubmission.finish, _ThreadSubmission.drop)
-        self._give(_ThreadSubmission(work, args, deliver, mailbox))
+        self._give(_ThreadSubmission(work, args, deliver, mailbox).run)
         mailbox.expect()
 
     def record(self) -> ThreadEvent:
@@ -103,7 +106,7 @@ class ThreadStream:
         if self.pending == 0:
             event.complete()
         else:
-            self._give(_Mark(event))
+            self._give(event.mark)
         return event
 
     def wait(self, event: Event) -> None:
@@ -118,36 +121,32 @@ class ThreadStream:
             raise TypeError(f"stream {self.name} can wait for a ThreadEvent, not for {type(event).__name__}")
         self._queue.refuse_if_closed()
         if event.queue is not self._queue and not event.done():
-            self._give(_Wait(event))
+            self._give(event.hold_up)
 
     def stop(self) -> None:
         """Take no more work; the thread ends after what it has. Idempotent, never blocks."""
         self._queue.stop()
         self._mailbox = None
 
-    def close(self, grace_s: float) -> bool:
-        """`stop`, then block up to ``grace_s`` seconds until the thread has ended; True if it has. Idempotent.
-
-        Never call it on an event loop's thread: `aclose` is for that. After the grace, work that has not started is
-        not started any more: submitted work is delivered a `SessionClosedError`.
-        """
-        self.stop()
-        return self._settle(self._queue.ended.block(grace_s) if self._thread_lives() else True)
-
     async def aclose(self, grace_s: float) -> bool:
-        """`close` for coroutines: the event loop goes on while the thread ends.
+        """`stop`, then wait up to ``grace_s`` seconds until the thread has ended; True if it has. Idempotent.
+
+        After the grace, work that has not started is not started any more: submitted work is delivered a
+        `SessionClosedError`.
 
         Cancellation: the stream stays stopped, and its thread still ends after the work it has.
         """
         self.stop()
-        if not self._thread_lives():
+        if self._thread is None or self._queue.forked:
             return True
         try:
             async with asyncio.timeout(grace_s):
                 await self._queue.ended.wait()
         except TimeoutError:
-            return self._settle(False)
-        return self._settle(True)
+            self._queue.abandoned = True
+            return False
+        self._thread.join()  # signalling was its last act, so this takes microseconds
+        return True
 
     def _give(self, job: _ThreadJob) -> None:
         jobs = self._queue
@@ -163,16 +162,6 @@ class ThreadStream:
         self._thread = thread
         # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
         weakref.finalize(self, _dropped, self._queue).atexit = False
-
-    def _thread_lives(self) -> bool:
-        return self._thread is not None and not self._queue.forked
-
-    def _settle(self, ended: bool) -> bool:
-        if not ended:
-            self._queue.abandoned = True
-        elif self._thread is not None and not self._queue.forked:
-            self._thread.join()  # signalling was its last act, so this takes microseconds
-        return ended
 
 
 class ThreadEvent(Latch):
@@ -190,6 +179,16 @@ class ThreadEvent(Latch):
         self._failures = self.queue.unreported()
         self.set()
 
+    def mark(self, jobs: _WorkQueue) -> None:
+        """The job of its own stream: it is reached."""
+        jobs.finished += 1
+        self.complete()
+
+    def hold_up(self, jobs: _WorkQueue) -> None:
+        """The job of another stream: a pause until it is done."""
+        self.block()
+        jobs.finished += 1
+
     async def wait(self) -> None:
         """Return when the work before this point is done; may be awaited on any running loop, any number of times.
 
@@ -205,10 +204,6 @@ class ThreadEvent(Latch):
         if self._failures:
             self.queue.report(self._failures)
             raise as_one(self._failures, self.queue.name)
-
-
-class _ThreadJob(Protocol):
-    def run(self, jobs: _WorkQueue) -> None: ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -250,22 +245,16 @@ class _WorkQueue(Lifecycle):
             self._failures = [kept for kept in self._failures if not any(kept is failure for failure in failures)]
 
 
-@dataclass(slots=True, eq=False)
-class _Posted:
-    """Fire-and-forget work."""
-
-    work: Callable[..., object]
-    args: tuple[object, ...]
-
-    def run(self, jobs: _WorkQueue) -> None:
-        if jobs.abandoned:
-            jobs.fail(_abandonment(jobs))
-        else:
-            try:
-                self.work(*self.args)
-            except BaseException as exc:
-                jobs.fail(without_this_frame(exc))
-        jobs.finished += 1
+def _do(work: Callable[..., object], args: tuple[object, ...], jobs: _WorkQueue) -> None:
+    """The job of fire-and-forget work."""
+    if jobs.abandoned:
+        jobs.fail(_abandonment(jobs))
+    else:
+        try:
+            work(*args)
+        except BaseException as exc:
+            jobs.fail(without_this_frame(exc))
+    jobs.finished += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -286,6 +275,7 @@ class _ThreadSubmission:
     ended_ns: int = 0
 
     def run(self, jobs: _WorkQueue) -> None:
+        """Its job."""
         self.started_ns = perf_counter_ns()
         if jobs.abandoned:
             self.error = _abandonment(jobs)
@@ -314,34 +304,12 @@ class _ThreadSubmission:
         self.deliver = self.result = self.error = None
 
 
-@dataclass(slots=True, eq=False)
-class _Mark:
-    """A recorded event."""
-
-    event: ThreadEvent
-
-    def run(self, jobs: _WorkQueue) -> None:
-        jobs.finished += 1
-        self.event.complete()
-
-
-@dataclass(slots=True, eq=False)
-class _Wait:
-    """A pause until another stream's event."""
-
-    event: ThreadEvent
-
-    def run(self, jobs: _WorkQueue) -> None:
-        self.event.block()
-        jobs.finished += 1
-
-
 def _serve(jobs: _WorkQueue) -> None:
     """The thread: do jobs in order until the queue is stopped."""
     np.seterr(all="ignore")  # of this thread's context only
     try:
         while (job := jobs.jobs.get()) is not None:
-            job.run(jobs)
+            job(jobs)
             del job  # hold no buffer while blocked in get
         log_unreported(jobs.unreported(), jobs.name)
     finally:
@@ -352,7 +320,7 @@ def _dropped(jobs: _WorkQueue) -> None:
     if not jobs.stopped:
         jobs.stop()
         warnings.warn(
-            f"stream {jobs.name} was dropped and not closed; close its session (async with) or call close()",
+            f"stream {jobs.name} was dropped and not closed; close its session (async with) or await aclose()",
             ResourceWarning,
             stacklevel=2,
         )

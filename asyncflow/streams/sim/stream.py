@@ -16,7 +16,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
@@ -212,7 +213,7 @@ class SimStream:
         """
         event = self.launch(0)
         self._jobs_given += 1
-        self._jobs.append(_SimJob(event.time_ns, self._jobs_given, work, args))
+        self._jobs.append(_SimJob(event.time_ns, self._jobs_given, partial(work, *args)))
         self.host.loop.call_at_ns(event.time_ns, self._settle)
 
     def record(self) -> SimEvent:
@@ -294,9 +295,10 @@ class SimStream:
         now, jobs = self.host.now_ns(), self._jobs
         while jobs and jobs[0].due_ns <= now:
             job = jobs.popleft()
-            failure = job.run()
-            if failure is not None:
-                self._failures.append((job.number, failure))
+            try:
+                job.call()
+            except BaseException as exc:
+                self._failures.append((job.number, without_this_frame(exc)))
         while self._ends and self._ends[0] <= now:
             self._ends.popleft()
 
@@ -305,22 +307,12 @@ class SimStream:
             raise SessionClosedError(f"stream {self.name} is closed and takes no more work; open a new session")
 
 
-@dataclass(slots=True, eq=False)
-class _SimJob:
+class _SimJob(NamedTuple):
     """A function that a stream calls."""
 
     due_ns: int
     number: int
-    work: Callable[..., object]
-    args: tuple[object, ...]
-
-    def run(self) -> BaseException | None:
-        """Call it, and return its failure."""
-        try:
-            self.work(*self.args)
-        except BaseException as exc:
-            return without_this_frame(exc)
-        return None
+    call: Callable[[], object]
 
 
 def _merged(seen: _Seen, counts: Iterable[tuple[SimStream, int]], own: SimStream | None = None) -> _Seen:
