@@ -31,13 +31,12 @@ class CancellationIgnoredError(Exception):
 class Coroutines:
     """The tasks of one executor, in the order in which they started: in that order they are cancelled."""
 
-    __slots__ = ("_executor", "_grace", "_nodes", "_tasks")
+    __slots__ = ("_executor", "_grace", "_tasks")
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        # With who is told of their ends.
-        self._tasks: dict[asyncio.Task[object], Callable[..., None]] = {}
-        self._nodes: dict[asyncio.Task[object], PlanNode] = {}
+        # With whose firings they are, and who is told of their ends.
+        self._tasks: dict[asyncio.Task[object], tuple[PlanNode, Callable[..., None]]] = {}
         self._grace: asyncio.TimerHandle | None = None
 
     def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
@@ -60,7 +59,7 @@ class Coroutines:
         task = run.turn.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
 
         def take(result: Value, error: BaseException | None) -> None:
-            del self._tasks[task], self._nodes[task]
+            del self._tasks[task]
             # A run that is being stopped cancels its coroutines itself; that is no failure.
             was_cancelled = task.cancelled() and executor.stopped
             if executor.recorder is not None:
@@ -73,8 +72,8 @@ class Coroutines:
             elif error is not None and not was_cancelled:
                 executor.kernel_failed(error, node, iteration, inputs)
 
-        self._nodes[task] = node
-        self._tasks[task] = deliver = executor.expect(take)
+        deliver = executor.expect(take)
+        self._tasks[task] = node, deliver
         task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
     def cancel(self) -> None:
@@ -86,11 +85,10 @@ class Coroutines:
 
     def describe(self) -> list[str]:
         """A line for each firing, for messages."""
-        nodes = [(node.name, node.source) for node in self._nodes.values()]
-        awaited = [", ".join(map(repr, resources_of(source))) or "a coroutine" for _, source in nodes]
+        sources = [(node.name, node.source) for node, _ in self._tasks.values()]
         return [
-            f"{name}: {what}\n    built at {source.location}"
-            for (name, source), what in zip(nodes, awaited, strict=True)
+            f"{name}: {', '.join(map(repr, resources_of(source))) or 'a coroutine'}\n    built at {source.location}"
+            for name, source in sources
         ]
 
     def close(self) -> None:
@@ -106,9 +104,9 @@ def _outcome(task: asyncio.Task[object]) -> tuple[Value, BaseException | None]:
     return (None, error) if error is not None else (task.result(), None)
 
 
-def leave_behind(tasks: Mapping[asyncio.Task[object], Callable[..., None]]) -> None:
+def leave_behind(tasks: Mapping[asyncio.Task[object], tuple[PlanNode, Callable[..., None]]]) -> None:
     """Stops waiting for cancelled tasks that have not ended, and reports each as a failure."""
-    for task, deliver in list(tasks.items()):
+    for task, (_, deliver) in list(tasks.items()):
         place = _waits_at(task)
         message = (
             f"{task.get_name()} ignores cancellation: {GRACE_S:g} s after it was cancelled, its coroutine function "
