@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
-from typing import Generic, TypeVar, TypeVarTuple, Unpack
+from typing import TypeVar, TypeVarTuple, Unpack, cast
 
 from asyncflow.streams.failures import without_this_frame
 from asyncflow.streams.latch import Latch
@@ -37,13 +37,33 @@ async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -
     Raises:
         BaseException: what `work` raises.
     """
-    loop = asyncio.get_running_loop()
-    call = _SideWork(partial(work, *args))
+    loop, ended = asyncio.get_running_loop(), Latch()
+    outcome: list[tuple[_Result | None, BaseException | None]] = []
+    call: Callable[[], _Result] = partial(work, *args)
+    name = getattr(work, "__name__", type(work).__name__).strip("_")
+    del work, args
+
+    def run() -> None:
+        nonlocal call
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:
+            outcome.append((None, without_this_frame(error)))  # which would be a cycle
+        finally:
+            del call  # whoever waits may go on before this thread has ended, and count what is still referred to
+            ended.set()
+
     # It is waited for when the interpreter ends, so that a file is not left half written.
-    threading.Thread(target=copy_context().run, args=(call.run,), name=f"asyncflow:{_name(work)}").start()
+    threading.Thread(target=copy_context().run, args=(run,), name=f"asyncflow:{name}").start()
     with loop.outside_work() if isinstance(loop, VirtualClockLoop) else nullcontext():
-        await call.ended.wait()
-    return call.outcome()
+        await ended.wait()
+    result, failure = outcome.pop()
+    if failure is None:
+        return cast("_Result", result)
+    try:
+        raise failure
+    finally:
+        del failure
 
 
 def giving_way(items: Iterable[_Item]) -> Iterator[_Item]:
@@ -97,38 +117,3 @@ class Background:
 
 
 background = Background()
-
-
-class _SideWork(Generic[_Result]):
-    """One piece of work, and what came of it."""
-
-    __slots__ = ("_error", "_result", "_work", "ended")
-
-    def __init__(self, work: Callable[[], _Result]) -> None:
-        self._work = work
-        self.ended = Latch()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as error:
-            self._error = without_this_frame(error)  # which would be a cycle
-        finally:
-            del self._work  # whoever waits may go on before this thread has ended, and count what is still referred to
-            self.ended.set()
-
-    def outcome(self) -> _Result:
-        error, self._error = self._error, None
-        if error is None:
-            result = self._result
-            del self._result
-            return result
-        try:
-            raise error
-        finally:
-            del error
-
-
-def _name(work: object) -> str:
-    return getattr(work, "__name__", type(work).__name__).strip("_")

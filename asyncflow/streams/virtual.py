@@ -128,8 +128,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         if self.get_debug():
             self._check_thread()  # type: ignore[attr-defined]
         timer = _Timer(when, callback, args, self, context)
+        timer.waiting = when_ns is not None
         if when_ns is not None:
-            timer.waiting = True
             heapq.heappush(self._timers, (when_ns, next(self._order), timer))
         return timer
 
@@ -262,16 +262,7 @@ class _Timer(asyncio.TimerHandle):
 
     __slots__ = ("waiting",)
 
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: tuple[Value, ...],
-        loop: asyncio.AbstractEventLoop,
-        context: Context | None,
-    ) -> None:
-        super().__init__(when, callback, args, loop, context)
-        self.waiting = False
+    waiting: bool
 
 
 class _VirtualSelector(selectors.DefaultSelector):

@@ -16,6 +16,7 @@ from asyncflow.runtime.values.fetches import is_fresh
 from asyncflow.state.immutable import LARGE_BYTES
 from asyncflow.state.waiting.awaiting import work_beside
 from asyncflow.streams.cpu.stream import ThreadStream
+from asyncflow.streams.futures import resolve
 from asyncflow.values import Value
 
 
@@ -55,16 +56,7 @@ class CopyThread(ThreadStream):
         if is_virtual(loop):
             return copy()
         made: asyncio.Future[Value] = loop.create_future()
-
-        def deliver(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
-            if made.cancelled():
-                return
-            if error is None:
-                made.set_result(result)
-            else:
-                made.set_exception(error)
-
-        self.submit(copy, (), deliver, loop)
+        self.submit(copy, (), lambda result, error, *_: resolve(made, result, error), loop)
         return await made
 
 
