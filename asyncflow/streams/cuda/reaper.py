@@ -293,7 +293,7 @@ class Reaper(Lifecycle):
         return mailbox
 
     def _start(self) -> None:
-        thread = threading.Thread(target=_serve, args=(self,), name=f"asyncflow:{self.name}", daemon=True)
+        thread = threading.Thread(target=self.serve, name=f"asyncflow:{self.name}", daemon=True)
         thread.start()
         self._thread = thread
 
@@ -305,17 +305,20 @@ class Reaper(Lifecycle):
     # -- on the reaper's thread ----------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Complete tickets in order until stopped, and then see all other work done."""
+        """The thread: complete tickets in order until stopped, and then see all other work done."""
         try:
-            self.events.runtime.setDevice(self.physical)  # of this thread
-        except Exception as exc:
-            self._lose(exc)
-        ticket = self._queue.get()
-        while ticket is not None:
-            ticket = self._reap(ticket)
-        if self._end is not None:
-            self._block(self._end)
-            self._end = None
+            try:
+                self.events.runtime.setDevice(self.physical)  # of this thread
+            except Exception as exc:
+                self._lose(exc)
+            ticket = self._queue.get()
+            while ticket is not None:
+                ticket = self._reap(ticket)
+            if self._end is not None:
+                self._block(self._end)
+                self._end = None
+        finally:
+            self.ended.set()
 
     def _reap(self, ticket: Ticket) -> Ticket | None:
         """Sleep until `ticket` is done, post it with all that are done by then, and return what comes next."""
@@ -364,11 +367,3 @@ def _post(batch: list[Ticket]) -> None:
     """One wake-up for all; a second loop comes into it only after the first was closed."""
     for mailbox, tickets in groupby(batch, attrgetter("mailbox")):
         mailbox.post(*tickets)
-
-
-def _serve(reaper: Reaper) -> None:
-    """The thread."""
-    try:
-        reaper.serve()
-    finally:
-        reaper.ended.set()

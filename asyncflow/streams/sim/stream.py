@@ -186,7 +186,8 @@ class SimStream:
         started_ns = self.ready_ns(earliest_ns)
         self.free_at_ns = started_ns + duration_ns
         self._count += 1
-        self._end_at(self.free_at_ns)
+        self._settle()
+        self._ends.append(self.free_at_ns)
         return self._event(started_ns, self.free_at_ns, label)
 
     def origin(self, label: str = "") -> SimEvent:
@@ -283,12 +284,6 @@ class SimStream:
             if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
                 self._seen = _merged(self._seen, host.seen.items(), self)
         return SimEvent(self, self._count, self._seen, started_ns, time_ns, self._jobs_given, label)
-
-    def _end_at(self, end_ns: int) -> None:
-        ends, now = self._ends, self.host.now_ns()
-        while ends and ends[0] <= now:
-            ends.popleft()
-        ends.append(end_ns)
 
     def _settle(self) -> None:
         """Do what is due: timers and whoever looks at the stream come here."""
