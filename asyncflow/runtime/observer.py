@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 from weakref import ref
 
@@ -149,21 +150,12 @@ class Observers:
 
     async def watch(self, label: str, work: Awaitable[Result]) -> Result:
         """Awaits a run, and tells of it."""
-        run = self._began(label)
-        try:
-            result = await self._within(run, work)
-        except BaseException as error:
-            self._ended(run, error)
-            del run  # it has the error, whose traceback leads to this frame: that would be a cycle
-            raise
-        self._ended(run, None)
-        return result
+        with self._watched(label) as run:
+            return await self._within(run, work)
 
     async def watch_stream(self, label: str, items: AsyncGenerator[Result, None]) -> AsyncGenerator[Result, None]:
         """Iterates over what a run streams, and tells of it."""
-        run = self._began(label)
-        error: BaseException | None = None
-        try:
+        with self._watched(label) as run:
             async with aclosing(items):
                 while True:
                     try:
@@ -171,12 +163,6 @@ class Observers:
                     except StopAsyncIteration:
                         return
                     yield item
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self._ended(run, error)
-            del run, error  # as in `watch`
 
     def batch_ended(
         self, function: str, contexts: Iterable[Context], taken_s: float, error: BaseException | None
@@ -192,26 +178,32 @@ class Observers:
         """Tells of a step of a pooled loop."""
         self._tell(lambda observer: observer.pool_stepped(function, size))
 
-    def _began(self, label: str) -> ObservedRun:
+    @contextmanager
+    def _watched(self, label: str) -> Iterator[ref[ObservedRun]]:
+        """Tells of a run that is asked for inside, from its beginning to its end."""
         run = ObservedRun(label, self._clock())
         run.context.run(_current.set, ref(run))
-        self._tell(lambda observer: observer.run_began(run))
-        return run
+        self._tell(methodcaller("run_began", run))
+        error: BaseException | None = None
+        try:
+            yield ref(run)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            run.ended_s = self._clock()
+            run.error, run.status = error, status_of(error)
+            self._tell(methodcaller("run_ended", run))
+            del run, error  # it has the error, whose traceback leads to this frame: that would be a cycle
 
-    def _ended(self, run: ObservedRun, error: BaseException | None) -> None:
-        run.ended_s = self._clock()
-        run.error, run.status = error, status_of(error)
-        self._tell(lambda observer: observer.run_ended(run))
-
-    async def _within(self, run: ObservedRun, work: Awaitable[Result]) -> Result:
+    async def _within(self, run: ref[ObservedRun], work: Awaitable[Result]) -> Result:
         """Awaits what starts this run."""
-        token = _current.set(ref(run))
+        token = _current.set(run)
         try:
             return await work
         finally:
-            if _current.get()() is run:  # else it is thrown away, in another context
+            if _current.get() is run:  # else it is thrown away, in another context
                 _current.reset(token)
-            del run  # as in `watch`
 
     def _tell(self, what: Callable[[RunObserver], None]) -> None:
         for observer in tuple(self._all):
