@@ -8,6 +8,7 @@ those of an earlier step are there for as long as somebody knows them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -35,10 +36,8 @@ class PlacedRows(RowGroup[A]):
 
     def inputs(self, first: int, end: int) -> list[Array]:
         """The inputs of a range of rows that are all new."""
-        found = list(self.rows[first].inputs)
-        for place in self._own:
-            found[place] = np.stack([activation.inputs[place] for activation in self.rows[first:end]])
-        return found
+        new = [np.stack([activation.inputs[place] for activation in self.rows[first:end]]) for place in self._own]
+        return self.with_rows(self.rows[first], new)
 
     def values(self, row: int) -> list[Array]:
         """The inputs of a row that is new."""
@@ -85,21 +84,11 @@ class PlacedRows(RowGroup[A]):
         self._width = len(self.rows)
         self.places = list(range(self._width))
 
-    def all_inputs(self) -> list[Value]:
+    def all_inputs(self) -> Sequence[Value]:
         """The inputs of all rows, in the order of the slabs."""
-        found: list[Value] = list(self.rows[0].inputs)
-        for place, slab in zip(self._own, self.slabs, strict=True):
-            found[place] = slab
-        return found
+        return self.with_rows(self.rows[0], cast("list[Array]", self.slabs))
 
     @property
     def width(self) -> int:
         """How many slabs there are."""
         return len(self._own)
-
-    def with_rows(self, activation: A, values: Sequence[Array]) -> list[Array]:
-        """The inputs of one, of which those that have rows are these."""
-        found = list(activation.inputs)
-        for place, value in zip(self._own, values, strict=True):
-            found[place] = value
-        return found

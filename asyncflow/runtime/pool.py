@@ -86,22 +86,20 @@ class RowGroup(Generic[A]):
         self._stores: list[Array] = []
         self._room = self._row_size = 0
         self._owners: Array | None = np.empty(0, np.int64) if is_watched else None
-        self._views: tuple[int, int, list[Array]] | None = None
 
     def inputs(self, first: int, end: int) -> list[Array]:
         """The inputs of a range of rows: parts of slabs, which the next change of rows may write to."""
-        if self._views is None or self._views[:2] != (first, end):
-            views = list(self.rows[first].inputs)
-            for place, slab in zip(self._own, self._slabs, strict=True):
-                views[place] = slab[first:end]
-            self._views = first, end, views
-        return self._views[2]
+        return self.with_rows(self.rows[first], [slab[first:end] for slab in self._slabs])
 
     def values(self, row: int) -> list[Array]:
         """Copies of the inputs of one row."""
-        found = list(self.rows[row].inputs)
-        for place, slab in zip(self._own, self._slabs, strict=True):
-            found[place] = _taken(slab, row)
+        return self.with_rows(self.rows[row], [_taken(slab, row) for slab in self._slabs])
+
+    def with_rows(self, activation: A, own: Sequence[Array]) -> list[Array]:
+        """The inputs of one, of which those that have rows are these."""
+        found = list(activation.inputs)
+        for place, value in zip(self._own, own, strict=True):
+            found[place] = value
         return found
 
     def variables(self, row: int) -> list[Array]:
@@ -151,7 +149,7 @@ class RowGroup(Generic[A]):
             if values.shape[1:] == slab.shape[1:]:
                 slab[:rows] = values
             else:
-                self._slabs[place], self._room, self._views, has_changed = values, rows, None, True
+                self._slabs[place], self._room, has_changed = values, rows, True
         if has_changed:
             self._row_size = sum(math.prod(slab.shape[1:]) for slab in self._slabs)
         return has_changed
@@ -159,7 +157,6 @@ class RowGroup(Generic[A]):
     def _grow(self, values: Sequence[Array]) -> None:
         rows = len(self.rows)
         self._room = min(max(2 * rows, _FIRST_ROWS), self._most)
-        self._views = None
         specs = [
             (np.shape(x), x.dtype) if hasattr(x, "dtype") else ((), object) for x in map(values.__getitem__, self._own)
         ]
