@@ -36,7 +36,7 @@ call is cut so small that the first deadline in it is met, as far as is known an
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -166,11 +166,8 @@ class Lane(Generic[M]):
     def discard(self, member: M) -> None:
         """One waits no more, if it did."""
         line = self.waiting.get(member.priority, [])
-        place = bisect_left(line, _due_ns(member), key=_due_ns)
-        while place < len(line) and line[place] is not member and _due_ns(line[place]) == _due_ns(member):
-            place += 1
-        if place < len(line) and line[place] is member:
-            self._remove(line, place)
+        if member in line:
+            self._remove(line, line.index(member))
 
     def drop_late(self, now_ns: int) -> None:
         """Who is past its deadline waits no more."""

@@ -100,15 +100,11 @@ class _PriorityLine(Generic[R]):
     Attributes:
         runs: those who go first in front.
         costs_s: what each of them is expected to take; 0 if that is not known.
-        known_s: in all, of those of which it is known.
-        unknown: how many the others are.
         nbytes: of what is fed to all of them.
     """
 
     runs: list[R] = field(default_factory=list)
     costs_s: list[float] = field(default_factory=list)
-    known_s: float = 0.0
-    unknown: int = 0
     nbytes: int = 0
 
     def index(self, run: R) -> int:
@@ -118,24 +114,17 @@ class _PriorityLine(Generic[R]):
         index = self.index(run)
         self.runs.insert(index, run)
         self.costs_s.insert(index, run.charge_s)
-        self.known_s += run.charge_s
-        self.unknown += not run.charge_s
         self.nbytes += run.nbytes
 
     def remove(self, run: R) -> None:
         index = self.index(run)
         del self.runs[index], self.costs_s[index]
-        self.known_s -= run.charge_s
-        self.unknown -= not run.charge_s
         self.nbytes -= run.nbytes
 
-    def before(self, run: R) -> tuple[float, int]:
-        """`known_s` and `unknown` of those that go before a run; summed from the end that is nearer."""
-        index = self.index(run)
-        is_in_front = index <= len(self.runs) // 2
-        part = self.costs_s[:index] if is_in_front else self.costs_s[index:]
-        known_s, unknown = sum(part), part.count(0.0)
-        return (known_s, unknown) if is_in_front else (self.known_s - known_s, self.unknown - unknown)
+    def expected_s(self, mean_s: float, before: R | None = None) -> float:
+        """What all of them, or those that go before a run, are expected to take; `mean_s` where that is not known."""
+        part = self.costs_s if before is None else self.costs_s[: self.index(before)]
+        return sum(part) + part.count(0.0) * mean_s
 
 
 @dataclass(slots=True, eq=False)
@@ -258,12 +247,11 @@ class RunQueue(Generic[R]):
         behind = 0
         for priority, line in self._lines.items():
             if priority < run.priority:
-                before_s += line.known_s + line.unknown * self._mean_s
+                before_s += line.expected_s(self._mean_s)
             elif priority > run.priority:
                 behind += 1
             else:
-                known_s, unknown = line.before(run)
-                own_s = known_s + unknown * self._mean_s
+                own_s = line.expected_s(self._mean_s, run)
         # Each line behind takes its share, and this one gets its own whatever stands before it.
         share = share_of(len({*self._lines, run.priority}))
         before_s = (before_s + own_s) / (1 - behind * share)
