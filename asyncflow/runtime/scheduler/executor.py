@@ -509,19 +509,17 @@ class Executor:
         except SchedulingError as error:
             self._rule_broken(error)
 
-    def go_on(self) -> None:
-        """After something in flight has ended."""
+    def go_on(self, *, later: bool = False) -> None:
+        """After something in flight has ended.
+
+        Args:
+            later: in the next turn, as the caller may be in the middle of another run, and deep in it.
+        """
         if self.stopped:
             self.check_quiet()
         elif not self.is_driven:  # else it goes on anyway
-            self.run.turn.drive_now(self)
-
-    def go_on_later(self) -> None:
-        """As `go_on`, but in the next turn: the caller may be in the middle of another run, and deep in it."""
-        if self.stopped:
-            self.check_quiet()
-        elif not self.is_driven:
-            self.run.turn.enqueue(self)
+            turn = self.run.turn
+            (turn.enqueue if later else turn.drive_now)(self)
 
     # -- ending --------------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class Regions:
             del self._waiting[firing]
             executor.in_flight -= 1
             self.suspended.append(firing)
-            executor.go_on_later()
+            executor.go_on(later=True)
 
     def _on_stream(self, firing: SlicedRegion) -> None:
         executor, node, iteration = self._executor, firing.node, firing.iteration

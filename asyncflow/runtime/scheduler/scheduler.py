@@ -61,7 +61,6 @@ _ENTER: Final = Kind.ENTER
 _EXIT: Final = Kind.EXIT
 _NEXT_ITERATION: Final = Kind.NEXT_ITERATION
 _FETCH: Final = Kind.FETCH
-_PASS: Final = Kind.PASS
 _TRIGGER: Final = Kind.TRIGGER
 _FIRED: Final = object()
 _ROUTES: Final = range(64)
@@ -191,29 +190,23 @@ class Scheduler:
                 self._deliver_dead(node, 1 - side, node.dead, iteration)
                 if node.controls:
                     self._deliver_controls(node, iteration)
-            elif kind == _NEXT_ITERATION:
-                value = values[slot]
-                values[slot] = None
-                self._advance(node, value, iteration)
-            elif kind == _ENTER:
-                value = values[slot]
-                values[slot] = None
-                self._enter(node, value, None, iteration)
-            elif kind == _EXIT:
-                value = values[slot]
-                values[slot] = None
-                self._exit(node, value, iteration)
-            elif kind == _PASS:
-                value = values[slot]
-                values[slot] = None
-                self._deliver(node, 0, value, iteration)
-                if node.controls:
-                    self._deliver_controls(node, iteration)
-            elif kind == _FETCH:
-                self.results[node.fetch_index] = values[slot]
-                values[slot] = None
-            else:
+            elif kind == _TRIGGER:
                 self._deliver_controls(node, iteration)
+            else:
+                value = values[slot]
+                values[slot] = None
+                if kind == _NEXT_ITERATION:
+                    self._advance(node, value, iteration)
+                elif kind == _ENTER:
+                    self._enter(node, value, None, iteration)
+                elif kind == _EXIT:
+                    self._exit(node, value, iteration)
+                elif kind == _FETCH:
+                    self.results[node.fetch_index] = value
+                else:
+                    self._deliver(node, 0, value, iteration)
+                    if node.controls:
+                        self._deliver_controls(node, iteration)
             iteration.outstanding -= 1
             if not iteration.outstanding:
                 self._settle(iteration)
@@ -421,7 +414,7 @@ class Scheduler:
                 frame.constant_ready.append(target)
 
     def _arrive(self, node: PlanNode, value: Value, dead: Dead | None, iteration: Iteration) -> None:
-        """The value that an Enter brings, in one iteration of its frame."""
+        """A value that was parked, or that an Enter brings, in one iteration of its frame."""
         if dead is None:
             self._deliver(node, 0, value, iteration)
             if node.controls:
@@ -509,8 +502,7 @@ class Scheduler:
         # Not done before all its first tokens are there.
         started.outstanding += 1
         for node, value in parked:
-            self._deliver(node, 0, value, started)
-            self._deliver_controls(node, started)
+            self._arrive(node, value, None, started)
         started.outstanding -= 1
         return started if ended.next is None or ended.next is started else ended.next
 

@@ -39,8 +39,8 @@ class Turn:
         self._burst_end = 0
         self.number = 0
         """Counts passes, so that failures of one pass can be told from later ones."""
-        self.batches: Batches | None = None
-        """Firings that are computed together, once there are some."""
+        self.batches: Batches
+        """Firings that are computed together."""
 
     def drive_now(self, driven: Executor) -> None:
         """Drives at once if the current pass has time left; queues what remains."""
@@ -56,13 +56,13 @@ class Turn:
         """Whether work may start in the current pass."""
         if self._burst_end == 0:
             self._burst_end = self.now() + BURST_NS
-            self._schedule()
+            self.wake()
             return True
         return not self._queue and self.now() < self._burst_end
 
     def count(self) -> int:
         """The number of the current pass; what is counted in a later pass has a higher one."""
-        self._schedule()
+        self.wake()
         return self.number
 
     def enqueue(self, driven: Executor | LoneFiring) -> None:
@@ -70,13 +70,10 @@ class Turn:
         if not driven.is_queued:
             driven.is_queued = True
             self._queue.append(driven)
-            self._schedule()
+            self.wake()
 
     def wake(self) -> None:
-        """Has a pass come, though no run has ready work."""
-        self._schedule()
-
-    def _schedule(self) -> None:
+        """Has a pass come, though no run may have ready work."""
         if not self._scheduled:
             self._scheduled = True
             self.loop.call_soon(self._pass)
@@ -98,6 +95,6 @@ class Turn:
                         if driven.drive(end):
                             self.enqueue(driven)
             # Who was computed alone goes on in this pass: to wait for the next would cost more than it brings together.
-            goes_on = batches is not None and batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
+            goes_on = batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
         if queue:
-            self._schedule()
+            self.wake()

@@ -94,10 +94,7 @@ class Waits:
                 waiting = self._ended(place, result, "ok")
                 executor.complete(waiting.node, waiting.iteration, waiting.inputs, result)
                 del result, waiting  # the run may need their memory
-            if place.is_called_outside:
-                executor.go_on()
-            else:
-                executor.go_on_later()
+            executor.go_on(later=not place.is_called_outside)
         except BaseException as error:
             executor.broken(error)
 
