@@ -199,11 +199,6 @@ current_trace = _current.innermost
 """The trace whose ``with`` block this code runs in, or None."""
 
 
-def looks_inside(trace: Trace | None) -> bool:
-    """Whether `trace` wants every node, for which a run does without regions."""
-    return trace is not None and trace.detail == "node"
-
-
 Writer = Callable[[Trace, Path], None]
 _writers: list[Writer] = []
 

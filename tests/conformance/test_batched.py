@@ -59,14 +59,14 @@ class Held(NamedTuple):
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     """Whoever asks for the plan of a call sets the first event, and waits for the second."""
     found = Held(asyncio.Event(), asyncio.Event())
-    plan_of = Batches.plan_of
+    plan_of = Runs.plan_of
 
-    async def waits(self: Batches, program: Any) -> Any:
+    async def waits(self: Runs, program: Any) -> Any:
         found.asked.set()
         await found.goes_on.wait()
         return await plan_of(self, program)
 
-    monkeypatch.setattr(Batches, "plan_of", waits)
+    monkeypatch.setattr(Runs, "plan_of", waits)
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.run import Run
+from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.scheduler import lone_firing
 from asyncflow.runtime.scheduler.turn import Turn
 from tests.others import others_end
@@ -57,13 +58,13 @@ def lone(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 @pytest.fixture
 def goes_on(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Nobody is computed before this is set."""
-    event, plan_of = asyncio.Event(), Batches.plan_of
+    event, plan_of = asyncio.Event(), Runs.plan_of
 
-    async def waits(self: Batches, program: Any) -> Any:
+    async def waits(self: Runs, program: Any) -> Any:
         await event.wait()
         return await plan_of(self, program)
 
-    monkeypatch.setattr(Batches, "plan_of", waits)
+    monkeypatch.setattr(Runs, "plan_of", waits)
     return event
 
 

@@ -12,6 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.devices.cost import MeasuredCost
+from asyncflow.runtime.run.admission import in_time
 from asyncflow.runtime.session import plans
 from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -73,7 +74,7 @@ async def compiled_on(cache: PlanCache, n_nodes: int = 1000, n_constants: int = 
         threads.append(threading.get_ident())
         return empty()
 
-    await cache.get(chain(n_nodes, n_constants), compile, None)
+    await cache.get(chain(n_nodes, n_constants), compile)
     return threads[0]
 
 
@@ -104,7 +105,7 @@ async def test_what_compiles_is_left_to_its_thread_when_the_session_closes() -> 
         return empty()
 
     others = asyncio.all_tasks()
-    cancelled, waiting = (asyncio.ensure_future(cache.get(chain(1000), compile, None)) for _ in range(2))
+    cancelled, waiting = (asyncio.ensure_future(cache.get(chain(1000), compile)) for _ in range(2))
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.wait([cancelled])
@@ -149,7 +150,8 @@ def test_a_timeout_counts_from_the_first_time_that_a_graph_is_compiled(monkeypat
         with af.Graph() as graph:
             y = af.constant(1.0) + 1
         with pytest.raises(af.DeadlineExceeded, match="not compiled within timeout=5"):
-            await cache.get(PlanRequest(graph, (y,), ()), lambda _: empty(), 5)
+            async with in_time(5, 0.0, "the graph was not compiled"):
+                await cache.get(PlanRequest(graph, (y,), ()), lambda _: empty())
         assert asyncio.get_running_loop().time() == pytest.approx(5)
 
     cache = PlanCache(4)

@@ -22,7 +22,7 @@ import numpy as np
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
 from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
-from asyncflow.lift.batched import BodyProgram, Join, SharedBody, SharedCode, install_gatherer
+from asyncflow.lift.batched import Join, SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.run.step_waits import StepWaits
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
-    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.run.runs import Runs
@@ -97,7 +96,7 @@ class BatchMember(ToldPlace):
     def when_called(self, wake: Callable[[], None]) -> None:
         """Joins the members of the session whose run this is called for, on its event loop."""
         part = current_part()
-        assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
+        assert part is not None and isinstance(part.owner, Turn)
         self.state = part.owner.batches
         try:
             part.owner.batches.join(self, part)
@@ -200,7 +199,7 @@ class Batches(TellingState):
     def __init__(self, turn: Turn, runs: Runs, seed: int, *, is_watched: bool = False) -> None:
         super().__init__()
         self.turn = turn
-        self._runs = runs
+        self.runs = runs
         self._is_watched = is_watched
         # Who was computed together may ask again: runs go on in the pass after, and clients wake up behind that. If one
         # who waited meanwhile did not wait for them, calls would be of one and of the others for ever.
@@ -214,10 +213,11 @@ class Batches(TellingState):
         # A function goes with the graph that calls it.
         self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
         self._random = Random(seed)
-        self._checked_share = 0.0
-        self.pools: Pools | None = None
+        self.checked_share = 0.0
+        """That share of the calls for several members is computed one by one as well."""
+        self.pools: Pools
         """Pooled loops of the session."""
-        self.vertex_pools: VertexPools | None = None
+        self.vertex_pools: VertexPools
         """Vertex maps of the session that are shared."""
         self._under_way: set[asyncio.Task[object]] = set()
         self._runs_of: dict[BatchCall[BatchMember], Run] = {}
@@ -288,10 +288,8 @@ class Batches(TellingState):
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
         self._known.clear()
-        if self.pools is not None:
-            self.pools.clear()
-        if self.vertex_pools is not None:
-            self.vertex_pools.clear()
+        self.pools.clear()
+        self.vertex_pools.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -395,14 +393,13 @@ class Batches(TellingState):
         """Computes a batch once it has a plan; who has left meanwhile is not in it."""
         try:
             shared = call.members[0].shared
-            plan = await self._plan(shared, is_many=shared.is_for_many(len(call.members)))
+            await self._plan(shared, len(call.members))
             staying = [member for member in call.members if not member.is_gone]
             if not staying:
                 self._batcher.failed(call, divisible=False)
                 self.turn.wake()
                 return
-            if shared.is_for_many(len(staying)) != shared.is_for_many(len(call.members)):
-                plan = await self._plan(shared, is_many=shared.is_for_many(len(staying)))
+            plan = await self._plan(shared, len(staying))
             call.members = staying
         except Exception as error:
             self._failed(call, error)
@@ -422,7 +419,7 @@ class Batches(TellingState):
 
     def _compute(self, call: BatchCall[BatchMember], plan: Plan) -> None:
         started_ns, first = self.turn.clock(), call.members[0]
-        if first.home is not None and first.home != self._runs.memory_home(plan):
+        if first.home is not None and first.home != self.runs.memory_home(plan):
             self.beside(self._from_host(call, plan))
             return
         try:
@@ -430,12 +427,12 @@ class Batches(TellingState):
                 self._owners[call] = _numbers(call.members)
             fed = first.shared.fed([member.inputs for member in call.members], _gathered)
             traces = _traces_of(call.members)
-            results = None if traces else self._runs.run_short(plan, fed)
+            results = None if traces else self.runs.run_short(plan, fed)
             if results is None:
                 name = _name_of(call.members) if traces else ""
                 ended = partial(self._over, call, fed, started_ns)
                 staying = () if first.home is None else _staying(call.members)
-                run = self._runs.start_batch(plan, fed, ended, next(iter(traces), None), name, staying=staying)
+                run = self.runs.start_batch(plan, fed, ended, next(iter(traces), None), name, staying=staying)
                 if not run.is_finished:
                     self._runs_of[call] = run
                     if first.shared.has_loop:
@@ -464,28 +461,20 @@ class Batches(TellingState):
             else:
                 self._ended(call, fed, results, started_ns)
 
-    async def _plan(self, shared: SharedBody, *, is_many: bool) -> Plan:
-        known = self._known_of(shared)
+    async def _plan(self, shared: SharedBody, size: int) -> Plan:
+        known, is_many = self._known_of(shared), shared.is_for_many(size)
         plans = known.plans_of(shared)
         plan = plans.get(is_many)
         if plan is None:
-            plan = plans[is_many] = await self.plan_of(shared.many if is_many else shared.one)
+            plan = plans[is_many] = await self.runs.plan_of(shared.many if is_many else shared.one)
             known.device = plan.partitions[0].device
-            known.use_threads(self._runs.threads_of(plan) if shared.is_repeatable else 1)
+            known.use_threads(self.runs.threads_of(plan) if shared.is_repeatable else 1)
         return plan
-
-    async def plan_of(self, program: BodyProgram) -> Plan:
-        """The plan of a body's graph."""
-        return await self._runs.plan_of(program)
-
-    def memory_of(self, plan: Plan) -> MemoryAccount:
-        """The account of the device that computes a body of one partition."""
-        return self._runs.memory_of(plan)
 
     async def compute(self, plan: Plan, values: list[Array], limit_ns: int = INLINE_LIMIT_NS) -> list[Array]:
         """The fetched values of a body's plan: here and now, if that takes no longer."""
-        found = self._runs.run_short(plan, values, limit_ns)
-        return await self._runs.run_batch(plan, values) if found is None else found
+        found = self.runs.run_short(plan, values, limit_ns)
+        return await self.runs.run_batch(plan, values) if found is None else found
 
     def _ended(
         self, call: BatchCall[BatchMember], fed: Sequence[Array], results: Sequence[Array], started_ns: int
@@ -510,7 +499,7 @@ class Batches(TellingState):
             self._back_by, self._left = self.turn.number + 2, len(members)
         members[0].known.count(len(members))
         self._show(call, started_ns, None)
-        if len(members) > 1 and self._random.random() < self._checked_share:
+        if len(members) > 1 and self._random.random() < self.checked_share:
             self.beside(self._check(members, parts))
         for member, part in zip(members, parts, strict=True):
             self.tell(member, part)
@@ -520,15 +509,15 @@ class Batches(TellingState):
     def count_call(self, shared: SharedCode, size: int, *, calls: int = 1, failed: int = 0) -> None:
         """Counts calls, or steps, each for so many."""
         self._known_of(shared).count(size, calls=calls, failed=failed)
-        if self._runs.observers is not None and not isinstance(shared, SharedBody):
-            self._runs.observers.pool_stepped(shared.label, size)
+        if self.runs.observers is not None and not isinstance(shared, SharedBody):
+            self.runs.observers.pool_stepped(shared.label, size)
 
     def _show(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
         """Tells those who look on of a call that has ended."""
-        if self._runs.observers is not None:
+        if self.runs.observers is not None:
             contexts = [member.context for member in call.members]
             taken_s = (self.turn.clock() - started_ns) / 1e9
-            self._runs.observers.batch_ended(call.members[0].shared.label, contexts, taken_s, error)
+            self.runs.observers.batch_ended(call.members[0].shared.label, contexts, taken_s, error)
 
     def statistics(self) -> dict[str, BatchStatistics]:
         """Of each batched function that graphs call, by its name in the graph."""
@@ -539,20 +528,16 @@ class Batches(TellingState):
             found[shared.label] = BatchStatistics(known.calls, known.members, known.largest, known.failed, cost_ns)
         return found
 
-    def check_from_now_on(self, share: float) -> None:
-        """Has that share of the calls for several members computed one by one as well."""
-        self._checked_share = share
-
     async def _check(self, members: Sequence[BatchMember], together: Sequence[Sequence[Array]]) -> None:
         """Computes each member by itself, and logs where the result is another."""
         shared = members[0].shared
-        plan = await self._plan(shared, is_many=shared.is_for_many(1))
+        plan = await self._plan(shared, 1)
         if members[0].home is not None:
             together = [await asyncio.gather(*map(_on_host, found)) for found in together]
         for row, (member, found) in enumerate(zip(members, together, strict=True)):
             try:
                 fed = shared.fed([member.inputs], _gathered)
-                (alone,) = shared.parts(await self._runs.run_batch(plan, fed), fed, [member.inputs])
+                (alone,) = shared.parts(await self.runs.run_batch(plan, fed), fed, [member.inputs])
             except SessionClosedError:
                 return
             except Exception as error:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,7 +22,6 @@ import numpy as np
 from asyncflow.compiler.plan import Plan
 from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
 from asyncflow.graph.ir import Tensor
-from asyncflow.lift.batched import BodyProgram
 from asyncflow.lift.pooled import STEPS, SharedLoop, install_pool_gatherer
 from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
@@ -37,8 +36,6 @@ from asyncflow.values import Array, Value
 
 if TYPE_CHECKING:
     from asyncflow.runtime.run.runs import Runs
-
-T = TypeVar("T")
 
 _TURN_NS = BURST_NS
 """So long steps may take in one pass of the event loop, those of all pools together."""
@@ -65,7 +62,6 @@ class _Steps:
     def __init__(self, runs: Runs, plan: Plan, *, is_one: bool) -> None:
         self._runs, self._plan, self.is_one = runs, plan, is_one
         self._call = runs.counted_call(plan)
-        self._flags = np.empty(0, bool)
 
     def most(self, size: int, time_ns: float) -> int:
         """How many steps on so many elements there is time for on the event loop."""
@@ -92,23 +88,18 @@ class _Steps:
             self._call.learn(size, perf_counter_ns() - started, int(found[-1]))
         return found
 
-    def call_rows(self, values: list[Array], size: int, most: int) -> list[Array]:
-        """As `call`, of the values of rows."""
-        return self._rows_of(self.call(self._given(values), size, most))
-
     async def run_rows(self, values: list[Array], size: int, most: Array) -> list[Array]:
-        """As `run`, likewise."""
-        return self._rows_of(await self.run(self._given(values), size, most))
+        """As `run`, of the values of rows."""
+        return self.rows_of(await self.run(self.given(values), size, most))
 
-    def _given(self, values: list[Array]) -> list[Array]:
+    def given(self, values: list[Array]) -> list[Array]:
+        """The values of rows as the graph takes them."""
         if self.is_one:  # a store may keep what it is given
             return [value[0] if value.ndim == 1 else value[0].copy() for value in values]
-        count = len(values[0])
-        if len(self._flags) < count:
-            self._flags = np.ones(2 * count, bool)
-        return [self._flags[:count], *values]
+        return [np.ones(len(values[0]), bool), *values]
 
-    def _rows_of(self, found: list[Array]) -> list[Array]:
+    def rows_of(self, found: list[Array]) -> list[Array]:
+        """What it has found for these rows."""
         return [*map(_one_row, found[:-1]), found[-1]] if self.is_one else found
 
 
@@ -140,7 +131,7 @@ class PooledActivation(ToldPlace):
     """One activation, which is the place of its firing in line.
 
     Attributes:
-        deadline_s: of its run.
+        part: its run.
         streamed: values of the body that it hands out in each step.
         untaken: how many steps handed out what nobody has taken yet.
         is_parked: it is set aside until somebody has.
@@ -150,19 +141,18 @@ class PooledActivation(ToldPlace):
     is_called_outside = True
 
     __slots__ = (
-        *("deadline_s", "due_s", "inputs", "is_checked", "number", "patient_s", "priority", "since"),
-        *("emitter", "is_parked", "streamed", "untaken"),
+        *("due_s", "inputs", "is_checked", "number", "part", "patient_s", "priority", "since"),
+        *("is_parked", "streamed", "untaken"),
     )
 
     def __init__(self, pool: LoopPool, inputs: Sequence[Array], part: RunPart, streamed: tuple[Tensor, ...]) -> None:
         super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
         self.inputs = inputs
+        self.part = part
         self.priority = part.priority
         now_s = pool.now_s()
-        self.deadline_s = part.deadline_s
         self.due_s = min(part.deadline_s, now_s + PATIENCE_S)
         self.patient_s = (now_s + self.due_s) / 2
-        self.emitter = part.emitter
         self.streamed = streamed
         self.untaken = 0
         self.is_parked = False
@@ -182,8 +172,8 @@ class LoopPool(TellingState):
     def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop) -> None:
         super().__init__()
         self.shared = shared
-        self.runs = pools.runs
-        self._pools, self._batches, self._key = pools, pools.batches, key
+        self.runs = pools.batches.runs
+        self._pools, self.batches, self._key = pools, pools.batches, key
         self.rows: PoolRows[PooledActivation] = PoolRows(
             shared.pool.capacity, shared.n_vars, shared.has_rows, is_watched=pools.is_watched
         )
@@ -208,7 +198,7 @@ class LoopPool(TellingState):
         self._has_streams = self._has_streams or activation.streamed != ()
         self.rows.join(activation)
         self.stepper.rank = min(self.stepper.rank, activation.priority)
-        self._batches.steps.turns.come(self.stepper, activation.priority)
+        self.batches.steps.turns.come(self.stepper, activation.priority)
         if self.rows.live < self.shared.pool.capacity:
             self._most_beside[...] = 1  # or as many as it has made
 
@@ -219,7 +209,7 @@ class LoopPool(TellingState):
 
     def now_s(self) -> float:
         """The time, as deadlines have it."""
-        return self._batches.turn.loop.time()
+        return self.batches.turn.loop.time()
 
     def places(self) -> list[PlaceInLine]:
         """Everybody in it."""
@@ -235,14 +225,6 @@ class LoopPool(TellingState):
         """How many there are."""
         return f"{self.rows.live} of at most {self.shared.pool.capacity} are stepped together"
 
-    async def plan_of(self, program: BodyProgram) -> Plan:
-        """The plan of one of its programs."""
-        return await self._batches.plan_of(program)
-
-    def beside(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        """Does something that the session's end cancels."""
-        return self._batches.beside(work)
-
     def may_step(self, count: int) -> bool:
         """Whether so many steps may be made at once: nobody has come or gone for a while, or has made too many."""
         is_calm = self._calm == _MOST_CALM and self.shared.has_several
@@ -250,13 +232,13 @@ class LoopPool(TellingState):
 
     def count(self, size: int, steps: int = 1) -> None:
         """Counts steps of so many."""
-        self._batches.count_call(self.shared, size, calls=steps)
+        self.batches.count_call(self.shared, size, calls=steps)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     async def drive(self) -> None:
         """Steps until nobody is there."""
-        rows, turn, steps_of_all = self.rows, self._batches.turn, self._batches.steps
+        rows, turn, steps_of_all = self.rows, self.batches.turn, self.batches.steps
         failure = None
         try:
             code = await self._pools.code_of(self.shared)
@@ -268,7 +250,8 @@ class LoopPool(TellingState):
                     await self._wait_for_turn(code)
                 before = rows.live
                 rows.drop()
-                alone = rows.single_out() if code.one is not None and self._may_be_alone() else None
+                may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams
+                alone = rows.single_out() if may_be_alone else None
                 for group, first in () if alone is not None else rows.admit(self.now_s()):
                     await self._check(code.check, group, first)
                 if rows.steps >= self._next_limit:
@@ -280,16 +263,16 @@ class LoopPool(TellingState):
                     if turn.now() > end:  # each of many groups may step for a turn
                         await asyncio.sleep(0)
                         end = turn.now() + _TURN_NS
-                    steps = code.one if len(group.rows) == 1 and code.one is not None else code.many
                     if not group.rows:
                         continue
                     if isinstance(group, PlacedRows):
                         self._is_long = True
                         await self._placed.step(group)
-                    elif self._has_streams and any(activation.streamed for activation in group.rows):
+                    elif self._has_streams:
                         await self._step_emitting(group)
-                    elif not self._step_now(steps, group):
-                        await self._step(steps, group)
+                    else:
+                        steps = code.one if len(group.rows) == 1 else None
+                        await self._step(steps or code.many, group)
                 # Who has left may be about to join again.
                 self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
                 if rows.is_empty:
@@ -314,57 +297,56 @@ class LoopPool(TellingState):
         # A short step takes the interpreter's lock from the others, on whichever thread.
         self.stepper.room = code.threads if self._is_long else 1
         self._is_long = False
-        there = [each for each in self.rows.everybody() if not each.is_gone]
-        await self._batches.steps.begin(self.stepper, there)
-
-    def _may_be_alone(self) -> bool:
-        """Whether values may stand outside of slabs."""
-        return self.rows.group_type is RowGroup and not self._has_streams
+        there = [each.part for each in self.rows.everybody() if not each.is_gone]
+        await self.batches.steps.begin(self.stepper, there)
 
     async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
         """Has those leave that have joined a group and do not go on at all."""
         end = len(group.rows)
-        parts = await self._halved(group, first, end, lambda values: self._batches.compute(check, values))
+        parts = await self._halved(group, first, end, lambda values: self.batches.compute(check, values))
         goes_on = np.zeros(end - first, bool)
         for at, found in parts:
             goes_on[at - first : at - first + len(found[0])] = found[0]
         self.deliver(self.rows.settle(group, first, goes_on))
 
-    def _step_now(self, steps: _Steps, group: RowGroup[PooledActivation]) -> bool:
-        """Steps a group, once or, while all is calm, often; not if that takes too long for the event loop, or fails."""
-        rows, size = self.rows, group.size()
-        most = steps.most(size, _TURN_NS / self._pools.count)
-        if not most:
-            return False
-        if not self.shared.is_repeatable:
-            most = 1
-        elif rows.live < self.shared.pool.capacity:  # or else nobody can join before one leaves, which ends the call
-            most = min(4 ** (self._calm + 2 * steps.is_one), most)
-        try:
-            most = int(min(most, self._next_limit - rows.steps))
-            found = steps.call_rows(group.inputs(0, len(group.rows)), size, most)
-        except Exception as error:
-            if self.shared.is_repeatable:
-                return False  # whose fault it was is found step by step
-            self.end_group(group, error)
-            return True
-        self._advance(group, found)
-        return True
-
     async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
-        """Steps a group, wherever that is: often, until somebody comes or goes, or, where that fails, once."""
-        count, size = len(group.rows), group.size()
-        found = None
-        most = self._beside(steps, size)
-        if most > 1:
-            with suppress(Exception):  # whose fault it was is found step by step
-                found = await steps.run_rows(group.inputs(0, count), size, most)
-        if found is None:
-            self._advance_parts(
-                group, await self._halved(group, 0, count, lambda values: steps.run_rows(values, size, np.array(1)))
-            )
-        else:
-            self._advance(group, found)
+        """Steps a group: often, as far as nobody waits for that, or, where that fails, once."""
+        count, size, most = len(group.rows), group.size(), 1.0
+        if self.shared.is_repeatable:
+            # Where the pool is full, nobody can join before one leaves, which ends the call.
+            is_full = self.rows.live == self.shared.pool.capacity
+            most = inf if is_full else 4 ** (self._calm + 2 * steps.is_one)
+        try:
+            found = await self._at_once(steps, steps.given(group.inputs(0, count)), size, most)
+        except Exception as error:
+            self.end_group(group, error)
+            return
+        if found is not None:
+            self._advance(group, steps.rows_of(found))
+            return
+        one = np.array(1)
+        parts = await self._halved(group, 0, count, lambda values: steps.run_rows(values, size, one))
+        self._advance_parts(group, parts)
+
+    async def _at_once(self, steps: _Steps, given: list[Array], size: int, most: float) -> list[Array] | None:
+        """What at most so many steps have given, here and now or, where that takes too long, elsewhere.
+
+        None where one step is to be made, and has not been tried yet, or is to show whose fault it is.
+
+        Raises:
+            Exception: the step has failed, and cannot be repeated.
+        """
+        limit = self._next_limit - self.rows.steps
+        if here := min(most, limit, steps.most(size, _TURN_NS / self._pools.count)):
+            try:
+                return steps.call(given, size, int(here))
+            except Exception:
+                if not self.shared.is_repeatable:
+                    raise
+        if (beside := self._beside(steps, size)) > 1:
+            with suppress(Exception):
+                return await steps.run(given, size, beside)
+        return None
 
     def _beside(self, steps: _Steps, size: int) -> Array:
         """How many steps a run makes; fewer once somebody comes or goes."""
@@ -379,14 +361,8 @@ class LoopPool(TellingState):
         rows, values = self.rows, list(activation.inputs)
         has_rows = self.shared.has_rows
         size = sum([getattr(value, "size", 1) for value, own in zip(values, has_rows, strict=True) if own])
-        most = min(4 ** (self._calm + 2), steps.most(size, _TURN_NS / self._pools.count))
         try:
-            found = None
-            with suppress(Exception):  # which step it was is found one by one
-                if most:
-                    found = steps.call(values, size, int(min(most, self._next_limit - rows.steps)))
-                if found is None and (beside := self._beside(steps, size)) > 1:
-                    found = await steps.run(values, size, beside)
+            found = await self._at_once(steps, values, size, 4 ** (self._calm + 2))
             *following, goes_on, made = await steps.run(values, size, np.array(1)) if found is None else found
         except Exception as error:
             rows.remove_where(lambda each: each is activation)
@@ -400,17 +376,17 @@ class LoopPool(TellingState):
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
-        plan = await self.plan_of(self.shared.emitting(streamed))
+        plan = await self.runs.plan_of(self.shared.emitting(streamed))
         n_vars = self.shared.n_vars
-        parts = await self._halved(group, 0, len(group.rows), lambda values: self._batches.compute(plan, values))
+        parts = await self._halved(group, 0, len(group.rows), lambda values: self.batches.compute(plan, values))
         for first, found in parts:
             emitted = dict(zip(streamed, found[n_vars + 1 :], strict=True))
             for row, activation in enumerate(group.rows[first : first + len(found[n_vars])]):
                 if activation.streamed and not (activation.is_gone or activation.is_called):
-                    assert activation.emitter is not None
+                    assert activation.part.emitter is not None
                     activation.untaken += 1
                     values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
-                    activation.emitter.offer(values, partial(self._taken, activation))
+                    activation.part.emitter.offer(values, partial(self._taken, activation))
         self._advance_parts(group, [(first, [*found[: n_vars + 1], np.array(1)]) for first, found in parts])
         for each in list(self.rows.groups.values()):
             for row in reversed(range(len(each.rows))):
@@ -496,14 +472,12 @@ class Pools:
     """The pools of a session in which somebody is.
 
     Args:
-        runs: of the session.
-        batches: likewise.
+        batches: of the session.
         max_iterations: of any loop; None for no limit.
         is_watched: rows carry the number of their owner.
     """
 
-    def __init__(self, runs: Runs, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
-        self.runs = runs
+    def __init__(self, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
         self.batches = batches
         self.max_iterations = max_iterations
         self.is_watched = is_watched
@@ -547,18 +521,19 @@ class Pools:
     @property
     def count(self) -> int:
         """How many pools share a turn."""
-        return self.batches.steps.count(self._pools.values())
+        return self.batches.steps.count(pool.stepper for pool in self._pools.values())
 
     async def code_of(self, shared: SharedLoop) -> _Code:
         """The compiled form of a loop."""
         code = self._code.get(shared)
         if code is None:
-            check, many, *one = [await self.batches.plan_of(program) for program in shared.programs()]
-            has_own_memory = self.runs.memory_home(many) is not None
+            runs = self.batches.runs
+            check, many, *one = [await runs.plan_of(program) for program in shared.programs()]
+            has_own_memory = runs.memory_home(many) is not None
             is_placed = shared.is_static and has_own_memory
-            alone = _Steps(self.runs, one[0], is_one=True) if one else None
-            device, threads = many.partitions[0].device, self.runs.threads_of(many)
-            steps = _Steps(self.runs, many, is_one=False)
+            alone = _Steps(runs, one[0], is_one=True) if one else None
+            device, threads = many.partitions[0].device, runs.threads_of(many)
+            steps = _Steps(runs, many, is_one=False)
             code = _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
             self._code[shared] = code
         return code
@@ -574,10 +549,8 @@ class Pools:
 
 def _gather(shared: SharedLoop, inputs: tuple[Array, ...], streamed: tuple[Tensor, ...]) -> Value:
     part = current_part()
-    assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
-    pools = part.owner.batches.pools
-    assert pools is not None
-    return pools.join(shared, inputs, part, streamed)
+    assert part is not None and isinstance(part.owner, Turn)
+    return part.owner.batches.pools.join(shared, inputs, part, streamed)
 
 
 install_pool_gatherer(_gather)

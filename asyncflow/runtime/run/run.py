@@ -225,11 +225,6 @@ class Run:
         self.rendezvous.clear()
         self.stayed.clear()
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether it hands its items to a consumer that is not there."""
-        return self.emitter is not None and not self.emitter.has_consumer
-
     def close(self) -> None:
         """Ends the run because its session closes."""
         if self.emitter is not None:

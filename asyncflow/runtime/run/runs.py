@@ -29,7 +29,7 @@ from asyncflow.runtime.run.single_call import CountedCall, quiet_context, run_si
 from asyncflow.runtime.run.versions import CompileFor, Versions
 from asyncflow.runtime.run.vertex_pools import VertexPools
 from asyncflow.runtime.scheduler.turn import Turn
-from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
+from asyncflow.runtime.trace import Trace, current_trace, write_trace
 from asyncflow.runtime.values.copies import CopyThread
 from asyncflow.runtime.values.feeds import at_hand
 from asyncflow.runtime.values.fetches import user_value
@@ -106,7 +106,7 @@ class Runs:
         self.versions = Versions(self.in_flight, plans, compile, state, self.copies)
         self.batches: Batches | None = None
         self.observers: Observers | None = None
-        self._turn: Turn | None = None
+        self._turn: Turn
         self._ended: asyncio.Event | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -116,7 +116,7 @@ class Runs:
             self._turn, self, self._options.seed or 0, is_watched=self._options.debug
         )
         self.batches.vertex_pools = VertexPools(self.batches)
-        self.batches.pools = Pools(self, self.batches, self._options.max_iterations, is_watched=self._options.debug)
+        self.batches.pools = Pools(self.batches, self._options.max_iterations, is_watched=self._options.debug)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,6 @@ class Runs:
         priority: int = 0,
     ) -> Nest:
         """Does what `Session.run` promises, once it is known what to run."""
-        assert self._turn is not None
         note_ask()
         if timeout is not None:
             timeout = as_timeout(timeout)
@@ -145,11 +144,10 @@ class Runs:
             check_trace(trace, may_be_path=True)
             recorder = trace if isinstance(trace, Trace) else Trace()
         asked_s = self._turn.loop.time()
-        plan = call.plan
-        is_planned = plan is not None and recorder is None and call.version == call.request.graph.version
+        plan = call.plan if recorder is None and call.version == call.request.graph.version else None
         checked = None
         waits = False
-        if is_planned and plan is not None and plan.single_call is not None and not atomic:
+        if plan is not None and plan.single_call is not None and not atomic:
             # What needs no scheduler is over before anybody could wait for it.
             checked, waits = call.check(values)
             if not (waits or plan.read_on_host):
@@ -163,15 +161,14 @@ class Runs:
             # Before anything is copied; a run that is part of another needs no leave.
             if self.admission is not None and not is_within(self._turn):
                 end_s = inf if timeout is None else asked_s + timeout
-                ticket = self.admission.apply(plan, end_s, asked_s, priority, values)
+                ticket = self.admission.apply(call.plan, end_s, asked_s, priority, values)
             if checked is None:
                 checked, waits = call.check(values)
             if ticket is not None and self.admission is not None and ticket.turn is not None:
                 checked = as_of_now(checked) if waits else checked
                 await self.admission.wait(ticket)
-            if plan is None or not is_planned or plan.read_on_host or waits:
-                known = plan if is_planned else None
-                plan, checked = await self._ready(call, known, checked, waits, timeout, asked_s, recorder)
+            if plan is None or plan.read_on_host or waits:
+                plan, checked = await self._ready(call, plan, checked, waits, timeout, asked_s, recorder)
                 if plan.single_call is not None and recorder is None and not atomic:
                     fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                     if fetched is not None:
@@ -209,7 +206,7 @@ class Runs:
 
     async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
         """Does what `Session.warm_up` promises."""
-        plan = await self._plans.get(call.request, self._compile, None)
+        plan = await self._plans.get(call.request, self._compile)
         nodes = [node.source for partition in plan.partitions for node in partition.nodes]
         for shared in [node.attrs["shared"] for node in nodes if isinstance(node.attrs.get("shared"), SharedCode)]:
             for program in shared.programs():
@@ -240,7 +237,6 @@ class Runs:
         if self.drained is not None:
             self._check_drained()
         call, values = ask()
-        assert self._turn is not None
         checked, waits = call.check(values)
         asked_s = self._turn.loop.time()
         recorder = trace or current_trace()
@@ -286,11 +282,6 @@ class Runs:
         if not is_within(self._turn):
             raise SessionClosedError(self.closed or self.drained)
 
-    async def _copied(self, values: list[Value], timeout: float | None, asked_s: float) -> list[Value]:
-        """The values, with those copied that are too large for it on the event loop."""
-        async with in_time(timeout, asked_s, "what is fed was not copied"):
-            return await self.copies.of_feeds(values)
-
     async def _ready(
         self,
         call: Call,
@@ -306,28 +297,24 @@ class Runs:
         While a large graph is compiled, those of other libraries may change: they are taken as of now.
         """
         if waits:
-            values = await self._copied(values, timeout, asked_s)
+            async with in_time(timeout, asked_s, "what is fed was not copied"):
+                values = await self.copies.of_feeds(values)
         if plan is None:
             values = as_of_now(values)
-            inside = looks_inside(trace)
+            inside = trace is not None and trace.detail == "node"
             request = call.request._replace(regions=False) if inside else call.request
             version = request.graph.version
             tell_watchers(request, values)
-            plan = await self._plans.get(request, self._compile, timeout)
+            async with in_time(timeout, asked_s, "the graph was not compiled"):
+                plan = await self._plans.get(request, self._compile)
             if not inside:
                 if call.plan is not None and not plan.cost.recent_s:
                     plan.cost = call.plan.cost  # the graph has grown, and the run does what it did
                 call.plan, call.version = plan, version
         if plan.read_on_host or waits:
-            values = await self._at_hand(plan, call, values, timeout, asked_s)
+            async with in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
+                values = await at_hand(values, call.request.feeds, plan, self._devices)
         return plan, values
-
-    async def _at_hand(
-        self, plan: Plan, call: Call, values: list[Value], timeout: float | None, asked_s: float
-    ) -> list[Value]:
-        """The values where the plan takes them; see `at_hand`."""
-        async with in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
-            return await at_hand(values, call.request.feeds, plan, self._devices)
 
     async def _claimed(self, plan: Plan, atomic: bool, timeout: float | None, asked_s: float) -> Claim | None:
         """Returns when a run may start as far as atomic ones are concerned; its own claim, if it is one."""
@@ -364,7 +351,6 @@ class Runs:
         limit_ns: float = INLINE_LIMIT_NS,
     ) -> list[Value] | None:
         """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
-        assert self._turn is not None
         has_own_turn = limit_ns > INLINE_LIMIT_NS
         if self.closed is not None or self._options.debug or not (has_own_turn or self._turn.has_time()):
             return None
@@ -405,7 +391,6 @@ class Runs:
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
             raise SessionClosedError(self.closed or self.drained)
-        assert self._turn is not None
         self.begun += 1
         plan.used = self.begun
         run = Run(
@@ -470,7 +455,6 @@ class Runs:
 
     def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:
         """The fetched values of a body; None if computing them may take longer than the event loop is to be held."""
-        assert self._turn is not None
         if plan.single_call is None:
             return None
         found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0, limit_ns)
@@ -509,17 +493,10 @@ class Runs:
         is_home = len(plan.partitions) == 1 and device.asynchronous is not None and device.capabilities.own_memory
         return device.name if is_home else None
 
-    def start_placed(self, plan: Plan, values: Sequence[Value], staying: int) -> Run:
-        """A run of a body, of whose fetched values the first so many stay on their device."""
-        assert self._turn is not None
-        keeps = frozenset(plan.fetches[:staying])
-        asked_s = self._turn.loop.time()
-        return self._start(plan, values, None, asked_s, current_trace(), None, keeps, is_part=True)
-
     def start_batch(
         self,
         plan: Plan,
-        values: list[Array],
+        values: Sequence[Value],
         on_end: Callable[[Run], None] | None = None,
         trace: Trace | None = None,
         name: str = "",
@@ -535,7 +512,6 @@ class Runs:
             name: as the trace shows it.
             staying: which of the fetched values stay on their device.
         """
-        assert self._turn is not None
         now_s = self._turn.loop.time()
         keeps = frozenset(plan.fetches[index] for index in staying)
         return self._start(plan, values, None, now_s, trace, None, keeps, is_part=True, name=name, on_end=on_end)
@@ -547,7 +523,7 @@ class Runs:
         self.closed = why
         if self.admission is not None:
             self.admission.close(why)
-        if self._turn is not None and self._turn.loop.is_closed():
+        if self.batches is not None and self._turn.loop.is_closed():
             self.in_flight.clear()  # no callback will ever say that they have ended
 
     def release(self) -> None:
@@ -573,8 +549,9 @@ class Runs:
         """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""
         if self.batches is not None and self.in_flight:
             self.batches.hurry()
-        for run in [run for run in self.in_flight if run.is_abandoned]:
-            run.close()
+        for run in list(self.in_flight):
+            if run.emitter is not None and not run.emitter.has_consumer:
+                run.close()
         if grace_s > 0:
             await self._wait(lambda: not self.in_flight, grace_s)
 

@@ -6,11 +6,12 @@ from collections.abc import Generator, Sequence
 from contextvars import Context
 from math import inf
 from time import perf_counter_ns, thread_time_ns
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
 
 from asyncflow.compiler.lowering.single_call import SingleCall
+from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
 from asyncflow.runtime.scheduler.first_guess import first_guess
@@ -76,11 +77,7 @@ def run_single_call(
         for value in results:
             device.memory.track(value, node.name)
     except BaseException as error:
-        failure = as_kernel_error(error, node, "", inputs, device.name)
-        try:
-            raise failure from failure.__cause__
-        finally:
-            del failure  # its traceback leads to this frame, and that would be a cycle
+        _fail(error, node, inputs, device)
     return results
 
 
@@ -125,13 +122,17 @@ class CountedCall:
             for value in results if memory.limit is not None else ():
                 memory.track(value, node.name)
         except BaseException as error:
-            failure = as_kernel_error(error, node, "", inputs, self._device.name)
-            try:
-                raise failure from failure.__cause__
-            finally:
-                del failure  # see `run_single_call`
+            _fail(error, node, inputs, self._device)
         self.learn(size, taken_ns, int(results[-1]))
         return results
+
+
+def _fail(error: BaseException, node: PlanNode, inputs: Sequence[Value], device: Device) -> NoReturn:
+    failure = as_kernel_error(error, node, "", inputs, device.name)
+    try:
+        raise failure from failure.__cause__
+    finally:
+        del failure  # its traceback leads to this frame, and that would be a cycle
 
 
 def _outputs(region: Generator[object, int | None, Value]) -> Value:

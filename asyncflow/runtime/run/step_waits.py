@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from math import ceil, inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from asyncflow.runtime.step_turns import Stepper, StepTurns
 
@@ -12,24 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncflow.runtime.scheduler.turn import Turn
-
-
-class Urgent(Protocol):
-    """Who is in a pool.
-
-    Attributes:
-        priority: lower ones go first.
-        deadline_s: when it has to have ended, in its event loop's time.
-    """
-
-    priority: int
-    deadline_s: float
-
-
-class Stepping(Protocol):
-    """A pool, or a vertex map that is shared."""
-
-    stepper: Stepper
+    from asyncflow.streams.holding import RunPart
 
 
 class StepWaits:
@@ -47,8 +30,8 @@ class StepWaits:
         self.waiting: dict[Stepper, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def begin(self, stepper: Stepper, there: Sequence[Urgent]) -> None:
-        """Comes back when a stepper is to make its next step, for those who are in it."""
+    async def begin(self, stepper: Stepper, there: Sequence[RunPart]) -> None:
+        """Comes back when a stepper is to make its next step, for the runs that are in it."""
         if there:  # and else it is over soon
             stepper.rank = min(each.priority for each in there)
             first_s = min(each.deadline_s for each in there)
@@ -62,9 +45,9 @@ class StepWaits:
         finally:
             self.waiting.pop(stepper, None)
 
-    def count(self, pools: Iterable[Stepping]) -> int:
+    def count(self, steppers: Iterable[Stepper]) -> int:
         """How many of them share a turn: those that do not wait for theirs, and one at least."""
-        return max(sum(pool.stepper not in self.waiting for pool in pools), 1)
+        return max(sum(stepper not in self.waiting for stepper in steppers), 1)
 
     def ended(self, stepper: Stepper) -> None:
         """A step has been made."""

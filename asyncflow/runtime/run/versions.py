@@ -11,7 +11,7 @@ flight at the flip, therefore keep it from happening: it is refused, and the old
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -51,31 +51,18 @@ class _Retired:
     runs: set[Run]
 
 
+@dataclass(slots=True, eq=False)
 class Versions:
-    """The versions of a session's variables; belongs to the thread of its event loop.
+    """The versions of a session's variables; belongs to the thread of its event loop."""
 
-    Args:
-        in_flight: runs of the session.
-        plans: those of the session.
-        compile: makes one.
-        state: where states are.
-        copies: whose thread gives memory back.
-    """
-
-    def __init__(
-        self,
-        in_flight: Collection[Run],
-        plans: PlanCache,
-        compile: CompileFor,
-        state: StateStore,
-        copies: CopyThread,
-    ) -> None:
-        self.retired: list[_Retired] = []
-        self._in_flight = in_flight
-        self._plans = plans
-        self._compile = compile
-        self._state = state
-        self._copies = copies
+    _in_flight: Collection[Run]
+    _plans: PlanCache
+    _compile: CompileFor
+    _state: StateStore
+    """Where states are."""
+    _copies: CopyThread
+    """Whose thread gives memory back."""
+    retired: list[_Retired] = field(default_factory=list, init=False)
 
     def check_writers(self, names: Mapping[Hashable, str]) -> None:
         """Checks that no run in flight may write some states; `names` has those of their variables, by key.
@@ -145,7 +132,7 @@ class Versions:
             return all(self._state.lookup(resource) is state for resource, state in states.items())
 
         if is_latest():
-            plan = await self._plans.get(request, self._compile, None)
+            plan = await self._plans.get(request, self._compile)
             plan.is_shared = True
             if is_latest():  # still, after it was compiled
                 return plan

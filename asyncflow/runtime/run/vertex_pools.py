@@ -181,7 +181,7 @@ class VertexPool(TellingState):
 
     async def _in_order(self, members: list[VertexMember]) -> VertexGroup[VertexMember]:
         assert self._order is not None
-        self._memory = self._batches.memory_of(self._order)
+        self._memory = self._batches.runs.memory_of(self._order)
         graphs = joined([member.sets for member in members])
         schedule = await self._batches.compute(self._order, graphs, self._limit_ns)
         group = VertexGroup.of(members, schedule, self.shared.specs)
@@ -270,14 +270,14 @@ class VertexPools:
         """Of its program, and of what puts graphs in order."""
         plans = self._plans.get(shared)
         if plans is None:
-            program = await self.batches.plan_of(shared.program)
-            plans = self._plans[shared] = program, await self.batches.plan_of(shared.order)
+            program = await self.batches.runs.plan_of(shared.program)
+            plans = self._plans[shared] = program, await self.batches.runs.plan_of(shared.order)
         return plans
 
     @property
     def count(self) -> int:
         """How many pools share a turn."""
-        return self.batches.steps.count(self._pools.values())
+        return self.batches.steps.count(pool.stepper for pool in self._pools.values())
 
     def clear(self) -> None:
         """Forgets the plans: the session has closed."""
@@ -290,10 +290,8 @@ class VertexPools:
 
 def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:
     part = current_part()
-    assert part is not None and isinstance(part.owner, Turn) and part.owner.batches is not None
-    pools = part.owner.batches.vertex_pools
-    assert pools is not None
-    return pools.join(shared, inputs, part)
+    assert part is not None and isinstance(part.owner, Turn)
+    return part.owner.batches.vertex_pools.join(shared, inputs, part)
 
 
 install_set_gatherer(_gather)

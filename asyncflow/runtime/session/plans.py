@@ -14,7 +14,7 @@ from asyncflow.compiler.memory.segments import trip_count
 from asyncflow.compiler.placement.node_costs import assumed_ns
 from asyncflow.compiler.plan import Plan, PlanNode
 from asyncflow.compiler.program.request import PlanRequest
-from asyncflow.errors import DeadlineExceeded, SessionClosedError
+from asyncflow.errors import SessionClosedError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.structured import WhileNode
@@ -160,26 +160,19 @@ class PlanCache:
     def _compiles_here(self, request: PlanRequest) -> bool:
         return _compiles_soon(request.graph) or is_virtual(asyncio.get_running_loop())
 
-    async def get(self, request: PlanRequest, compile: Compile, timeout: float | None) -> Plan:
+    async def get(self, request: PlanRequest, compile: Compile) -> Plan:
         """The plan; a graph that is large, or holds much, compiles on a thread, so that the event loop goes on.
 
         Not on virtual time, where nobody waits meanwhile, and the same has to happen every time.
 
-        Raises:
-            DeadlineExceeded: that took longer than `timeout` seconds.
+        Cancellation: compiling goes on, for later runs.
         """
         plan = self.of(request.graph).plans.get(request)
         if plan is not None:
             return plan
         if self._compiles_here(request):
             return self.get_nowait(request, compile)
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._compiled_beside(request, compile)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
-            ) from None
+        return await self._compiled_beside(request, compile)
 
     async def _compiled_beside(self, request: PlanRequest, compile: Compile) -> Plan:
         """The plan, from a thread; compiled anew if states were replaced meanwhile, as it may have found old ones."""

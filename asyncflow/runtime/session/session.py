@@ -340,7 +340,7 @@ class Session(CheckpointedSession, NotPickled):
             raise ValueError(f"check_batches: the share is a number from 0 to 1; got {share!r}")
         self._bind()
         assert self._runs.batches is not None
-        self._runs.batches.check_from_now_on(share)
+        self._runs.batches.checked_share = share
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -445,14 +445,11 @@ class Session(CheckpointedSession, NotPickled):
         work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority)
         return work if self._runs.observers is None else self._runs.observers.watch(call.label, work)
 
-    async def run_function(
+    def run_function(
         self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value], *, atomic: bool = False
-    ) -> Nest:
+    ) -> Coroutine[object, object, Nest]:
         """Runs a traced `@af.function`: its outputs and all its effects."""
-        self._bind()
-        call = self._calls.of_function(graph, outputs, feeds)
-        work = self._runs.call(call, tuple(feeds.values()), None, None, False, atomic)
-        return await (work if self._runs.observers is None else self._runs.observers.watch(call.label, work))
+        return self.run_call(self._calls.of_function(graph, outputs, feeds), tuple(feeds.values()), atomic=atomic)
 
     def stream(
         self,
