@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -241,14 +241,10 @@ def _static(leaf: Value, why: str) -> Static:
     try:
         hash(leaf)
     except TypeError:
-        _refuse_unhashable(leaf, why)
+        kind = type(leaf).__name__
+        raise GraphError(
+            f"{why}, so its value is part of the trace and has to be hashable; got a {kind}. Pass a hashable object, "
+            f"or annotate the parameter with af.spec(dtype, shape) if it is an array"
+        ) from None
     # By its digits, because 0.0 == -0.0 and nan != nan.
     return Static(type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
-
-
-def _refuse_unhashable(leaf: object, why: str) -> NoReturn:
-    kind = type(leaf).__name__
-    raise GraphError(
-        f"{why}, so its value is part of the trace and has to be hashable; got a {kind}. Pass a hashable object, or "
-        f"annotate the parameter with af.spec(dtype, shape) if it is an array"
-    ) from None
