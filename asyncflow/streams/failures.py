@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import TypeVar
 
 _log = logging.getLogger("asyncflow.streams")
@@ -16,14 +17,32 @@ def without_this_frame(error: _Error) -> _Error:
     return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
 
 
-def as_one(failures: Sequence[BaseException], stream: str) -> BaseException:
-    """The one failure of work on the stream of that name, or a group of several."""
-    if len(failures) == 1:
-        return failures[0]
-    return BaseExceptionGroup(f"{len(failures)} failures on stream {stream}", failures)
+@dataclass(slots=True, eq=False)
+class KeptFailures:
+    """What enqueued work on one stream failed with, until an event that is awaited raises it, on whichever thread."""
 
+    _kept: list[tuple[int, BaseException]] = field(default_factory=list)
+    _lock: Lock = field(default_factory=Lock)
 
-def log_unreported(failures: Iterable[BaseException], stream: str) -> None:
-    """Say what would be lost with the stream."""
-    for failure in failures:
-        _log.error("work on stream %s failed and no event was awaited", stream, exc_info=failure)
+    def keep(self, number: int, failure: BaseException) -> None:
+        """Work of that number failed; later work has no lower one."""
+        with self._lock:
+            self._kept.append((number, failure))
+
+    def raise_before(self, number: int, stream: str) -> None:
+        """Raise, once, what work with lower numbers on the stream of that name failed with, several as a group."""
+        with self._lock:
+            taken = [failure for at, failure in self._kept if at < number]
+            self._kept = self._kept[len(taken) :]
+        try:
+            if taken:
+                message = f"{len(taken)} failures on stream {stream}"
+                raise taken[0] if len(taken) == 1 else BaseExceptionGroup(message, taken)
+        finally:
+            del taken  # the traceback leads to this frame, and that would be a cycle
+
+    def log(self, stream: str) -> None:
+        """Say what would be lost with the stream."""
+        for _, failure in self._kept:
+            _log.error("work on stream %s failed and no event was awaited", stream, exc_info=failure)
+        self._kept.clear()

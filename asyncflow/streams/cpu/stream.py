@@ -33,7 +33,7 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncflow.errors import SessionClosedError
-from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
+from asyncflow.streams.failures import KeptFailures, without_this_frame
 from asyncflow.streams.latch import Latch
 from asyncflow.streams.lifecycle import Lifecycle
 from asyncflow.streams.mailbox import Mailbox
@@ -104,7 +104,7 @@ class ThreadStream:
         self._queue.refuse_if_closed()
         event = ThreadEvent(self._queue)
         if self.pending == 0:
-            event.complete()
+            event.set()
         else:
             self._give(event.mark)
         return event
@@ -165,24 +165,19 @@ class ThreadStream:
 
 
 class ThreadEvent(Latch):
-    """A point in a `ThreadStream`'s order."""
+    """A point in a `ThreadStream`'s order: behind as many jobs as had been given to its queue."""
 
-    __slots__ = ("_failures", "queue")
+    __slots__ = ("_behind", "queue")
 
     def __init__(self, queue: _WorkQueue) -> None:
         super().__init__()
         self.queue = queue
-        self._failures: tuple[BaseException, ...] = ()
-
-    def complete(self) -> None:
-        """Set the event, with the failures that no awaited event has raised yet; by the stream alone."""
-        self._failures = self.queue.unreported()
-        self.set()
+        self._behind = queue.given
 
     def mark(self, jobs: _WorkQueue) -> None:
         """The job of its own stream: it is reached."""
         jobs.finished += 1
-        self.complete()
+        self.set()
 
     def hold_up(self, jobs: _WorkQueue) -> None:
         """The job of another stream: a pause until it is done."""
@@ -201,9 +196,7 @@ class ThreadEvent(Latch):
         if not self.done():
             self.queue.refuse_if_forked()
             await super().wait()
-        if self._failures:
-            self.queue.report(self._failures)
-            raise as_one(self._failures, self.queue.name)
+        self.queue.failures.raise_before(self._behind, self.queue.name)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -219,8 +212,7 @@ class _WorkQueue(Lifecycle):
     finished: int = 0
     abandoned: bool = False
     jobs: SimpleQueue[_ThreadJob | None] = field(default_factory=SimpleQueue)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _failures: list[BaseException] = field(default_factory=list)
+    failures: KeptFailures = field(default_factory=KeptFailures)
     after_fork = "its thread did not survive the fork; open a new session in the child"
 
     def stop(self) -> None:
@@ -229,31 +221,16 @@ class _WorkQueue(Lifecycle):
             self.stopped = True
             self.jobs.put(None)
 
-    def fail(self, failure: BaseException) -> None:
-        """Keep the failure of fire-and-forget work until an awaited event has raised it."""
-        with self._lock:
-            self._failures.append(failure)
-
-    def unreported(self) -> tuple[BaseException, ...]:
-        """The failures that no awaited event has raised."""
-        with self._lock:
-            return tuple(self._failures)
-
-    def report(self, failures: tuple[BaseException, ...]) -> None:
-        """Forget failures that are about to be raised."""
-        with self._lock:
-            self._failures = [kept for kept in self._failures if not any(kept is failure for failure in failures)]
-
 
 def _do(work: Callable[..., object], args: tuple[object, ...], jobs: _WorkQueue) -> None:
     """The job of fire-and-forget work."""
     if jobs.abandoned:
-        jobs.fail(_abandonment(jobs))
+        jobs.failures.keep(jobs.finished, _abandonment(jobs))
     else:
         try:
             work(*args)
         except BaseException as exc:
-            jobs.fail(without_this_frame(exc))
+            jobs.failures.keep(jobs.finished, without_this_frame(exc))
     jobs.finished += 1
 
 
@@ -311,7 +288,7 @@ def _serve(jobs: _WorkQueue) -> None:
         while (job := jobs.jobs.get()) is not None:
             job(jobs)
             del job  # hold no buffer while blocked in get
-        log_unreported(jobs.unreported(), jobs.name)
+        jobs.failures.log(jobs.name)
     finally:
         jobs.ended.set()
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 from asyncflow.errors import InternalError
 from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
 from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
-from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
+from asyncflow.streams.failures import KeptFailures, without_this_frame
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.protocol import Event
 
@@ -88,6 +88,7 @@ class CudaStream:
         name: such as ``cuda:0/compute``.
         pool: where allocations come from while the stream is active; may be set later.
         on_lost: called with the error, once and on the event loop, when the device has failed.
+        failures: of what was enqueued.
         raw: the ``cupy.cuda.Stream``.
 
     Raises:
@@ -100,7 +101,8 @@ class CudaStream:
     pool: CupyPool | None = None
     on_lost: Callable[[BaseException], object] | None = None
     raw: Raw = field(init=False)
-    _failures: tuple[BaseException, ...] = ()
+    failures: KeptFailures = field(default_factory=KeptFailures)
+    _failed: int = 0
     _closed: bool = False
     _card: _PhysicalCard = field(init=False)
     _device: Raw = field(init=False)
@@ -182,7 +184,8 @@ class CudaStream:
             with self:
                 work(*args)
         except Exception as exc:
-            self._failures += (without_this_frame(exc),)
+            self.failures.keep(self._failed, without_this_frame(exc))
+            self._failed += 1
 
     def record(self) -> CudaEvent:
         """An event that completes when all work given so far is done.
@@ -192,7 +195,7 @@ class CudaStream:
             CUDARuntimeError: the device failed.
         """
         self._reaper.refuse_if_closed()
-        return CudaEvent(self, self._reaper.record(), self._failures)
+        return CudaEvent(self, self._reaper.record(), self._failed)
 
     def wait(self, event: Event) -> None:
         """Make work given from here on wait for ``event``, of any stream of any device; the host does not wait.
@@ -239,8 +242,7 @@ class CudaStream:
             self._closed = True
             if reaper.lost is None:
                 self._card.give_back(self.raw)
-        log_unreported(self._failures, self.name)
-        self._failures = ()
+        self.failures.log(self.name)
         return True
 
     # -- tickets -------------------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class CudaStream:
         reaper.refuse_if_closed()
         point = reaper.record(for_ticket=True)
         reaper.give(Ticket(deliver, holds, point))
-        return CudaEvent(self, point, self._failures)
+        return CudaEvent(self, point, self._failed)
 
     def hold(self, *holds: object) -> None:
         """Refer to ``holds`` until all work given so far is done; calls in one turn of the loop share one event.
@@ -305,12 +307,6 @@ class CudaStream:
         """The device failed: all tickets, pending and to come, get `error`."""
         self._reaper.lose(error)
 
-    def report(self, failures: tuple[BaseException, ...]) -> tuple[BaseException, ...]:
-        """Forget those of `failures` that no event has raised, and return them: they are about to be raised."""
-        mine = tuple(kept for kept in self._failures if any(kept is failure for failure in failures))
-        self._failures = tuple(kept for kept in self._failures if not any(kept is failure for failure in mine))
-        return mine
-
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class CudaEvent:
@@ -325,7 +321,7 @@ class CudaEvent:
 
     stream: CudaStream
     point: PooledEvent
-    _failures: tuple[BaseException, ...]
+    _failed: int
     seen_done: bool = False
 
     def done(self) -> bool:
@@ -355,10 +351,7 @@ class CudaEvent:
         if not self.done():
             await self.stream.reach(self)
             self.seen_done = True
-        if self._failures:
-            failures = self.stream.report(self._failures)
-            if failures:
-                raise as_one(failures, self.stream.name)
+        self.stream.failures.raise_before(self._failed, self.stream.name)
 
 
 @dataclass(slots=True, eq=False)

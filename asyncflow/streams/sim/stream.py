@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from asyncflow.errors import SessionClosedError
-from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
+from asyncflow.streams.failures import KeptFailures, without_this_frame
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.protocol import Event
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -77,7 +77,6 @@ class SimEvent:
         seen: what the stream knew of the others.
         started_ns: when the work began.
         time_ns: when it ends, and the event is done.
-        jobs: how many functions the stream had been given.
         label: what the work is.
     """
 
@@ -86,7 +85,6 @@ class SimEvent:
     seen: _Seen
     started_ns: int
     time_ns: int
-    jobs: int
     label: str
 
     def __repr__(self) -> str:
@@ -109,7 +107,7 @@ class SimEvent:
         Cancellation: leaves the event and the stream as they were.
         """
         await self.passed()
-        self.stream.raise_failures(self.jobs)
+        self.stream.raise_failures(self)
 
     async def passed(self) -> None:
         """Return when the work before this point is done, whether or not it failed.
@@ -155,8 +153,7 @@ class SimStream:
     _host_version: int = 0
     _ends: deque[int] = field(default_factory=deque)
     _jobs: deque[_SimJob] = field(default_factory=deque)
-    _jobs_given: int = 0
-    _failures: list[tuple[int, BaseException]] = field(default_factory=list)
+    _failures: KeptFailures = field(default_factory=KeptFailures)
     _stopped: bool = False
 
     def __repr__(self) -> str:
@@ -192,7 +189,7 @@ class SimStream:
 
     def origin(self, label: str = "") -> SimEvent:
         """An event before all work: everyone has seen it."""
-        return SimEvent(self, 0, {}, 0, 0, 0, label)
+        return SimEvent(self, 0, {}, 0, 0, label)
 
     def has_seen(self, event: SimEvent) -> bool:
         """Whether the work before `event` comes before whatever is given to this stream from here on."""
@@ -213,8 +210,7 @@ class SimStream:
             SessionClosedError: the stream is closed.
         """
         event = self.launch(0)
-        self._jobs_given += 1
-        self._jobs.append(_SimJob(event.time_ns, self._jobs_given, partial(work, *args)))
+        self._jobs.append(_SimJob(event, partial(work, *args)))
         self.host.loop.call_at_ns(event.time_ns, self._settle)
 
     def record(self) -> SimEvent:
@@ -263,17 +259,13 @@ class SimStream:
         except TimeoutError:
             return False
         self._settle()
-        log_unreported((failure for _, failure in self._failures), self.name)
-        self._failures.clear()
+        self._failures.log(self.name)
         return True
 
-    def raise_failures(self, jobs: int) -> None:
-        """Raise what the first `jobs` functions failed with and nobody was told; used by events."""
+    def raise_failures(self, event: SimEvent) -> None:
+        """Raise what functions before an event failed with and nobody was told."""
         self._settle()
-        failures = [failure for number, failure in self._failures if number <= jobs]
-        self._failures = [kept for kept in self._failures if kept[0] > jobs]
-        if failures:
-            raise as_one(failures, self.name)
+        self._failures.raise_before(event.count + 1, self.name)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -283,17 +275,17 @@ class SimStream:
             self._host_version = host.version
             if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
                 self._seen = _merged(self._seen, host.seen.items(), self)
-        return SimEvent(self, self._count, self._seen, started_ns, time_ns, self._jobs_given, label)
+        return SimEvent(self, self._count, self._seen, started_ns, time_ns, label)
 
     def _settle(self) -> None:
         """Do what is due: timers and whoever looks at the stream come here."""
         now, jobs = self.host.now_ns(), self._jobs
-        while jobs and jobs[0].due_ns <= now:
+        while jobs and jobs[0].event.time_ns <= now:
             job = jobs.popleft()
             try:
                 job.call()
             except BaseException as exc:
-                self._failures.append((job.number, without_this_frame(exc)))
+                self._failures.keep(job.event.count, without_this_frame(exc))
         while self._ends and self._ends[0] <= now:
             self._ends.popleft()
 
@@ -303,10 +295,9 @@ class SimStream:
 
 
 class _SimJob(NamedTuple):
-    """A function that a stream calls."""
+    """A function that a stream calls at an event of its own."""
 
-    due_ns: int
-    number: int
+    event: SimEvent
     call: Callable[[], object]
 
 
