@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, inf
@@ -76,16 +76,6 @@ class BatchMember(ToldPlace):
         *("context", "deadline_ns", "home", "inputs", "known", "leaving", "nbytes"),
         *("offered_ns", "part", "priority", "shared", "signature"),
     )
-    # Known once it has joined.
-    context: Context
-    deadline_ns: float
-    home: str | None
-    known: KnownBody
-    nbytes: int
-    offered_ns: int
-    part: RunPart
-    priority: int
-    signature: Hashable
 
     def __init__(self, shared: SharedBody, inputs: tuple[Array, ...], leaving: Collection[int] = ()) -> None:
         super().__init__(_NOWHERE, shared.what, shared.results_of)
@@ -99,10 +89,27 @@ class BatchMember(ToldPlace):
         assert part is not None and isinstance(part.owner, Turn)
         self.state = part.owner.batches
         try:
-            part.owner.batches.join(self, part)
+            self._join(part.owner.batches, part)
         except Exception as error:  # of the user's, about a shape
             self.outcome, self.is_called = error, True
         super().when_called(wake)
+
+    def _join(self, batches: Batches, part: RunPart) -> None:
+        shared = self.shared
+        self.inputs = inputs = shared.inside(self.inputs)
+        kind = shared.kind(inputs)
+        self.home = _home(inputs)
+        self.signature: Hashable = (shared, kind, self.home, *common_values(shared.has_rows, inputs))
+        self.known = batches.known_of(shared)
+        self.context = copy_context()
+        # Nobody asks without a limit.
+        self.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
+        self.offered_ns = batches.turn.clock()
+        self.deadline_ns = inf
+        self.part, self.priority = part, part.priority
+        if part.deadline_s < inf:
+            self.deadline_ns = self.offered_ns + (part.deadline_s - batches.turn.loop.time()) * 1e9
+        batches.join(self, self.known.costs_of(kind))
 
 
 class _Nowhere(LinedState):
@@ -229,29 +236,10 @@ class Batches(TellingState):
 
     # -- as those see it who wait --------------------------------------------------------------------------------
 
-    def join(self, member: BatchMember, part: RunPart) -> None:
-        """A member of that run waits.
-
-        Raises:
-            Exception: a function of the user's about shapes failed.
-        """
-        shared = member.shared
-        member.inputs = inputs = shared.inside(member.inputs)
-        kind = shared.kind(inputs)
-        member.home = _home(inputs)
-        member.signature = (shared, kind, member.home, *common_values(shared.has_rows, inputs))
-        member.known = known = self._known_of(shared)
-        member.context = copy_context()
-        # Nobody asks without a limit.
-        member.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
-        member.offered_ns = self.turn.clock()
-        member.deadline_ns = inf
-        member.part = part
-        member.priority = part.priority
+    def join(self, member: BatchMember, costs: CallCosts) -> None:
+        """A member waits for a call that costs so much."""
         self.steps.turns.come(self, member.priority)
-        if part.deadline_s < inf:
-            member.deadline_ns = member.offered_ns + (part.deadline_s - self.turn.loop.time()) * 1e9
-        self._batcher.offer(member.signature, known.costs_of(kind), shared.batch, member)
+        self._batcher.offer(member.signature, costs, member.shared.batch, member)
         self.turn.wake()
 
     @property
@@ -279,7 +267,8 @@ class Batches(TellingState):
         """How many there are."""
         return f"{len(self.places())} wait or are computed"
 
-    def _known_of(self, shared: SharedCode) -> KnownBody:
+    def known_of(self, shared: SharedCode) -> KnownBody:
+        """Plans, times and counts of a batched call, or a pooled loop, in all versions of variables."""
         known = self._known.get(shared.origin)
         if known is None:
             known = self._known[shared.origin] = KnownBody()
@@ -462,7 +451,7 @@ class Batches(TellingState):
                 self._ended(call, fed, results, started_ns)
 
     async def _plan(self, shared: SharedBody, size: int) -> Plan:
-        known, is_many = self._known_of(shared), shared.is_for_many(size)
+        known, is_many = self.known_of(shared), shared.is_for_many(size)
         plans = known.plans_of(shared)
         plan = plans.get(is_many)
         if plan is None:
@@ -508,7 +497,7 @@ class Batches(TellingState):
 
     def count_call(self, shared: SharedCode, size: int, *, calls: int = 1, failed: int = 0) -> None:
         """Counts calls, or steps, each for so many."""
-        self._known_of(shared).count(size, calls=calls, failed=failed)
+        self.known_of(shared).count(size, calls=calls, failed=failed)
         if self.runs.observers is not None and not isinstance(shared, SharedBody):
             self.runs.observers.pool_stepped(shared.label, size)
 
