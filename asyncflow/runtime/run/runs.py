@@ -165,7 +165,7 @@ class Runs:
             if checked is None:
                 checked, waits = call.check(values)
             if ticket is not None and self.admission is not None and ticket.turn is not None:
-                checked = as_of_now(checked) if waits else checked
+                checked = as_of_now(checked)
                 await self.admission.wait(ticket)
             if plan is None or plan.read_on_host or waits:
                 plan, checked = await self._ready(call, plan, checked, waits, timeout, asked_s, recorder)
@@ -174,7 +174,7 @@ class Runs:
                     if fetched is not None:
                         return call.result(plan, fetched, allow_dead=allow_dead)
             if atomic or self._atomic.claims:
-                checked = as_of_now(checked) if waits else checked
+                checked = as_of_now(checked)
                 claim = await self._claimed(plan, atomic, timeout, asked_s)
             if ticket is not None and self.admission is not None:
                 self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())

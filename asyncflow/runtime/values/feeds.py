@@ -19,11 +19,11 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_compatible
 from asyncflow.runtime.values.foreign_feeds import (
     NotExchangeable,
+    as_of_now,
     exchanged,
     has_foreign,
     is_exchangeable,
     on_host,
-    snapshots,
 )
 from asyncflow.state.immutable import LARGE_BYTES, is_immutable
 from asyncflow.streams.beside import call_beside
@@ -155,7 +155,7 @@ async def settled(
     ]
     if not wanted:
         return values
-    values = snapshots(values)
+    values = as_of_now(list(values))
     readings = [_on_host(feeds[index], values[index]) for index in wanted]
     for index, array in zip(wanted, await asyncio.gather(*readings), strict=True):
         values[index] = array

@@ -72,17 +72,14 @@ def has_foreign(values: Sequence[Value]) -> bool:
     return ForeignArray in map(type, values)
 
 
-def snapshots(values: Sequence[Value]) -> list[Any]:
-    """The values, with copies for those in the memory of a card."""
+def as_of_now(values: list[Value]) -> list[Value]:
+    """The values, which whoever has them may go on to change: with copies for those in the memory of a card."""
+    if not has_foreign(values):
+        return values
     # At once, because the stream that is current now orders the copies; CuPy is imported already unless the values are
     # another library's and no device here is a card.
     cupy = cuda_backend().cupy
     return [value.snapshot(cupy) if type(value) is ForeignArray else value for value in values]
-
-
-def as_of_now(values: list[Value]) -> list[Value]:
-    """The values, which whoever has them may go on to change: `snapshots`, if there is anything to take."""
-    return snapshots(values) if has_foreign(values) else values
 
 
 async def on_host(foreign: ForeignArray) -> Array:
