@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -32,6 +33,20 @@ class Lifecycle:
     def __post_init__(self) -> None:
         _alive.add(self)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there may be work that somebody has to see the end of."""
+        return True
+
+    def stop(self) -> None:
+        """Take no more work; what was given is still done. Idempotent, never blocks."""
+        raise NotImplementedError
+
+    def watch(self, stream: object) -> None:
+        """Warn if the stream is dropped and not closed; its thread ends then, after the work that it has."""
+        # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
+        weakref.finalize(stream, _dropped, self).atexit = False
+
     def refuse_if_closed(self) -> None:
         """Raise unless work may be given."""
         if self.stopped:
@@ -44,6 +59,13 @@ class Lifecycle:
             raise SessionClosedError(
                 f"stream {self.name} belongs to the parent of process {os.getpid()}: {self.after_fork}"
             )
+
+
+def _dropped(lifecycle: Lifecycle) -> None:
+    if not lifecycle.stopped and lifecycle.is_used:
+        lifecycle.stop()
+        message = f"stream {lifecycle.name} was dropped and not closed; close its session (async with)"
+        warnings.warn(message, ResourceWarning, stacklevel=2)
 
 
 _alive: weakref.WeakSet[Lifecycle] = weakref.WeakSet()

@@ -451,7 +451,7 @@ async def test_stopping_gives_a_ticket_to_what_is_held(bench: Bench) -> None:
 
 def test_an_idle_reaper_ends_without_a_thread(bench: Bench) -> None:
     bench.reaper.stop()
-    assert bench.reaper.ended.done() and not bench.reaper.started
+    assert bench.reaper.ended.done() and not bench.reaper.is_used
     assert "asyncflow:cuda:0/test" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,8 +158,7 @@ class ThreadStream:
         thread = threading.Thread(target=_serve, args=(self._queue,), name=f"asyncflow:{self.name}", daemon=True)
         thread.start()
         self._thread = thread
-        # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
-        weakref.finalize(self, _dropped, self._queue).atexit = False
+        self._queue.watch(self)
 
 
 class ThreadEvent(Latch):
@@ -291,16 +288,6 @@ def _serve(jobs: _WorkQueue) -> None:
         jobs.failures.log(jobs.name)
     finally:
         jobs.ended.set()
-
-
-def _dropped(jobs: _WorkQueue) -> None:
-    if not jobs.stopped:
-        jobs.stop()
-        warnings.warn(
-            f"stream {jobs.name} was dropped and not closed; close its session (async with) or await aclose()",
-            ResourceWarning,
-            stacklevel=2,
-        )
 
 
 def _abandonment(jobs: _WorkQueue) -> SessionClosedError:

@@ -130,9 +130,9 @@ class Reaper(Lifecycle):
         return len(self._in_flight) + bool(self._held)
 
     @property
-    def started(self) -> bool:
-        """Whether there ever was a thread."""
-        return self._thread is not None
+    def is_used(self) -> bool:
+        """Whether there is a thread, or will be one."""
+        return self._thread is not None or self.pending > 0
 
     def give(self, ticket: Ticket, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Have a ticket finished on `loop`, or the running one, when all work that the stream has by now is done.

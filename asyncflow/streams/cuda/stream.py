@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,8 +113,7 @@ class CudaStream:
         self.raw = self._card.take_stream()
         tell = partial(_tell, weakref.ref(self))
         self._reaper = Reaper(self.name, self.cupy, self.physical, self.raw, self._card.events, tell)
-        # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
-        weakref.finalize(self, _dropped, self._reaper).atexit = False
+        self._reaper.watch(self)
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.name} on device {self.physical}, {self.pending} pending>"
@@ -393,13 +391,3 @@ def _tell(stream: weakref.ref[CudaStream], error: BaseException) -> None:
     owner = stream()
     if owner is not None and owner.on_lost is not None:
         owner.on_lost(error)
-
-
-def _dropped(reaper: Reaper) -> None:
-    if not reaper.stopped and (reaper.started or reaper.pending):
-        reaper.stop()
-        warnings.warn(
-            f"stream {reaper.name} was dropped and not closed; close its session (async with)",
-            ResourceWarning,
-            stacklevel=2,
-        )
