@@ -195,38 +195,36 @@ class Executor:
                     node, iteration, inputs = firing
                     if node.is_small and quick:
                         complete(node, iteration, node.kernel(*inputs))  # type: ignore[misc]
+                        budget -= 1
+                        if budget > 0:
+                            continue
                     elif node.is_light and quick:
                         result = in_context(node.kernel, *inputs)  # type: ignore[arg-type]
                         if isinstance(result, PlaceInLine):
                             self._wait(result, node, iteration, inputs)
                         else:
                             complete(node, iteration, result)
-                        if self.stopped:  # by somebody who was woken
-                            break
+                        budget -= 1
                     else:
                         self._launch(node, iteration, inputs)
-                        if self.stopped:
-                            break
-                        budget -= 7
+                        budget -= 8
                 elif ready:  # many primitives were routed
-                    budget = 0 if scheduler.asks else budget - 7
-                elif self._waits is not None and self._waits.new:
-                    node = None
-                    self._waits.look()
-                    if self.stopped:
-                        break
-                elif self._regions is not None and self._regions.suspended:
-                    if not self.lacks_memory:
-                        self._regions.step(deadline_ns)
-                    if self.stopped:
-                        break
-                    budget = 0
-                elif self._ports is not None and self._ports.incoming:
-                    node = None
-                    self._ports.take_incoming()
+                    budget = 0 if scheduler.asks else budget - 8
                 else:
+                    node = None
+                    budget -= 1
+                    if self._waits is not None and self._waits.new:
+                        self._waits.look()
+                    elif self._regions is not None and self._regions.suspended:
+                        if not self.lacks_memory:
+                            self._regions.step(deadline_ns)
+                        budget = 0
+                    elif self._ports is not None and self._ports.incoming:
+                        self._ports.take_incoming()
+                    else:
+                        break
+                if self.stopped:  # by a failure, or by somebody who was woken
                     break
-                budget -= 1
                 if budget <= 0:
                     node = None
                     if scheduler.ended:
