@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
-from asyncflow.errors import InternalError, OutOfMemoryError, SessionClosedError, of_firing
+from asyncflow.errors import OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.batched import Join, SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
@@ -200,22 +200,18 @@ class Batches(TellingState):
         turn: of the session.
         runs: of the session.
         seed: of the sizes that are tried out.
-        is_watched: rows carry the number of their member, which is looked at when it gets its results.
     """
 
-    def __init__(self, turn: Turn, runs: Runs, seed: int, *, is_watched: bool = False) -> None:
+    def __init__(self, turn: Turn, runs: Runs, seed: int) -> None:
         super().__init__()
         self.turn = turn
         self.runs = runs
-        self._is_watched = is_watched
         # Who was computed together may ask again: runs go on in the pass after, and clients wake up behind that. If one
         # who waited meanwhile did not wait for them, calls would be of one and of the others for ever.
         self._back_by = 0
         """The number of the pass by which they have."""
         self._left = 0
         """How many they were."""
-        self._owners: dict[BatchCall[BatchMember], Array] = {}
-        """Of calls under way that are watched, the number of each row's member."""
         self._batcher: Batcher[BatchMember] = Batcher(seed)
         # A function goes with the graph that calls it.
         self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
@@ -412,8 +408,6 @@ class Batches(TellingState):
             self.beside(self._from_host(call, plan))
             return
         try:
-            if self._is_watched:
-                self._owners[call] = _numbers(call.members)
             fed = first.shared.fed([member.inputs for member in call.members], _gathered)
             traces = _traces_of(call.members)
             results = None if traces else self.runs.run_short(plan, fed)
@@ -444,7 +438,6 @@ class Batches(TellingState):
             self._failed(call, error)
         else:
             if run.is_stopped:  # as nobody wanted it any more
-                self._owners.pop(call, None)
                 self._batcher.failed(call, divisible=False)
                 self.turn.wake()
             else:
@@ -470,8 +463,6 @@ class Batches(TellingState):
     ) -> None:
         members, shared = call.members, call.members[0].shared
         try:
-            if self._is_watched and not np.array_equal(self._owners.pop(call), _numbers(members)):
-                raise InternalError(f"a call of {shared.label} has rows of other members than it was given")
             if len(members) > 1:
                 for value in results:
                     if isinstance(value, np.ndarray):
@@ -545,7 +536,6 @@ class Batches(TellingState):
 
     def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
         shared = call.members[0].shared
-        self._owners.pop(call, None)
         call.members[0].known.count(len(call.members), failed=1)
         self._show(call, self.turn.clock(), error)
         self.steps.look()
@@ -573,10 +563,6 @@ def _name_of(members: Sequence[BatchMember]) -> str:
 def _staying(members: Sequence[BatchMember]) -> list[int]:
     """Places of results that some of the members need on their device."""
     return [k for k in members[0].shared.staying if any(k not in member.leaving for member in members)]
-
-
-def _numbers(members: Sequence[BatchMember]) -> Array:
-    return np.array([id(member) for member in members])
 
 
 def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:

@@ -112,9 +112,7 @@ class Runs:
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs are on this event loop from now on."""
         self._turn = Turn(loop)
-        self.batches = self._turn.batches = Batches(
-            self._turn, self, self._options.seed or 0, is_watched=self._options.debug
-        )
+        self.batches = self._turn.batches = Batches(self._turn, self, self._options.seed or 0)
         self.batches.vertex_pools = VertexPools(self.batches)
         self.batches.pools = Pools(self.batches, self._options.max_iterations, is_watched=self._options.debug)
 
