@@ -164,7 +164,6 @@ class Executor:
         # the copy is done. Names are local and a small kernel is called here, not in `_launch`, because thousands of
         # firings pass in a turn of 1 ms: each further call or attribute is a good part of what a firing costs.
         scheduler = self.scheduler
-        now = self.run.turn.now
         ready = scheduler.ready
         next_firing = scheduler.next_firing
         complete = scheduler.complete
@@ -227,18 +226,9 @@ class Executor:
                     break
                 if budget <= 0:
                     node = None
-                    if scheduler.ended:
-                        self._acknowledge_ended()
-                    if self._waits is not None and self._waits.new:
-                        self._waits.look()  # others may always be ready
-                        if self.stopped:
-                            break
-                    if self._has_to_pause():
-                        self._throttled = True
-                        self.in_flight += 1
-                        return False
-                    if now() >= deadline_ns:
-                        return True
+                    has_more = self._look_around(deadline_ns)
+                    if has_more is not None:
+                        return has_more
                     budget = _CHECK_EVERY
         except SchedulingError as error:
             self._rule_broken(error)
@@ -251,6 +241,20 @@ class Executor:
         if self.asynchronous is not None:
             self.launched = self.asynchronous.mark()
         return False
+
+    def _look_around(self, deadline_ns: int) -> bool | None:
+        """Sees to what is seldom asked; None where driving goes on, and else whether there is more to do."""
+        if self.scheduler.ended:
+            self._acknowledge_ended()
+        if self._waits is not None and self._waits.new:
+            self._waits.look()  # others may always be ready
+        if self.stopped:
+            return None  # and then nothing is left
+        if self._has_to_pause():
+            self._throttled = True
+            self.in_flight += 1
+            return False
+        return True if self.run.turn.now() >= deadline_ns else None
 
     def _acknowledge_ended(self) -> None:
         if self._ports is None:  # a dead iteration ends where no value has come in or gone out
