@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -155,11 +155,11 @@ async def settled(
     ]
     if not wanted:
         return values
-    values = as_of_now(list(values))
-    readings = [_on_host(feeds[index], values[index]) for index in wanted]
+    copies: list[Any] = as_of_now(list(values))
+    readings = [_on_host(feeds[index], copies[index]) for index in wanted]
     for index, array in zip(wanted, await asyncio.gather(*readings), strict=True):
-        values[index] = array
-    return values
+        copies[index] = array
+    return copies
 
 
 async def _on_host(tensor: Tensor, foreign: ForeignArray) -> Value:
