@@ -122,7 +122,7 @@ class _PriorityLine(Generic[R]):
         self.nbytes -= run.nbytes
 
     def expected_s(self, mean_s: float, before: R | None = None) -> float:
-        """What all of them, or those that go before a run, are expected to take; `mean_s` where that is not known."""
+        """Gives what all of them, or those before a run, are expected to take; `mean_s` where that is not known."""
         part = self.costs_s if before is None else self.costs_s[: self.index(before)]
         return sum(part) + part.count(0.0) * mean_s
 
