@@ -19,7 +19,7 @@ def without_this_frame(error: _Error) -> _Error:
 
 @dataclass(slots=True, eq=False)
 class KeptFailures:
-    """What enqueued work on one stream failed with, until an event that is awaited raises it, on whichever thread."""
+    """The failures of enqueued work on one stream, until an awaited event raises them; any thread may use it."""
 
     _kept: list[tuple[int, BaseException]] = field(default_factory=list)
     _lock: Lock = field(default_factory=Lock)

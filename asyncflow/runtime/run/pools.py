@@ -99,7 +99,7 @@ class _Steps:
         return [np.ones(len(values[0]), bool), *values]
 
     def rows_of(self, found: list[Array]) -> list[Array]:
-        """What it has found for these rows."""
+        """The outcome, as that of these rows."""
         return [*map(_one_row, found[:-1]), found[-1]] if self.is_one else found
 
 
@@ -329,7 +329,7 @@ class LoopPool(TellingState):
         self._advance_parts(group, parts)
 
     async def _at_once(self, steps: _Steps, given: list[Array], size: int, most: float) -> list[Array] | None:
-        """What at most so many steps have given, here and now or, where that takes too long, elsewhere.
+        """The outcome of at most so many steps, here and now or, where that takes too long, elsewhere.
 
         None where one step is to be made, and has not been tried yet, or is to show whose fault it is.
 
