@@ -1,8 +1,8 @@
 """How much processor time a test takes, its threads and the processes that it started included.
 
 Time of the processor, not of the clock. A test that takes more than `LIMIT_S` is marked ``slow``, or made smaller;
-those that are neither are listed at the end. Under CI each of them runs again, twice, and fails if it took far more all
-three times, in seconds of a quiet machine: how long a piece of work takes meanwhile says how much slower this one is.
+those that are neither are listed at the end. Under CI one that took far more runs again, twice at most, and fails if it
+did so all three times, in seconds of a quiet machine: how long a piece of work takes says how much slower this one is.
 So no test fails for being the first to import something, nor because the machine is busy.
 """
 
@@ -53,7 +53,9 @@ class ProcessorTime:
             return result
         report = pytest.TestReport(item.nodeid, item.location, {}, "passed", None, "teardown")
         if seconds > LIMIT_S and not is_slow and "CI" in os.environ and item.session.testsfailed == failed:
-            seconds = min(seconds / _slowness(), *(_again_s(item, nextitem) for _ in range(ATTEMPTS - 1)))
+            seconds, attempts = seconds / _slowness(), 1
+            while seconds > LIMIT_S * FAR_BEYOND and attempts < ATTEMPTS:
+                seconds, attempts = min(seconds, _again_s(item, nextitem)), attempts + 1
             if seconds > LIMIT_S * FAR_BEYOND:
                 report.outcome = "failed"
                 report.longrepr = (
