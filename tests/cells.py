@@ -3,14 +3,18 @@
 The matrix is {asyncio, uvloop, virtual time} x {one device with regions, one device interpreted, three devices with
 every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells five caught every fault that any
 cell caught, when faults were put into the code on purpose (`make mutants`). These five run always; the others run with
-``--full``, or by turns with ``--turn=WORD``: then each test runs in one more cell, with nodes placed as the word draws,
-and of the slow tests a third runs. One of the others leaves out a pass of the compiler, another for each test;
+``--full``, or by turns with ``--turn=WORD``: then every fifth test runs in one more cell, with nodes placed as the word
+draws, and a fifth of the slow tests runs. One of the others leaves out a pass of the compiler, another for each test;
 ``--without=PASS`` leaves it out of all tests.
+
+A test with more than two sets of parameters runs in all five cells as well, but each set in two of them, which change
+by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import environ
@@ -34,8 +38,11 @@ DISTRIBUTED_ROOMS = ("conformance", "control", "state", "vertex")
 DRAWS = 10_000
 """So many random placements have their turn."""
 
-SLOW_PARTS = 3
-"""Of so many parts of the slow tests one has its turn."""
+PARTS = 5
+"""Of so many parts of the slow tests, and of what one more cell adds, one has its turn."""
+
+CELLS_OF_A_SET = 2
+"""In so many of the cells that always run, each set of parameters runs of a test that has more sets than this."""
 
 REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
@@ -133,6 +140,7 @@ class Selection:
         self.full: bool = config.getoption("full")
         word: str = config.getoption("turn")
         self.turn = crc32(word.encode()) if word else None
+        self.is_thinned = not any(".py" in arg for arg in config.args)
         self.without = next((cell for cell in WITHOUT if cell.without == config.getoption("without")), None)
 
     def arrangements(self, test: pytest.Item) -> Sequence[Arrangement]:
@@ -151,7 +159,7 @@ class Selection:
             others = tuple(cell for cell in others if not cell.cuda and cell.loop != "virtual" and cell not in always)
         if self.full:
             return always + others
-        if self.turn is None:
+        if self.turn is None or (drawn >> 16) % PARTS:
             return always
         cell = others[drawn % len(others)]
         if cell.draw is not None:  # nodes have never been put like this before
@@ -168,15 +176,55 @@ class Selection:
             return tuple(LOOPS)
         return ("asyncio", "uvloop") if self.full or test.get_closest_marker("every_loop") else ("uvloop",)
 
-    def has_turn(self, test: pytest.Item) -> bool:
-        """Whether a test runs although it is slow."""
-        if self.turn is None or test.get_closest_marker("slow") is None:
+    def chosen(self, tests: Sequence[pytest.Item]) -> list[pytest.Item]:
+        """Those that run: not all slow ones; unless files were named, not every set of parameters in every cell."""
+        if self.full:
+            return list(tests)
+        sets: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for test in tests if self.is_thinned else ():
+            if cell := _cell(test):
+                sets[_function(test)].setdefault(_parameters(test, cell), len(sets[_function(test)]))
+        slow = Counter[str]()
+
+        def has_turn(test: pytest.Item) -> bool:
+            if self.turn is None or test.get_closest_marker("slow") is None:
+                return True
+            # Not by chance: of one in five cells there is one each time, and it is another cell the next time.
+            slow[_function(test)] += 1
+            return (slow[_function(test)] + crc32(_function(test).encode()) + self.turn) % PARTS == 0
+
+        return [test for test in tests if self._is_in_its_cells(test, sets[_function(test)]) and has_turn(test)]
+
+    def _is_in_its_cells(self, test: pytest.Item, sets: Mapping[str, int]) -> bool:
+        """Whether a test runs in its cell, if these are the sets of parameters of its function, in order."""
+        cell = _cell(test)
+        if cell is None or cell not in ALWAYS or len(sets) <= CELLS_OF_A_SET:
             return True
-        return (crc32(test.nodeid.encode()) + self.turn) % SLOW_PARTS == 0
+        # The sets go through the cells one after another; products of parameters do not always meet in the same.
+        place = sets[_parameters(test, cell)]
+        first = place * CELLS_OF_A_SET + place // len(ALWAYS) + (self.turn or 0)
+        return (ALWAYS.index(cell) - first) % len(ALWAYS) < CELLS_OF_A_SET
 
 
 def is_distributed(test: pytest.Item) -> bool:
     return test.path.parent.name in DISTRIBUTED_ROOMS
+
+
+def _cell(test: pytest.Item) -> Arrangement | None:
+    """In which a test of the distributed rooms runs."""
+    if not (isinstance(test, pytest.Function) and hasattr(test, "callspec") and is_distributed(test)):
+        return None
+    cell = test.callspec.params.get("arrangement")
+    return cell if isinstance(cell, Arrangement) else None
+
+
+def _function(test: pytest.Item) -> str:
+    return test.nodeid.partition("[")[0]
+
+
+def _parameters(test: pytest.Item, cell: Arrangement) -> str:
+    """All but the cell."""
+    return test.name.replace(str(cell), "")
 
 
 def _name(test: pytest.Item) -> str:

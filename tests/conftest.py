@@ -106,11 +106,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out slow tests whose turn it is not."""
-    left_out = [item for item in items if not config.stash[_selection].has_turn(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if config.stash[_selection].has_turn(item)]
+    """Leaves out what runs by turns and has not its turn."""
+    chosen = config.stash[_selection].chosen(items)
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        items[:] = chosen
 
 
 def pytest_collection_finish() -> None:

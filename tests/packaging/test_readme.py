@@ -19,6 +19,16 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = ("README.md", "docs/guide.md")
 CHECK_S = 240.0
 
+RUNNER = """
+import runpy
+import sys
+
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    print(path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
+
 PYRIGHT = {
     "typeCheckingMode": "strict",
     "reportMissingImports": False,  # PyTorch, where it is not installed
@@ -80,21 +90,26 @@ def test_programs_pass_pyright_strictly(programs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
+    """One after another in one process: most of the time would be that of the imports. Cards are the stand-in's."""
+    runner = tmp_path / "runner.py"
+    runner.write_text(RUNNER, encoding="utf-8")
+    on_cpus, on_cards = list[Path](), list[Path]()
     for number, program in enumerate(programs_on(page)):
         if "import torch" in program and find_spec("torch") is None:
             continue  # too large for `make test` to install it
         path = tmp_path / f"program_{number}.py"
         path.write_text(program, encoding="utf-8")
-        # Cards are those of the stand-in for CuPy.
-        on_cards = ["-m", "tests.fake_cupy"] if '"cuda:' in program else []
+        (on_cards if '"cuda:' in program else on_cpus).append(path)
+    for paths, module in (on_cpus, []), (on_cards, ["-m", "tests.fake_cupy"]):
         done = subprocess.run(
-            [sys.executable, "-W", "error", *on_cards, str(path)],
+            [sys.executable, "-W", "error", *module, str(runner), *paths],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
-            timeout=200,
+            timeout=CHECK_S,
         )
-        assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        assert [str(path) for path in paths if str(path) not in done.stdout] == []
