@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# More than eight workers spend longer starting than testing.
-PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadgroup
+# More than eight workers spend longer starting than testing. What hands out groups looks through all that ran at each test.
+PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 PYTEST_ARGS ?=
 # Any word: it chooses what `make test TURN=...` adds.
 TURN ?=

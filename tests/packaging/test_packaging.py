@@ -22,8 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncflow"
 OPTIONAL = {"cupy", "cupyx", "matplotlib", "ml_dtypes", "pytest", "rich", "tensorflow"}
 
-# One worker builds the wheel once for the whole module.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]
+pytestmark = pytest.mark.slow
 
 
 def run(arguments: list[str], cwd: Path, **environment: str) -> str:
