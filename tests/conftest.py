@@ -305,6 +305,13 @@ def left_of(run: Run) -> list[str]:
 NOTHING_LEFT = Statistics(ready=0, running=0, frames=0, iterations=0, parked=0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_collected_once() -> None:
+    """Pytest keeps what it knows of tests that ran: each collection would go through that of all before."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every run of every test ends with zero frames, tokens, rendezvous entries, work in flight and hazards."""

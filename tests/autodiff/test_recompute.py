@@ -94,8 +94,10 @@ async def results(program: Program, mark: Marker, **options: Any) -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize("regions", [True, False], ids=["regions", "interpreted"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "regions"),
+    [*((program, True) for program in PROGRAMS), (in_loops_and_branches, False), (with_variables, False)],
+)
 async def test_gradients_are_the_same(program: Program, regions: bool) -> None:
     """CONFORMANCE 68, for what is computed again; random numbers come out equal."""
     expected = await results(program, lambda fn: fn, regions=regions)

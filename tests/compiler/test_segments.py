@@ -65,8 +65,7 @@ async def test_products_of_many_iterations_are_the_same_within_rounding(graph: a
             np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
-@pytest.mark.parametrize("regions", [True, False])
-@pytest.mark.parametrize("kept", [1, 5, N, 100])
+@pytest.mark.parametrize(("kept", "regions"), [(1, True), (5, False), (N, True), (100, False)])
 @pytest.mark.parametrize("name", PROGRAMS)
 async def test_the_first_iterations_may_be_kept(
     graph: af.Graph, name: str, kept: int, regions: bool, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ LIMIT = 20 * VALUE
 ROOM = 1 << 30
 
 
-@pytest.fixture(params=range(3))
+@pytest.fixture(params=[0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
     """A stand-in whose streams are served in one of several orders."""
     monkeypatch.setattr(slabs, "FIRST_BYTES", 16 * VALUE)
