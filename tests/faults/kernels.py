@@ -9,8 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 import asyncflow as af
+from asyncflow.runtime.run.run import Run
+from asyncflow.streams.virtual import VirtualClockLoop
 from tests.patience import PATIENCE_S
 
 SLOW = 1e12
@@ -84,6 +87,25 @@ async def until(condition: Callable[[], object]) -> None:
     """Lets the event loop go on until `condition` holds."""
     while not condition():  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0)
+
+
+async def late(session: af.Session, fetches: Any, feeds: Any = None, **options: Any) -> str:
+    """What is said of a run whose time is up once it waits; after some seconds it may not have come so far."""
+    others = set(session._runs.in_flight)
+    task = asyncio.ensure_future(session.run(fetches, feeds, timeout=PATIENCE_S, **options))
+
+    def waiting() -> list[Run]:
+        ours = session._runs.in_flight - others
+        return [run for run in ours if any(each.waiting() for each in run.executors if not each.is_closed)]
+
+    # On virtual time, which passes when nobody has anything to do, it is up by itself.
+    if not isinstance(asyncio.get_running_loop(), VirtualClockLoop):
+        await until(lambda: waiting() or task.done())
+        for run in waiting():
+            run._expire(PATIENCE_S)
+    with pytest.raises(af.DeadlineExceeded) as caught:
+        await task
+    return str(caught.value)
 
 
 async def ticks(count: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.runtime.run.memory_turns import MemoryTurns
 from tests.conftest import OpenSession
-from tests.faults.kernels import CoroutineGate, ticks, until
+from tests.faults.kernels import DEADLINES_S, CoroutineGate, ticks, until
 from tests.patience import PATIENCE_S
 
 LARGE = np.ones(100_000, np.float32)
@@ -140,19 +140,40 @@ async def test_nobody_waits_for_a_run_that_may_wait_for_him(graph: af.Graph) -> 
 
 
 async def test_one_that_waits_may_be_cancelled_or_late(graph: af.Graph) -> None:
-    x = af.placeholder("float32", (None,))
-    y = holds(x, turns=2000)
+    """Behind one that ends when it is told to: how far another has come meanwhile is for the machine to say."""
+    x, opened, attempts = af.placeholder("float32", (None,)), asyncio.Event(), []
+    y = holds(x, turns=20)
+
+    async def holding() -> list[Any]:
+        await opened.wait()
+        return []
+
+    async def too_large_at_first() -> list[Any]:
+        attempts.append(opened.is_set())
+        if len(attempts) == 1:
+            raise af.OutOfMemoryError("beside another", requested=2, used=1, limit=2, node="x", op="add")
+        return []
+
     async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
-        assert session._runs.memory_turns is not None
+        turns = session._runs.memory_turns
+        assert turns is not None
+        others = [asyncio.ensure_future(turns.values(each, nullcontext)) for each in (holding, too_large_at_first)]
+        await until(lambda: len(turns._waiting) == 1)
         tasks = [asyncio.ensure_future(_sum_of(session, y, {x: LARGE})) for _ in range(5)]
-        await until(lambda: len(session._runs.memory_turns._waiting) >= 2)  # type: ignore[union-attr]
-        late = session.run(y, {x: LARGE}, timeout=1e-9)
-        with pytest.raises(af.DeadlineExceeded):
-            await late
+        await until(lambda: len(turns._waiting) == 6)
+        for timeout in DEADLINES_S:
+            with pytest.raises(af.DeadlineExceeded) as caught:
+                await session.run(y, {x: LARGE}, timeout=timeout)
+            if "runs that it does not fit into memory with did not end" in str(caught.value):
+                break
+        assert "runs that it does not fit into memory with did not end" in str(caught.value)
         tasks[-1].cancel()
+        opened.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert results[:-1] == [200_000.0] * 4
         assert isinstance(results[-1], asyncio.CancelledError)
+        await asyncio.gather(*others)
+        assert (attempts, len(turns._waiting)) == ([False, True], 0)
 
 
 async def test_on_cards_too(open_session: OpenSession) -> None:
