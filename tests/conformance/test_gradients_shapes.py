@@ -149,6 +149,7 @@ async def test_64_rows_in_nested_loops(run: Run) -> None:
     np.testing.assert_allclose(second, np.full(5, 10.0))
 
 
+@pytest.mark.slow
 async def test_100_windows_in_branches_and_nested_loops(run: Run) -> None:
     """CONFORMANCE 100: windows and rows by vectors, read where they are added up as parts; second derivatives."""
     x = af.placeholder("float64", (24, 2))

@@ -48,6 +48,7 @@ async def test_states_of_a_graph(graph: af.Graph, run: Run, values: list[np.ndar
     np.testing.assert_allclose(await run(embedded(x, w), dict(zip((x, w), values, strict=True))), by_hand(*values))
 
 
+@pytest.mark.slow
 async def test_their_gradients(graph: af.Graph, run: Run, values: list[np.ndarray]) -> None:
     """Held against differences: along one direction, to the second order."""
     x, w = af.placeholder("float64", (None, 3)), af.placeholder("float64", (6, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 import asyncflow as af
 from tests.vertex.evaluation import H, forest, slotted, slotted_alone
@@ -64,6 +65,7 @@ async def test_83_pushes_are_pulled_by_a_static_graph_and_another_function(graph
     np.testing.assert_allclose((grad * direction).sum(), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 async def test_83_inside_a_loop_and_a_branch(graph: af.Graph, run: Run) -> None:
     """What roots give goes into the next iteration, twice by one branch and once by the other."""
     fed, x = af.InputGraph.placeholder(), af.placeholder("float64", (11, 2))
