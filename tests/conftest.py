@@ -51,7 +51,7 @@ OpenSession: TypeAlias = Callable[..., AbstractAsyncContextManager[af.Session]]
 MACHINE = "3 x v100, nvlink2"
 """The simulated machine of tests on virtual time."""
 
-CARD_BYTES, PINNED_BYTES = 64 << 20, 4 << 20
+CARD_BYTES, PINNED_BYTES = 64 << 20, 1 << 20
 """The memory of the stand-in's cards, and what is pinned for copies."""
 
 JITTER = 0.3

@@ -75,6 +75,7 @@ class BoundSignature(inspect.Signature):
     """The signature of a real CuPy function, as written in names.json."""
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> BoundSignature:
         kind = inspect.Parameter
         kinds = {"**": kind.VAR_KEYWORD, "*": kind.VAR_POSITIONAL, "+": kind.KEYWORD_ONLY, "/": kind.POSITIONAL_ONLY}
