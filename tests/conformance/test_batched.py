@@ -325,6 +325,7 @@ async def test_f45_a_delay_ends_before_a_deadline(open_session: OpenSession, siz
     with af.Graph() as graph:
         x = af.placeholder("float64", (), name="x")
         y = af.batched(lambda x: x * 2, max_size=4, max_delay_s=1e6)(x)
+    found: list[Any] = []
     async with open_session(graph) as session:
         for timeout in DEADLINES_S:
             sizes.clear()
