@@ -666,7 +666,8 @@ async def test_a_share_of_the_calls_is_checked(open_session: OpenSession, caplog
         session.check_batches(1.0)
         await asyncio.gather(*(session.run(sound, {x: np.float32(k)}) for k in range(6)))
         await others_end()
-        assert not caplog.messages
+        # On a busy machine the guard of the event loop may have a word to say.
+        assert not any("differs for member" in message for message in caplog.messages)
         await asyncio.gather(*(session.run(wrong, {x: np.float32(k)}) for k in range(6)))
         await others_end()
         assert any("result 0 of centred differs for member " in message for message in caplog.messages)
