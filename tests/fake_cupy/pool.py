@@ -321,9 +321,16 @@ class DevicePool:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock:
-            self._take_back()
-            yield
+        # CuPy, which is compiled, makes nothing there that could have the collector finalize what allocates again.
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with self._lock:
+                self._take_back()
+                yield
+        finally:
+            if is_collecting:
+                gc.enable()
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 self._take_back()
