@@ -758,7 +758,10 @@ async def test_rows_and_arrays_within_members(open_session: OpenSession, lift: b
 
 
 async def test_a_check_says_what_fails_alone(open_session: OpenSession, caplog: pytest.LogCaptureFixture) -> None:
-    @af.op(outputs=af.spec("float32", ()), batch=af.Batch(cost="none"), pure=True)
+    # All three wait for one another: how far each has come when the first is ready is for the machine to say.
+    together = af.Batch(max_size=3, max_delay_s=PATIENCE_S, cost="none")
+
+    @af.op(outputs=af.spec("float32", ()), batch=together, pure=True)
     def sociable(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if len(x) == 1:
             raise ValueError("nobody else is there")
