@@ -7,7 +7,7 @@ cell caught, when faults were put into the code on purpose (`make mutants`). The
 draws, and a fifth of the slow tests runs. One of the others leaves out a pass of the compiler, another for each test;
 ``--without=PASS`` leaves it out of all tests.
 
-A test with more than two sets of parameters runs in all five cells as well, but each set in two of them, which change
+A test with more than five sets of parameters runs in all five cells as well, but each set in two of them, which change
 by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``.
 """
 
@@ -42,7 +42,7 @@ PARTS = 5
 """Of so many parts of the slow tests, and of what one more cell adds, one has its turn."""
 
 CELLS_OF_A_SET = 2
-"""In so many of the cells that always run, each set of parameters runs of a test that has more sets than this."""
+"""Of a test that has more sets of parameters than there are cells that always run, each set runs in so many of them."""
 
 REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
@@ -198,7 +198,7 @@ class Selection:
     def _is_in_its_cells(self, test: pytest.Item, sets: Mapping[str, int]) -> bool:
         """Whether a test runs in its cell, if these are the sets of parameters of its function, in order."""
         cell = _cell(test)
-        if cell is None or cell not in ALWAYS or len(sets) <= CELLS_OF_A_SET:
+        if cell is None or cell not in ALWAYS or len(sets) <= len(ALWAYS):
             return True
         # The sets go through the cells one after another; products of parameters do not always meet in the same.
         place = sets[_parameters(test, cell)]
