@@ -93,7 +93,7 @@ class StepTurns:
         """Whether anybody has to ask."""
         self._has_ranks = False
         self._rank: float | None = None
-        """Of the first who ever was there; until others have another one, nobody has to ask."""
+        """Of the first who was there since nobody was; until others have another one, nobody has to ask."""
         self._present: dict[Present, None] = {}
         self._waiting: dict[Stepper, None] = {}
         self._owed_ns: dict[tuple[float, Hashable], float] = {}
@@ -115,6 +115,8 @@ class StepTurns:
         self.ended(stepper, now_ns)
         self._present.pop(stepper, None)
         self._waiting.pop(stepper, None)
+        if not self._present:
+            self._rank, self._has_ranks = None, False
         self.is_contended = self._has_ranks and len(self._present) > 1
 
     def ask(self, stepper: Stepper, now_ns: int) -> bool:

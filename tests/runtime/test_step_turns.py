@@ -26,7 +26,7 @@ def stepper(turns: StepTurns, rank: int, room: int = 1, place: str = CARD) -> St
 
 def test_nobody_asks_where_there_is_one_rank_or_one_stepper() -> None:
     turns = StepTurns()
-    one, _ = stepper(turns, 3), stepper(turns, 3)
+    one, two = stepper(turns, 3), stepper(turns, 3)
     assert not turns.is_contended
     more = stepper(turns, 0)
     assert turns.is_contended
@@ -34,6 +34,9 @@ def test_nobody_asks_where_there_is_one_rank_or_one_stepper() -> None:
     assert turns.is_contended  # as one of them may be another's client by now
     turns.gone(one, 0)
     assert not turns.is_contended
+    turns.gone(two, 0)
+    stepper(turns, 5), stepper(turns, 5)
+    assert not turns.is_contended, "what ranks there were before nobody was there is forgotten"
 
 
 def test_the_lowest_rank_never_waits_and_another_for_its_eighth() -> None:
