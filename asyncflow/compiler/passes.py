@@ -17,7 +17,6 @@ from asyncflow.compiler.plan import Partition
 from asyncflow.compiler.program.kernels import Resolve
 from asyncflow.compiler.program.request import PlanOptions, PlanRequest
 from asyncflow.compiler.program.survey import Survey
-from asyncflow.compiler.regions.loop_drivers import LoopDriver
 from asyncflow.devices.protocol import Device
 from asyncflow.devices.swapping import Swapping
 from asyncflow.graph.graph import Graph
@@ -42,7 +41,7 @@ class Program:
         memory: what is done with that on devices with a limit.
         memory_notes: why nothing is predicted for some loops.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
-        loops: what drives those on cards.
+        loops: for people, what drives those on cards.
         streams: the compute stream of each node; 0 for those left out.
         places: what is live together, for every node but constants, once it is lowered.
         partitions: one per device.
@@ -61,7 +60,7 @@ class Program:
     memory: tuple[PlannedLoop, ...] = ()
     memory_notes: tuple[str, ...] = ()
     on_host: AbstractSet[Tensor] = frozenset()
-    loops: tuple[LoopDriver, ...] = ()
+    loops: tuple[str, ...] = ()
     streams: Mapping[Node, int] = field(default_factory=dict)
     places: Mapping[Node, object] = field(default_factory=dict)
     partitions: list[Partition] = field(default_factory=list)

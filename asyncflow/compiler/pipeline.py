@@ -42,7 +42,7 @@ from asyncflow.compiler.program.survey import survey
 from asyncflow.compiler.regions.device_loops import make_device_loops
 from asyncflow.compiler.regions.fuse import fuse_regions
 from asyncflow.compiler.regions.join_regions import region_costs
-from asyncflow.compiler.regions.loop_drivers import find_loop_drivers
+from asyncflow.compiler.regions.loop_drivers import explain_loops
 from asyncflow.compiler.regions.regions import make_regions
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.graph import Graph
@@ -237,7 +237,7 @@ def _make_device_loops(program: Program, context: Context) -> None:
 @wraps(find_host_values)
 def _find_host_values(program: Program, context: Context) -> None:
     program.on_host = find_host_values(program.graph)
-    program.loops = find_loop_drivers(
+    program.loops = explain_loops(
         program.graph, context.enqueuing, program.on_host, device_while=context.has_device_loops
     )
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.program.request import PlanRequest
-    from asyncflow.compiler.regions.loop_drivers import LoopDriver
     from asyncflow.devices.working_set import WorkingSet
     from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath
@@ -302,7 +301,7 @@ class Plan:
         saved: what its loops save for their gradients.
         memory: what is done with that on devices with a limit, and what it was predicted to cost.
         memory_notes: for other loops, why nothing is predicted, and what is done.
-        loops: what drives those on cards.
+        loops: for people, what drives those on cards.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
         writes: the ones among them that it may write.
@@ -327,7 +326,7 @@ class Plan:
     saved: tuple[Saved, ...] = ()
     memory: tuple[PlannedLoop, ...] = ()
     memory_notes: tuple[str, ...] = ()
-    loops: tuple[LoopDriver, ...] = ()
+    loops: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     read_on_host: tuple[VariableState, ...] = ()
     is_shared: bool = False
@@ -377,7 +376,7 @@ class Plan:
             *self.placement.notes,
             *self._explain_transfers(),
             *self._explain_batching(),
-            *map(str, self.loops),
+            *self.loops,
         ]
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {_counted(len(partition.nodes), 'node')}")

@@ -8,7 +8,7 @@ the members, and so has its regions, devices, traces and errors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
@@ -23,8 +23,8 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import add_control_input, as_tensor, graph_for, is_symbolic, placeholder, refuse_coroutines
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
-from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.op import Access, Effects, define, derivative
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Access, Effects, Op, define, derivative
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
@@ -68,6 +68,8 @@ class SharedCode:
     Members of different versions find different codes, and so share nothing.
     """
 
+    specs: tuple[Spec, ...]
+
     def __init__(self, label: str, *bodies: Subgraph) -> None:
         self.label = label
         self.states: Mapping[Resource, object] = MappingProxyType({})
@@ -78,6 +80,17 @@ class SharedCode:
     def programs(self) -> tuple[BodyProgram, ...]:
         """The graphs that it consists of."""
         raise NotImplementedError
+
+    def node_specs(self) -> Spec | tuple[Spec, ...]:
+        """Of what its node gives."""
+        return self.specs
+
+    def add_to(self, graph: Graph, op: Op, inputs: Sequence[Tensor], name: str, controls: Iterable[Node] = ()) -> Node:
+        """Adds its node, under a name reserved for it; attributes beside `shared` are the variables that it reads."""
+        node = graph.add_node(op, inputs, {"shared": self, **self._resources}, self.node_specs(), reserved_name=name)
+        for control in controls:
+            add_control_input(node, control)
+        return node
 
     def at(self, states: Mapping[str, object]) -> Self:
         """The code whose variables stand for `states`; the same object each time.
@@ -245,6 +258,10 @@ class SharedBody(SharedCode):
             for row in range(len(members))
         )
 
+    def node_specs(self) -> Spec | tuple[Spec, ...]:
+        """See `SharedCode.node_specs`."""
+        return self.specs[0] if len(self.specs) == 1 else self.specs
+
     def results_of(self, found: Sequence[Array]) -> Value:
         """The outputs of the node of a call, of the results of its member."""
         return found[0] if len(self.specs) == 1 else tuple(found)
@@ -275,43 +292,50 @@ def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValu
     return {inner: LiftedValue(as_tensor(node.attrs["value"]), False) for inner, node in constants.items()}
 
 
-Gather: TypeAlias = Callable[[SharedBody, tuple[Array, ...], Collection[int]], Value]
-
-_gatherers: list[Gather] = []
+_gatherers: dict[type[SharedCode], Callable[..., Value]] = {}
 
 
-def install_gatherer(gather: Gather) -> None:
-    """Tells who gathers members, and gives places in line; the runtime does, which nothing here may know."""
-    _gatherers[:] = [gather]
+def install_gatherer(code: type[SharedCode], gather: Callable[..., Value]) -> None:
+    """Tells who computes such code, and gives places in line; the runtime does, which nothing here may know."""
+    _gatherers[code] = gather
 
 
-def _kernel(xp: Namespace, *, shared: SharedBody, **variables: object) -> Kernel:
-    code = shared.at(variables)
-    return lambda *inputs, leaving=(): _gatherers[0](code, inputs, leaving)
+def _kernel(xp: Namespace, *, shared: SharedCode, streamed: tuple[Tensor, ...] = (), **variables: object) -> Kernel:
+    code, gather = shared.at(variables), _gatherers[type(shared)]
+    told = {"streamed": streamed} if streamed else {}
+    return lambda *inputs, **more: gather(code, inputs, **told, **more)
 
 
-def _specs(*inputs: Spec, shared: SharedBody, **variables: object) -> Spec | tuple[Spec, ...]:
-    return shared.specs[0] if len(shared.specs) == 1 else shared.specs
-
-
-def reads(node: Node) -> Effects:
-    """The variables that a shared body reads."""
+def _reads(node: Node) -> Effects:
     return tuple((resource.effect_key, Access.READ) for resource in resources_of(node))
 
 
-BATCHED = define("batched", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads)
-"""One call of a batched function; its inputs are the arguments and what the function captures.
-
-Attributes beside `shared` are the variables that it reads, when the call is made.
-"""
-
-
-@derivative(BATCHED)
-def _no_gradient(node: Node, *grads: Tensor | None) -> NoReturn:
-    raise GraphError(
-        f"{node.name} is a call of a batched function, through which no gradient goes: differentiate the function as "
-        f"it is without batched(), over all rows at once\n  built at {node.location}"
+def define_shared(name: str, what: str, instead: str, node_type: type[Node] = Node) -> Op:
+    """The op of nodes with a `SharedCode`, for `what` has no gradient; what to differentiate `instead` is told."""
+    op = define(
+        name,
+        lambda *inputs, shared, **attrs: shared.node_specs(),
+        _kernel,
+        is_async=True,
+        waits_in_line=True,
+        effects=_reads,
+        node_type=node_type,
     )
+
+    @derivative(op)
+    def refuse(node: Node, *grads: Tensor | None) -> NoReturn:
+        raise GraphError(
+            f"{node.name} is {what}, through which no gradient goes: differentiate {instead}"
+            f"\n  built at {node.location}"
+        )
+
+    return op
+
+
+BATCHED = define_shared(
+    "batched", "a call of a batched function", "the function as it is without batched(), over all rows at once"
+)
+"""One call of a batched function; its inputs are the arguments and what the function captures."""
 
 
 @row_rule(BATCHED)
@@ -477,10 +501,7 @@ def _add_call(
             shared.find_parts(ragged, side_by_side)
     except CannotLift as reason:
         raise GraphError(f"{label} cannot be batched: {reason}") from None
-    attrs: Attrs = {"shared": shared, **variables_of(body)}
-    node = graph.add_node(BATCHED, [*given, *outer.values()], attrs, _specs(**attrs), reserved_name=label)
-    for control in body.outer_controls:
-        add_control_input(node, control)
+    node = shared.add_to(graph, BATCHED, [*given, *outer.values()], label, body.outer_controls)
     return traced.structure.unflatten(node.outputs)
 
 

@@ -8,19 +8,17 @@ same over its own values, so that it costs what the loop costs by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NoReturn
 
 from asyncflow.control.body import join_captures
 from asyncflow.control.while_loop import install_pooling, while_loop
 from asyncflow.errors import GraphError, LoopIdentity, user_location
-from asyncflow.graph.build import add_control_input, as_tensor, placeholder
+from asyncflow.graph.build import as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
-from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.op import define, derivative
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import PooledNode
@@ -28,11 +26,10 @@ from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,
     SharedCode,
+    define_shared,
     is_repeatable,
     is_same_for_all,
     known_constants,
-    reads,
-    variables_of,
     why_not_shareable,
 )
 from asyncflow.lift.lifting import Lifting, lift
@@ -43,7 +40,6 @@ from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rul
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
 from asyncflow.ops.utility import all as all_of
-from asyncflow.values import Array, Kernel, Namespace, Value
 
 SEVERAL = 8
 """So many steps are one launch where nobody comes or goes."""
@@ -143,16 +139,10 @@ class SharedLoop(SharedCode):
         program = self._emitting.get(streamed)
         if program is None:
             with Graph() as graph:
-                given = self._given()
-                feeds = tuple(value.tensor for value in given.values())
-                count = shape(feeds[0])[0]
-                body = self._body
-                found = lift(
-                    body, self._known(body, given), [*body.results, *streamed], count, self.label, owns_stores=True
-                )
+                given, feeds, count = self._many()
+                found = self._values(self._body, given, count, streamed)
                 following, emitted = found[: self.n_vars], found[self.n_vars :]
-                given.update({k: LiftedValue(x, has_rows=True) for k, x in enumerate(following)})
-                (again,) = self._values(self._condition, given, count, is_one=False, label=f"{self.label}/again")
+                (again,) = self._goes_on(given, following, count)
             program = self._emitting[streamed] = BodyProgram(graph, feeds, (*following, again, *emitted))
         return program._replace(states=self.states)
 
@@ -160,24 +150,26 @@ class SharedLoop(SharedCode):
     def several(self) -> BodyProgram:
         """`emitting` nothing, with `SEVERAL` steps: whoever ends with one of them keeps its variables in the others."""
         with Graph() as graph:
-            given = self._given()
-            feeds = tuple(value.tensor for value in given.values())
-            count = shape(feeds[0])[0]
+            given, feeds, count = self._many()
             following: list[Tensor] = []
             again: Tensor | None = None
             for k in range(SEVERAL):
-                before = following
-                following = self._values(self._body, given, count, is_one=False, label=f"{self.label}/{k}")
+                before, following = following, self._values(self._body, given, count, label=f"/{k}")
                 if again is not None:
                     following = [
                         where(expand_dims(again, tuple(range(1, len(new.shape or ())))), new, old)
                         for new, old in zip(following, before, strict=True)
                     ]
-                given.update({place: LiftedValue(x, has_rows=True) for place, x in enumerate(following)})
-                (goes_on,) = self._values(self._condition, given, count, is_one=False, label=f"{self.label}/{k}/again")
+                (goes_on,) = self._goes_on(given, following, count, f"/{k}")
                 again = goes_on if again is None else again & goes_on
             assert again is not None
         return BodyProgram(graph, feeds, (*following, again), self.states)
+
+    def _many(self) -> tuple[dict[int, LiftedValue], tuple[Tensor, ...], Tensor]:
+        """The inputs of many activations by their places, what feeds them, and how many activations there are."""
+        given = self._given()
+        feeds = tuple(value.tensor for value in given.values())
+        return given, feeds, shape(feeds[0])[0]
 
     def _given(self, *, is_one: bool = False) -> dict[int, LiftedValue]:
         """Placeholders for the inputs, by their places."""
@@ -194,14 +186,9 @@ class SharedLoop(SharedCode):
         return {x: given[k] if k in given else constants[self._body.inputs[k]] for k, x in enumerate(part.inputs)}
 
     def _checking(self) -> BodyProgram:
-        condition = self._condition
         with Graph() as graph:
-            given = self._given()
-            feeds = tuple(value.tensor for value in given.values())
-            count = shape(feeds[0])[0]
-            goes_on = lift(
-                condition, self._known(condition, given), condition.results, count, self.label, owns_stores=True
-            )
+            given, feeds, count = self._many()
+            goes_on = self._values(self._condition, given, count)
         return BodyProgram(graph, feeds, tuple(goes_on), self.states)
 
     def _stepping(self, *, is_one: bool) -> BodyProgram:
@@ -209,17 +196,16 @@ class SharedLoop(SharedCode):
             given = self._given(is_one=is_one)
             inputs = tuple(value.tensor for value in given.values())
             most = placeholder("int64", ())
-            count = 1 if is_one else shape(inputs[0])[0]
+            count = None if is_one else shape(inputs[0])[0]
             if is_one:
-                (flags,) = self._values(self._condition, given, count, is_one=True, label=f"{self.label}/again")
+                (flags,) = self._values(self._condition, given, count, label="/again")
             else:
                 flags = placeholder("bool", (None,))
 
             def step(made: Tensor, _: Tensor, __: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
                 inside = {**given, **{k: LiftedValue(x, not is_one) for k, x in enumerate(values)}}
-                following = self._values(self._body, inside, count, is_one=is_one)
-                inside.update({k: LiftedValue(x, not is_one) for k, x in enumerate(following)})
-                (again,) = self._values(self._condition, inside, count, is_one=is_one, label=f"{self.label}/again")
+                following = self._values(self._body, inside, count)
+                (again,) = self._goes_on(inside, following, count)
                 return made + 1, (again if is_one else all_of(again)), again, *following
 
             made, _, again, *last = while_loop(
@@ -231,16 +217,28 @@ class SharedLoop(SharedCode):
         feeds = (most, *inputs) if is_one else (most, flags, *inputs)
         return BodyProgram(graph, feeds, (*last, again, made), self.states)
 
-    def _values(
-        self, part: Subgraph, given: Mapping[int, LiftedValue], count: int | Tensor, *, is_one: bool, label: str = ""
+    def _goes_on(
+        self, given: dict[int, LiftedValue], following: Sequence[Tensor], count: Tensor | None, label: str = ""
     ) -> list[Tensor]:
-        """The results of predicate or body."""
-        label = label or self.label
-        known = self._known(part, given)
-        if not is_one:
-            return lift(part, known, part.results, count, label, owns_stores=True)
+        """Whether activations go on with these variables, which `given` gets."""
+        given.update({k: LiftedValue(x, count is not None) for k, x in enumerate(following)})
+        return self._values(self._condition, given, count, label=f"{label}/again")
+
+    def _values(
+        self,
+        part: Subgraph,
+        given: Mapping[int, LiftedValue],
+        count: Tensor | None,
+        more: Sequence[Tensor] = (),
+        label: str = "",
+    ) -> list[Tensor]:
+        """The results of predicate or body, and `more` values of it, for so many activations; None: for one alone."""
+        label = f"{self.label}{label}"
+        known, wanted = self._known(part, given), [*part.results, *more]
+        if count is not None:
+            return lift(part, known, wanted, count, label, owns_stores=True)
         rows = RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=label)
-        found = Lifting(rows, label).values(part, known, part.results)
+        found = Lifting(rows, label).values(part, known, wanted)
         return [value.tensor[0] if value.has_rows else value.tensor for value in found]
 
 
@@ -252,38 +250,11 @@ def _reads_stores(body: Subgraph) -> bool:
     )
 
 
-def _specs(*inputs: Spec, shared: SharedLoop, **variables: object) -> tuple[Spec, ...]:
-    return shared.specs
-
-
-_gatherers: list[Callable[[SharedLoop, tuple[Array, ...], tuple[Tensor, ...]], Value]] = []
-
-
-def install_pool_gatherer(gather: Callable[[SharedLoop, tuple[Array, ...], tuple[Tensor, ...]], Value]) -> None:
-    """Tells who steps activations, and gives places in line; the runtime does, which nothing here may know."""
-    _gatherers[:] = [gather]
-
-
-def _kernel(xp: Namespace, *, shared: SharedLoop, streamed: tuple[Tensor, ...] = (), **variables: object) -> Kernel:
-    code = shared.at(variables)
-    return lambda *inputs: _gatherers[0](code, inputs, streamed)
-
-
-POOLED = define("pooled_while", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads, node_type=PooledNode)
+POOLED = define_shared("pooled_while", "a loop with a pool", "it without pool=", PooledNode)
 """A pooled loop; its inputs are initial values and what predicate and body capture.
 
 The attribute `streamed` is there in plans of streams alone: values of the body that are handed out in each step.
 """
-
-
-@derivative(POOLED)
-def _no_gradient(node: Node, *grads: Tensor | None) -> NoReturn:
-    raise GraphError(
-        f"{node.name} is a loop with a pool, through which no gradient goes: differentiate it without pool=\n"
-        f"  built at {node.location}"
-    )
-
-
 no_row_rule(POOLED, because="it steps activations of its own accord; leave out pool=, as there are rows at hand")
 
 
@@ -314,12 +285,7 @@ def _add(
     except CannotLift as reason:
         outer.root.remarks[label] = f"is not pooled: {reason}"
         return None
-    attrs: Attrs = {"shared": shared, **variables_of(condition, body)}
-    node = outer.add_node(POOLED, entering, attrs, shared.specs, reserved_name=label)
-    for part in (condition, body):
-        for control in part.outer_controls:
-            add_control_input(node, control)
-    return node
+    return shared.add_to(outer, POOLED, entering, label, {**condition.outer_controls, **body.outer_controls})
 
 
 def _check(condition: Subgraph, body: Subgraph, kept: Mapping[int, bool], n_vars: int) -> None:

@@ -8,15 +8,13 @@ built as a graph of its own over vertices of any runs; who is computed next is u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from asyncflow.errors import GraphError
 from asyncflow.graph.build import as_tensor, graph_for, identity, placeholder
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import define, derivative
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
@@ -24,17 +22,15 @@ from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,
     SharedCode,
+    define_shared,
     is_repeatable,
     is_same_for_all,
     known_constants,
-    reads,
-    variables_of,
     why_not_shareable,
 )
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
 from asyncflow.ops.shape import shape
-from asyncflow.values import Array, Kernel, Namespace, Value
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
 from asyncflow.vertex.function import TracedFunction
 from asyncflow.vertex.input_graph import InputGraph, named_parts
@@ -199,38 +195,12 @@ def add_shared_sets(
     arrays = map(as_tensor, named_parts(graph).values())
     own = [*map(spread, shared.own.values()), *([numbers()] if shared.draws_numbers else [])]
     inputs = [*arrays, *(x.tensor for x in initial), *own, *shared.common.values()]
-    attrs = {"shared": shared, **variables_of(shared.traced.body)}
     root = graph_for()
     name = root.unique_name(f"{shared.label.rpartition('/')[2]}/sets")
-    node = root.add_node(SHARED_SETS, inputs, attrs, shared.node_specs(), reserved_name=name)
+    node = shared.add_to(root, SHARED_SETS, inputs, name)
     return node.outputs[: len(initial)], node.outputs[len(initial) :]
 
 
-_gatherers: list[Callable[[SharedSets, tuple[Array, ...]], Value]] = []
-
-
-def install_set_gatherer(gather: Callable[[SharedSets, tuple[Array, ...]], Value]) -> None:
-    """Tells who computes sets, and gives places in line; the runtime does, which nothing here may know."""
-    _gatherers[:] = [gather]
-
-
-def _kernel(xp: Namespace, *, shared: SharedSets, **variables: object) -> Kernel:
-    code = shared.at(variables)
-    return lambda *inputs: _gatherers[0](code, inputs)
-
-
-def _specs(*inputs: Spec, shared: SharedSets, **variables: object) -> tuple[Spec, ...]:
-    return shared.node_specs()
-
-
-SHARED_SETS = define("shared_sets", _specs, _kernel, is_async=True, waits_in_line=True, effects=reads)
+SHARED_SETS = define_shared("shared_sets", "a vertex map shared with other runs", "vertex_map without share=True")
 """All sets of a vertex function; see `InputCounts` for its inputs."""
 no_row_rule(SHARED_SETS, because="it takes the vertices of a whole batch at once")
-
-
-@derivative(SHARED_SETS)
-def _no_gradient(node: Node, *grads: Tensor | None) -> NoReturn:
-    raise GraphError(
-        f"{node.name} is shared with other runs, and no gradient goes through it: differentiate vertex_map without "
-        f"share=True\n  built at {node.location}"
-    )

@@ -64,15 +64,6 @@ async def test_effects_of_the_branch_taken_keep_their_place(graph: af.Graph) -> 
         assert await session.run([before, chosen, after]) == [2.0, 20.0, 25.0]
 
 
-def test_a_loop_that_never_begins_gives_its_initial_values(graph: af.Graph) -> None:
-    x = af.placeholder("float64", (), name="x")
-    _, y = af.while_loop(lambda i, s: i < 0, lambda i, s: (i + 1, s + x), (0, x))
-    assert optimized(graph, [y], fold, prune) == golden("""
-        %feed = feed() {index=0, spec=float64[]} : float64[]
-        %fetch = fetch(%feed) : ()
-    """)
-
-
 def test_constants_sink_into_bodies_and_fold_there(graph: af.Graph) -> None:
     x, two = af.placeholder("float64", (), name="x"), af.constant(2.0)
     (y,) = af.while_loop(lambda s: s < x, lambda s: s + two * 3.0, (0.0,), name="loop")

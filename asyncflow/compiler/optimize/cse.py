@@ -24,7 +24,7 @@ _LARGEST = 64 * 1024
 """Bytes of an array among the attributes; comparing larger ones costs more than it is likely to gain."""
 
 
-class Unhashable(Exception):
+class _Unhashable(Exception):
     """An attribute is not plain data that can be compared."""
 
 
@@ -54,8 +54,8 @@ def eliminate_common_subexpressions(graph: Graph) -> None:
 
 def _first(node: Node, seen: dict[Hashable, Node]) -> Node:
     try:
-        attrs = attrs_key(node)
-    except Unhashable:
+        attrs = _attrs_key(node)
+    except _Unhashable:
         return node
     # By their ids: `==` of tensors builds a node.
     key = (node.op, *map(id, node.inputs), attrs, node.device, node.colocated_with, *node.control_inputs)
@@ -70,12 +70,8 @@ def _join_captures(node: StructuredNode) -> None:
     join_inputs(node, {place: same for place, outer in places if (same := first.setdefault(outer, place)) != place})
 
 
-def attrs_key(node: Node) -> Hashable:
-    """Equal for nodes with equal attributes only.
-
-    Raises:
-        Unhashable: an attribute is not plain data.
-    """
+def _attrs_key(node: Node) -> Hashable:
+    """Equal for nodes with equal attributes only; `_Unhashable` is raised for what is not plain data."""
     return tuple([(name, _key(value)) for name, value in node.attrs.items()]) if node.attrs else ()
 
 
@@ -97,12 +93,12 @@ def _key(value: Any) -> Hashable:
         return kind, _key(value.start), _key(value.stop), _key(value.step)
     if isinstance(value, np.generic):
         return kind, value.dtype, value.tobytes()
-    raise Unhashable(f"{kind.__name__} {value!r}")
+    raise _Unhashable(f"{kind.__name__} {value!r}")
 
 
 def _array_key(value: Array) -> Hashable:
     if value.nbytes > _LARGEST or value.dtype.kind == "O":
-        raise Unhashable(f"an array of {value.nbytes} bytes")
+        raise _Unhashable(f"an array of {value.nbytes} bytes")
     if value.dtype == string:
         return string, value.shape, tuple(value.ravel().tolist())
     # Sums and products round by the order in memory: equal values at other strides are not the same.

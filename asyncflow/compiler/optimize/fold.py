@@ -2,12 +2,12 @@
 
 A pure node with constant inputs and a small result becomes a constant under its own name. A kernel that fails, or gives
 NaN or infinity, is left for the run, which reports it as the session asks. A `cond` on a constant is replaced by the
-branch that is taken, and a `while` that never begins by its initial values.
+branch that is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ from asyncflow.compiler.program.kernels import bind_kernel
 from asyncflow.compiler.program.purity import awaited_nodes, has_variants, nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
-from asyncflow.graph.graph import Graph, has_side_effect
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.structured import CondNode, StructuredNode
 from asyncflow.values import Array, Value
 
 _LARGEST = 64 * 1024
@@ -59,15 +59,12 @@ class _Fold:
 
     def _structured(self, node: StructuredNode) -> list[Node] | None:
         """Folds inside; returns what takes the place of the node, or None if it stays."""
-        is_free = not node.control_inputs and not self._is_awaited(node)
-        if isinstance(node, CondNode) and is_free and is_constant(node.predicate):
+        is_known = isinstance(node, CondNode) and is_constant(node.decision) and not node.control_inputs
+        if is_known and not self._is_awaited(node):
             return self._take_branch(node)
         _sink_constants(node)
         for body in node.subgraphs:
             fold(body)
-        if isinstance(node, WhileNode) and is_free and _never_begins(node):
-            self.replaced.tensors.update(zip(node.outputs, node.inputs, strict=False))
-            return []
         return None
 
     def _is_awaited(self, node: Node) -> bool:
@@ -75,8 +72,8 @@ class _Fold:
             self.awaited = awaited_nodes(self.graph)
         return node in self.awaited
 
-    def _take_branch(self, node: CondNode) -> list[Node]:
-        taken = node.subgraphs[0 if node.predicate.node.attrs["value"].item() else 1]
+    def _take_branch(self, node: StructuredNode) -> list[Node]:
+        taken = node.subgraphs[0 if node.decision.node.attrs["value"].item() else 1]
         if self.awaited is not None:
             self.awaited |= awaited_nodes(taken)
         for parameter, outer in node.captured(taken).items():
@@ -92,23 +89,11 @@ class _Fold:
 
 
 def _fold_node(node: Node) -> None:
-    for tensor in node.inputs:
-        if not is_constant(tensor) or tensor.node.device != node.device:
-            return
-    value = _value_of(node, {})
+    if not _is_foldable(node) or not all(is_constant(x) and x.node.device == node.device for x in node.inputs):
+        return
+    value = _compute(node, [x.node.attrs["value"] for x in node.inputs])
     if value is not None:
         node.op, node.inputs, node.attrs = CONSTANT, [], {"value": value}
-
-
-def _value_of(node: Node, known: Mapping[Tensor, Array]) -> Array | None:
-    """The values of a node, given constants and what is in `known`; None if only a run can tell."""
-    inputs: list[Array] = []
-    for tensor in node.inputs:
-        value = tensor.node.attrs["value"] if is_constant(tensor) else known.get(tensor)
-        if value is None:
-            return None
-        inputs.append(value)
-    return None if node.control_inputs or not _is_foldable(node) else _compute(node, inputs)
 
 
 def _is_foldable(node: Node) -> bool:
@@ -161,19 +146,3 @@ def _sink_constants(node: StructuredNode) -> None:
             stand_in = body.inputs[place - node.body_offset].node
             stand_in.op, stand_in.attrs, stand_in.device = CONSTANT, dict(outer.attrs), outer.device
     node.drop_inputs(sunk)
-
-
-def _never_begins(node: WhileNode) -> bool:
-    """Whether the predicate is sure to be false at once."""
-    pairs = zip(node.predicate.inputs, node.inputs, strict=True)
-    known = {inner: outer.node.attrs["value"] for inner, outer in pairs if is_constant(outer)}
-    if has_side_effect(node):
-        return False
-    for inner in node.predicate.nodes:
-        if inner.op is not PARAMETER and (inner.op is not CONSTANT or inner.control_inputs):
-            value = _value_of(inner, known)
-            if value is None:
-                return False
-            known[inner.outputs[0]] = value
-    value = node.decision.node.attrs["value"] if is_constant(node.decision) else known.get(node.decision)
-    return value is not None and not value.item()

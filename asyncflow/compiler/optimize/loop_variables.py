@@ -1,21 +1,17 @@
-"""Pass: drops loop variables that do not change, or go on like another.
+"""Pass: drops loop variables that do not change, or count like another.
 
-A variable that the body gives back as it is becomes a capture, and two that start and go on alike become one.
+A variable that the body gives back as it is becomes a capture, and two counters that start and go on alike become one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from asyncflow.compiler.optimize.cse import Unhashable, attrs_key
-from asyncflow.compiler.program.purity import has_variants
+from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.replacements import Replacements, join_inputs
+from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.ir import Tensor
 from asyncflow.graph.structured import WhileNode
-
-_DEEPEST = 4
-"""How far back the next values of two variables are compared."""
 
 
 def reduce_loop_variables(graph: Graph) -> None:
@@ -28,7 +24,7 @@ def reduce_loop_variables(graph: Graph) -> None:
             reduce_loop_variables(body)
         if isinstance(node, WhileNode):
             _capture_invariants(node, replaced)
-            _join_equal(node, replaced)
+            _join_counters(node, replaced)
     replaced.apply_to_results(graph)
 
 
@@ -49,39 +45,16 @@ def _capture_invariants(node: WhileNode, replaced: Replacements) -> None:
     node.keep_variables(variables)
 
 
-def _join_equal(node: WhileNode, replaced: Replacements) -> None:
-    n_vars = node.n_vars
+def _join_counters(node: WhileNode, replaced: Replacements) -> None:
     first: dict[Hashable, int] = {}
-    stands_for: dict[int, int] = {}
-    for place in range(n_vars):
-        earlier = first.setdefault(_course(node, place), place)
+    same: dict[int, int] = {}
+    for place, step in counters(node):
+        start = node.inputs[place]
+        begins: Hashable = start.node.attrs["value"].item() if is_constant(start) else id(start)
+        earlier = first.setdefault((start.dtype, begins, is_constant(start), step), place)
         if earlier != place:
-            stands_for[place] = earlier
-    if not stands_for:
-        return
-    replaced.tensors.update((node.outputs[later], node.outputs[earlier]) for later, earlier in stands_for.items())
-    join_inputs(node, stands_for)
-    node.keep_variables([place for place in range(n_vars) if place not in stands_for])
-
-
-def _course(node: WhileNode, place: int) -> Hashable:
-    """Equal for variables that have the same value in every iteration: the same first, and then by induction."""
-    variable, result = node.carried[place]
-    if has_variants([variable]):
-        return place
-    return variable.spec, _value(node.inputs[place]), _value(result, variable)
-
-
-def _value(tensor: Tensor, variable: Tensor | None = None, depth: int = 0) -> Hashable:
-    """Equal for tensors of one graph that have the same value, given that the `variable` of each does."""
-    if tensor is variable:
-        return "variable"
-    node = tensor.node
-    if depth == _DEEPEST or not node.op.is_pure or node.control_inputs:
-        return id(tensor)
-    try:
-        attrs = attrs_key(node)
-    except Unhashable:
-        return id(tensor)
-    inputs = (_value(given, variable, depth + 1) for given in node.inputs)
-    return node.op, tensor.index, node.device, attrs, *inputs
+            same[place] = earlier
+    replaced.tensors.update((node.outputs[later], node.outputs[earlier]) for later, earlier in same.items())
+    join_inputs(node, same)
+    if same:
+        node.keep_variables([place for place in range(node.n_vars) if place not in same])

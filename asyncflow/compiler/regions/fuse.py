@@ -17,6 +17,7 @@ from itertools import pairwise
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.fused import FUSED, Chain, Member
 from asyncflow.compiler.program.kernels import is_host_spec
+from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.graph.graph import Graph
@@ -203,7 +204,9 @@ class _Line:
     def _replaced(self, numbers: dict[Node, int]) -> list[Node]:
         """The line with the units' nodes in it, which use their old inputs still."""
         made: list[Node] = []
-        for unit in self._order(numbers):
+        # Each behind what it needs, and else where its last member stood.
+        last = (unit for number, unit in enumerate(self.units) if unit.members[-1] == number)
+        for unit in ordered(last, lambda unit: self._needed(unit, numbers)):
             if self._is_worthwhile(unit):
                 made.append(self._fused_node(unit))
             else:
@@ -244,20 +247,6 @@ class _Line:
         self.replacements.tensors.update(zip(outputs, node.outputs, strict=True))
         self.replacements.nodes.update(dict.fromkeys(inside, node))
         return node
-
-    def _order(self, numbers: dict[Node, int]) -> list[_FusedUnit]:
-        """The units, each behind what it needs, and else where its last member stood."""
-        placed: dict[_FusedUnit, None] = {}
-        for number in range(len(self.nodes)):
-            stack = [self.units[number]] if self.units[number].members[-1] == number else []
-            while stack:
-                unit = stack[-1]
-                missing = [other for other in self._needed(unit, numbers) if other not in placed]
-                if missing:
-                    stack.extend(missing)
-                else:
-                    placed.setdefault(stack.pop())
-        return list(placed)
 
     def _needed(self, unit: _FusedUnit, numbers: dict[Node, int]) -> list[_FusedUnit]:
         sources = (numbers.get(source) for member in unit.members for source in self.nodes[member].sources)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, why_host_drives
 from asyncflow.compiler.regions.device_loops import devices_of_loop
@@ -13,32 +12,10 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.structured import WhileNode
 
 
-class LoopDriver(NamedTuple):
-    """The driver of a loop with kernels on a card.
-
-    Attributes:
-        loop: its name.
-        devices: where its kernels run.
-        is_card: the card does; else the host.
-        reason: why, in a few words; empty for a card.
-    """
-
-    loop: str
-    devices: tuple[str, ...]
-    is_card: bool
-    reason: str = ""
-
-    def __str__(self) -> str:
-        where = f"{self.loop} on {', '.join(self.devices)}"
-        if self.is_card:
-            return f"{where}: the card runs it, with the branches and loops in it"
-        return f"{where}: the host drives it, {self.reason}"
-
-
-def find_loop_drivers(
+def explain_loops(
     graph: Graph, cards: Collection[str], on_host: AbstractSet[Tensor], *, device_while: bool
-) -> tuple[LoopDriver, ...]:
-    """Those of all loops on `cards`, but for loops that a card runs inside one of its own.
+) -> tuple[str, ...]:
+    """Lines for people: one for each loop on `cards`, but for loops that a card runs inside one of its own.
 
     Args:
         graph: with the device of every node in ``node.device``, after `make_device_loops`.
@@ -46,16 +23,15 @@ def find_loop_drivers(
         on_host: tensors whose values are on the host.
         device_while: whether cards may run loops at all.
     """
-    found: list[LoopDriver] = []
+    lines: list[str] = []
     for node in graph.walk():
         if node.op is DEVICE_WHILE:
-            found.append(LoopDriver(node.name.removesuffix("/device"), (node.device or "",), is_card=True))
-        elif isinstance(node, WhileNode):
-            devices = devices_of_loop(node)
-            if any(device in cards for device in devices):
-                reason = _reason(node, devices, on_host, device_while=device_while)
-                found.append(LoopDriver(node.name, devices, is_card=False, reason=reason))
-    return tuple(found)
+            name = node.name.removesuffix("/device")
+            lines.append(f"{name} on {node.device}: the card runs it, with the branches and loops in it")
+        elif isinstance(node, WhileNode) and not set(devices := devices_of_loop(node)).isdisjoint(cards):
+            reason = _reason(node, devices, on_host, device_while=device_while)
+            lines.append(f"{node.name} on {', '.join(devices)}: the host drives it, {reason}")
+    return tuple(lines)
 
 
 def _reason(node: WhileNode, devices: tuple[str, ...], on_host: AbstractSet[Tensor], *, device_while: bool) -> str:

@@ -33,11 +33,11 @@ from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
 from asyncflow.compiler.program.kernels import is_small_spec
+from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.join_regions import Body, RegionCosts, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
-from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
@@ -413,7 +413,11 @@ def _replace(graph: Graph, clusters: Sequence[Sequence[Node]]) -> list[Node]:
     kept = [node for node in graph.nodes if node not in owner]
     for node in kept:
         replaced.apply(node)
-    graph.nodes[:] = _in_order(kept)
+    present = set(kept)
+    # Back edges of hand-written loops lead to what stands before.
+    graph.nodes[:] = ordered(
+        kept, lambda node: [x for x in node.sources if x in present and x.op is not NEXT_ITERATION]
+    )
     replaced.apply_to_results(graph)
     return made
 
@@ -458,34 +462,4 @@ def _shuffled(nodes: Sequence[Node], random: Random) -> list[Node]:
             waiting[node] -= 1
             if not waiting[node]:
                 ready.append(node)
-    return ordered
-
-
-def _in_order(nodes: Sequence[Node]) -> list[Node]:
-    """`nodes` so that each stands behind what it waits for (back edges of hand-written loops excepted)."""
-    present = set(nodes)
-    begun: set[Node] = set()
-    done: set[Node] = set()
-    ordered: list[Node] = []
-    for first in nodes:
-        stack = [first]
-        while stack:
-            node = stack[-1]
-            if node in done:
-                stack.pop()
-                continue
-            missing = [
-                source
-                for source in node.sources
-                if source in present and source not in done and source.op is not NEXT_ITERATION
-            ]
-            if missing and node in begun:
-                raise InternalError(f"{node.name} waits for itself by way of {', '.join(n.name for n in missing)}")
-            if missing:
-                begun.add(node)
-                stack.extend(missing)
-            else:
-                done.add(node)
-                ordered.append(node)
-                stack.pop()
     return ordered

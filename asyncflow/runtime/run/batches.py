@@ -610,6 +610,6 @@ def _identity(value: Array) -> Hashable:
     return value.tobytes() if value.nbytes <= _SAME_BYTES else id(value)
 
 
-install_gatherer(BatchMember)
+install_gatherer(SharedBody, BatchMember)
 
 __all__ = ["BatchMember", "Batches"]

@@ -22,7 +22,8 @@ import numpy as np
 from asyncflow.compiler.plan import Plan
 from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
 from asyncflow.graph.ir import Tensor
-from asyncflow.lift.pooled import STEPS, SharedLoop, install_pool_gatherer
+from asyncflow.lift.batched import install_gatherer
+from asyncflow.lift.pooled import STEPS, SharedLoop
 from asyncflow.runtime.placed_rows import PlacedRows
 from asyncflow.runtime.pool import PoolRows, RowGroup
 from asyncflow.runtime.run.batches import Batches, common_values
@@ -547,10 +548,10 @@ class Pools:
         del self._pools[key]
 
 
-def _gather(shared: SharedLoop, inputs: tuple[Array, ...], streamed: tuple[Tensor, ...]) -> Value:
+def _gather(shared: SharedLoop, inputs: tuple[Array, ...], streamed: tuple[Tensor, ...] = ()) -> Value:
     part = current_part()
     assert part is not None and isinstance(part.owner, Turn)
     return part.owner.batches.pools.join(shared, inputs, part, streamed)
 
 
-install_pool_gatherer(_gather)
+install_gatherer(SharedLoop, _gather)

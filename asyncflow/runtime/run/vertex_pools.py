@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryAccount
+from asyncflow.lift.batched import install_gatherer
 from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.step_turns import Stepper
@@ -21,7 +22,7 @@ from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, jo
 from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
-from asyncflow.vertex.shared import SharedSets, install_set_gatherer
+from asyncflow.vertex.shared import SharedSets
 
 _MANY = 4096
 """Graphs of more vertices are put in order by themselves, so that nobody waits for that."""
@@ -294,4 +295,4 @@ def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:
     return part.owner.batches.vertex_pools.join(shared, inputs, part)
 
 
-install_set_gatherer(_gather)
+install_gatherer(SharedSets, _gather)
