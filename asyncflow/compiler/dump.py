@@ -48,13 +48,10 @@ def start_dump(program: Program, asked: bool | str | Tell) -> Dump | None:
         tells.append(asked)
     elif asked:
         only = asked if isinstance(asked, str) else None
-        tells.append(lambda name, change: print_change(name, change) if only in (None, name) else None)
+        # To the standard error, as results of the program may be on the standard output.
+        write = sys.stderr.write
+        tells.append(lambda name, change: only in (None, name) and write(f"{change or name + ' changes nothing'}\n"))
     return Dump(program, tells) if tells else None
-
-
-def print_change(name: str, change: str) -> None:
-    """Prints to the standard error, as results of the program may be on the standard output."""
-    sys.stderr.write(f"{change or name + ' changes nothing'}\n")
 
 
 class Dump:

@@ -92,12 +92,11 @@ class RowState:
         size: how many it has.
     """
 
-    __slots__ = ("_promised", "block", "size")
+    __slots__ = ("block", "size")
 
     def __init__(self, block: RowBlock, size: int) -> None:
         self.block = block
         self.size = size
-        self._promised: tuple[tuple[Array, RowState], ...] = ()
 
     def __repr__(self) -> str:
         return f"<{self.block.kind}, {self.size} rows>"
@@ -109,9 +108,6 @@ class RowState:
 
     def append(self, rows: Array) -> RowState:
         """The state with more rows."""
-        for memory, state in self._promised:
-            if memory is rows:
-                return state
         block, size, kind = self.block, self.size, self.block.kind
         if rows.dtype != kind.dtype or rows.shape[1:] != kind.row_shape or not rows.ndim:
             raise ValueError(f"rows for a {kind} were expected; got {dtype_name(rows.dtype)}{format_shape(rows.shape)}")
@@ -123,23 +119,6 @@ class RowState:
             target.array[size:end] = rows
             target.filled = end
         return RowState(target, end)
-
-    def room(self, *shaped: Array) -> Array | None:
-        """Memory for as many rows that are to be appended as all of these have; None if they are not alike.
-
-        What is written there is appended without a copy. It is promised to nobody else, and lost if it is not appended.
-        """
-        count, size, block = len(shaped[0]), self.size, self.block
-        for x in shaped[1:]:
-            if len(x) != count:
-                return None
-        end = size + count
-        with block.lock:
-            target = block.with_room(size, end)
-            target.filled = end
-            rows = target.array[size:end]
-        self._promised = (*self._promised, (rows, RowState(target, end)))
-        return rows
 
     def take(self, indices: Array) -> Array:
         """The rows at `indices`, which may be negative as an array's may; a view where they stand at even distances."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from itertools import starmap
 from types import MappingProxyType
@@ -467,12 +466,6 @@ def _require_told(fn: Callable[..., Nest], batch: Batch) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _TracedBody:
-    body: Subgraph
-    structure: nest.Structure
-
-
 def _add_call(
     fn: Callable[..., Nest],
     batch: Batch,
@@ -485,8 +478,7 @@ def _add_call(
     ragged = None
     if batch.tells is not None:
         ragged = RaggedRows(batch, given, label)
-    traced = _trace(fn, graph, given, structure, label, ragged, batch.tells)
-    body = traced.body
+    body, returned = _trace(fn, graph, given, structure, label, ragged, batch.tells)
     outer = {inner: outer for outer, inner in body.captures.items() if outer.node.op is not CONSTANT}
     own = body.inputs[: len(given) + (ragged is not None)]
     has_rows = {**dict.fromkeys(own, True), **{x: not is_same_for_all(outer[x]) for x in outer}}
@@ -502,7 +494,7 @@ def _add_call(
     except CannotLift as reason:
         raise GraphError(f"{label} cannot be batched: {reason}") from None
     node = shared.add_to(graph, BATCHED, [*given, *outer.values()], label, body.outer_controls)
-    return traced.structure.unflatten(node.outputs)
+    return returned.unflatten(node.outputs)
 
 
 def _trace(
@@ -513,7 +505,8 @@ def _trace(
     label: str,
     ragged: RaggedRows | None,
     tells: str | None,
-) -> _TracedBody:
+) -> tuple[Subgraph, nest.Structure]:
+    """The body, and the nest of its results."""
     body = Subgraph(graph, label)
     with body:
         specs = [x.spec for x in given] if ragged is None else [*(x.spec for x in given), ragged.told_spec]
@@ -534,7 +527,7 @@ def _trace(
     body.closed = True
     if (fault := why_not_shareable(body.walk())) is not None:
         raise GraphError(f"{label} cannot be batched: {fault}")
-    return _TracedBody(body, returned)
+    return body, returned
 
 
 def why_not_shareable(nodes: Iterable[Node]) -> str | None:

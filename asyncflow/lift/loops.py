@@ -41,8 +41,8 @@ def lift_while(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue])
     flags = variables_with_rows(node, has_rows)
     if decided_by_row(node, flags, has_rows):
         note = parting(node, inputs, lifting.rows)
-        loop = _back if _goes_back(node, inputs) else _by_row
-        outputs = loop(lifting, node, inputs, flags)
+        given = lifting, node, inputs, flags
+        outputs = _back(*given) if _goes_back(node, inputs) else _RowsLoop(*given).build()
         note(outputs)
         return outputs
     return _together(lifting, node, inputs, flags)
@@ -68,12 +68,6 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
         name="while",
     )
     return [LiftedValue(x, rows) for x, rows in zip(returned, flags, strict=True)]
-
-
-def _by_row(
-    lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flags: Sequence[bool]
-) -> list[LiftedValue]:
-    return _RowsLoop(lifting, node, inputs, flags).build()
 
 
 def _goes_back(node: WhileNode, inputs: Sequence[LiftedValue]) -> bool:

@@ -60,7 +60,7 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
         leaves, structure = nest.flatten(arguments)
         with graph_for(*leaves) as graph:
             tensors = [graph.import_tensor(as_tensor(leaf)) for leaf in leaves]
-            axes = _in_axes(in_axes, structure)
+            axes = _axes_of("in_axes", in_axes, structure)
             label = graph.unique_name("vmap")
             front = [
                 moveaxis(x, axis, 0) if axis is not None and x.shape else x
@@ -115,12 +115,6 @@ def _count(tensors: Sequence[Tensor], axes: Sequence[int | None], paths: Sequenc
     if not extents and not open_ones:
         raise GraphError("vmap: no argument has rows; in_axes is None for all of them")
     return next(iter(extents)) if extents else shape(open_ones[0])[0]
-
-
-def _in_axes(axes: InAxes, arguments: nest.Structure) -> list[int | None]:
-    if axes is None or isinstance(axes, int):
-        return [axes] * arguments.size
-    return _axes_of("in_axes", axes, arguments)
 
 
 def _out_axes(axes: InAxes, result: nest.Structure) -> list[int]:

@@ -8,7 +8,7 @@ stands for children that are missing, so that a set's states are written behind 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -135,7 +135,7 @@ def vertex_map(
             in_order = BY_NUMBER if share else policy
             plans = schedules(graph, in_order, tensors, arity=arity, n_types=len(functions), parts=streams)
             parts = label, functions[0], graph, tensors, state
-            maps = [_VertexMap(*parts, plan, is_shared=share, is_whole=streams == 1) for plan in plans]
+            maps = [_VertexMap(*parts, plan, share, streams == 1 and not share) for plan in plans]
             traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
@@ -201,35 +201,35 @@ _Stores = tuple[list[RowStore], list[list[RowStore]]]
 """Of each part of a state, and for each kind of what its core gives to its lazy part."""
 
 
+@dataclass(slots=True)
 class _VertexMap:
     """The parts of a `vertex_map` while it is built."""
 
-    def __init__(
-        self,
-        label: str,
-        function: VertexFunction,
-        graph: InputGraph,
-        pulls: dict[str, Tensor],
-        initial: Sequence[LiftedValue],
-        plan: VertexSchedule,
-        *,
-        is_shared: bool,
-        is_whole: bool,
-    ) -> None:
-        self.label = label
-        self.liftings: list[Lifting] = []
-        self.graph = graph
-        self.pulls = pulls
-        self.function = function
-        self.initial = initial
-        self.schedule = plan
-        self.is_shared = is_shared
-        """Sets are put in order elsewhere: here all vertices are one, in the order of their numbers."""
-        self.is_permuted = is_whole and not is_shared
-        self.size = subtract(size(as_tensor(graph.offsets)), 1) if is_shared else size(plan.order)
+    label: str
+    function: VertexFunction
+    graph: InputGraph
+    pulls: dict[str, Tensor]
+    initial: Sequence[LiftedValue]
+    schedule: VertexSchedule
+    is_shared: bool
+    """Sets are put in order elsewhere: here all vertices are one, in the order of their numbers."""
+    is_permuted: bool
+    """They are in execution order, all of the batch."""
+    liftings: list[Lifting] = field(default_factory=list)
+    size: Tensor = field(init=False)
+    n_sets: Tensor = field(init=False)
+    set_ends: Tensor = field(init=False)
+    first_ranks: Tensor = field(init=False)
+    """Of each set."""
+    next_ranks: Tensor = field(init=False)
+    """Of the set behind each."""
+
+    def __post_init__(self) -> None:
+        plan = self.schedule
+        self.size = subtract(size(as_tensor(self.graph.offsets)), 1) if self.is_shared else size(plan.order)
         self.n_sets = subtract(size(plan.set_starts), 1)
         self.set_ends, ranks = plan.set_starts[1:], add(plan.set_starts, 1)
-        self.first_ranks, self.next_ranks = ranks, ranks[1:]  # of each set, and of the one behind it
+        self.first_ranks, self.next_ranks = ranks, ranks[1:]
 
     def kinds(
         self, functions: Sequence[VertexFunction], traced: Sequence[tuple[TracedFunction, FunctionParts]]

@@ -66,18 +66,6 @@ class VertexSchedule(NamedTuple):
     """The type of each set's vertices."""
 
 
-def schedule(
-    graph: InputGraph,
-    policy: str = "breadth_first",
-    pulls: Mapping[str, Tensor] = MappingProxyType({}),
-    *,
-    arity: int | None,
-    n_types: int | None = None,
-) -> VertexSchedule:
-    """The order of a whole batch; see `schedules`."""
-    return schedules(graph, policy, pulls, arity=arity, n_types=n_types)[0]
-
-
 def schedules(
     graph: InputGraph,
     policy: str = "breadth_first",
@@ -154,12 +142,10 @@ def _spec(
     offsets: Spec,
     children: Spec,
     *rest: Spec,
-    policy: str,
     arity: int | None,
-    n_types: int | None,
     parts: int,
     known: tuple[str, ...],
-    pulls: tuple[str, ...],
+    **others: object,
 ) -> tuple[Spec, ...]:
     for spec in (offsets, children, *rest):
         if spec.dtype.kind not in "iu":
@@ -223,7 +209,7 @@ def _ordered(edges: Edges, policy: str, arity: int | None) -> tuple[Array, ...]:
     if arity is None:
         found: tuple[Array, ...] = _ranked(edges, order, positions, first)
     else:
-        found = (_table(edges, order, positions, first, arity),)
+        found = (_table(edges, positions, arity),)
     if first and edges.heights is not None:
         _check_ranks(edges, set_starts, *found[:2])
     of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
@@ -248,14 +234,8 @@ def _sorted(edges: Edges, numbers: Array) -> tuple[Array, Array]:
     return order, set_starts
 
 
-def _table(edges: Edges, order: Array, positions: Array, first: int, arity: int) -> Array:
+def _table(edges: Edges, positions: Array, arity: int) -> Array:
     table = np.zeros((edges.size, arity), np.int64)
-    inner = order[first:]
-    if first and len(edges.children) == len(inner) * arity and not edges.counts.take(order[:first]).any():
-        # No child is missing, as in sequences and complete trees: children go from row to row.
-        rows = edges.children.reshape(-1, arity).take(edges.offsets.take(inner) // arity, axis=0)
-        np.add(positions.take(rows), 1, out=table[first:])
-        return table
     slots = (positions * arity - edges.offsets[:-1])[edges.parents] + np.arange(len(edges.children))
     table.reshape(-1)[slots] = positions[edges.children] + 1
     return table

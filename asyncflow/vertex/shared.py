@@ -34,7 +34,7 @@ from asyncflow.ops.shape import shape
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
 from asyncflow.vertex.function import TracedFunction
 from asyncflow.vertex.input_graph import InputGraph, named_parts
-from asyncflow.vertex.schedule import schedule
+from asyncflow.vertex.schedule import schedules
 from asyncflow.vertex.split import FunctionParts
 
 
@@ -128,7 +128,7 @@ class SharedSets(SharedCode):
     def _ordering(self, data: InputGraph) -> BodyProgram:
         with Graph() as graph:
             arrays = {name: placeholder(int64, (None,)) for name in named_parts(data)}
-            plan = schedule(InputGraph(**arrays), arity=self._arity, n_types=1)
+            (plan,) = schedules(InputGraph(**arrays), arity=self._arity, n_types=1)
             starts = () if plan.child_starts is None else (plan.child_starts,)
             return BodyProgram(
                 graph,

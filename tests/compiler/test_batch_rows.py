@@ -273,10 +273,7 @@ def ahead_of(rows: Array, matrix: Array) -> Any:
         steps=steps,
         results=(5,),
         n_inputs=3,
-        counter=np.dtype("int64"),
-        step=1,
-        margin=None,
-        is_exact=False,
+        course=(np.dtype("int64"), 1, None, False),
         block_bytes=1 << 20,
     )
     return ahead(rows, matrix, np.int64(0))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.compiler.program.kernels import bind_kernel
-from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.codegen import RegionGenerator
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.graph.ir import is_name
 from asyncflow.graph.op import KernelContext
@@ -36,7 +36,7 @@ def region_code(graph: af.Graph, fetches: Any) -> RegionCode:
     made = regions_made(graph, list(fetches) if isinstance(fetches, tuple | list) else [fetches])
     (node,) = [node for node in made.nodes if node.op.name == "region"]
     bind = partial(bind_kernel, xp=np, resolve=StateStore().lookup, check_outputs=False, check_numerics=False)
-    return generate(node.attrs["region"], node.name, bind, track=None, max_iterations=None)
+    return RegionGenerator(region=node.attrs["region"], bind=bind).generate(node.name)
 
 
 def body_of(code: RegionCode) -> str:
@@ -665,18 +665,6 @@ async def test_buffers_of_as_many_rows_as_the_run_says(graph: af.Graph, counts: 
     feeds = {fed: counts, x: many, w: weights / 7, start: many[:3], end: 1}
     first, second = await both_ways(graph, [n, last, array.concat(), last * 2 + many[:1]], feeds)
     assert_same_bits(first, second)
-
-
-async def test_rows_of_one_count_share_a_buffer(graph: af.Graph) -> None:
-    x, w = af.placeholder("float32", (None, 48), name="x"), af.placeholder("float32", (48, 48), name="w")
-    _, y = af.while_loop(lambda i, y: i < 5, lambda i, y: (i + 1, af.tanh(y @ w + x)), (0, x))
-    async with af.Session(graph) as session:
-        source = session.plan(y, [x, w]).explain(source=True)
-    again = r"buffer if len\(buffer\) == len\(\1\) else \(buffer := rows_of\(buffer, len\(\1\)\)\)"
-    assert re.search(rf"matmul = k_matmul\((var\w*), \w+, out=\({again}\)\)", source), source
-    assert re.search(r"add\w* = k_add\w*\(matmul, (\w+), out=matmul if len\(matmul\) == len\(\1\) else None", source), (
-        source
-    )
 
 
 async def test_results_of_one_run_are_not_written_by_the_next(graph: af.Graph) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.compiler.program.fused import FUSED, kernel_source
 from asyncflow.compiler.program.kernels import bind_kernel
-from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.codegen import RegionGenerator
 from asyncflow.compiler.regions.fuse import fuse_line, fuse_region
 from asyncflow.graph.graph import Graph
 from asyncflow.state.containers import StateStore
@@ -331,7 +331,7 @@ def test_branches_and_loops_of_a_region_are_fused(graph: Graph) -> None:
 
 def _run_region(region: Any, inputs: Sequence[Any], xp: Any) -> Any:
     bind = partial(bind_kernel, xp=xp, resolve=StateStore().lookup, check_outputs=True, check_numerics=False)
-    code = generate(region, "region", bind, track=None, max_iterations=None)
+    code = RegionGenerator(region=region, bind=bind).generate("region")
     running = code.function(*inputs)
     budget = None
     while True:

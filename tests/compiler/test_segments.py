@@ -178,7 +178,6 @@ def test_the_prediction_counts_variables_and_values(graph: af.Graph) -> None:
     assert loop.bytes_held(COUNT, 30) == 3 * 16 + 30 * 16
     assert loop.bytes_held(COUNT, None) == 11 * 16 + 11 * 16
     assert loop.bytes_held(0, 8) == 0
-    assert loop.again(COUNT) == COUNT
     assert loop.gains(COUNT, 8)
     assert not loop.gains(COUNT, 1)
 

@@ -31,25 +31,18 @@ def numbers(*values: float) -> np.ndarray:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from(["", "room", "lost"])), max_size=30),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30),
     st.integers(0, 8),
 )
-def test_states_agree_with_plain_lists(steps: list[tuple[int, int, str]], capacity: int) -> None:
-    """Each step appends some rows to any state there is; views taken on the way stay as they were.
-
-    Rows may be written in room that the state gives for them, which may also be lost, or asked for twice.
-    """
+def test_states_agree_with_plain_lists(steps: list[tuple[int, int]], capacity: int) -> None:
+    """Each step appends some rows to any state there is; views taken on the way stay as they were."""
     states = [make(capacity=capacity)]
     lists: list[list[float]] = [[]]
     views = []
-    for number, (at, count, how) in enumerate(steps):
+    for number, (at, count) in enumerate(steps):
         place = at % len(states)
         rows = [float(100 * number + k) for k in range(count)]
-        given_rows = numbers(*rows)
-        room = states[place].room(given_rows) if how else None
-        if room is not None:
-            room[...] = given_rows if how == "room" else -1
-        states.append(states[place].append(given_rows if room is None or how == "lost" else room))
+        states.append(states[place].append(numbers(*rows)))
         lists.append(lists[place] + rows)
         views.append((states[-1].slice(0, states[-1].size), lists[-1]))
     for state, rows in zip(states, lists, strict=True):
@@ -73,20 +66,6 @@ def test_linear_appends_copy_no_row_but_to_grow() -> None:
     for _ in range(1000):
         with_room = with_room.append(np.zeros((1, 4), FLOAT))
     assert with_room.block is block
-
-
-def test_rows_written_in_room_of_the_store_are_appended_without_a_copy() -> None:
-    state = make((4,), 6)
-    room = state.room(np.zeros((2, 4)), np.ones((2, 4)))
-    assert room is not None
-    room[...] = 7
-    after = state.append(room)
-    assert after.block is state.block
-    assert np.shares_memory(after.slice(0, 2), room)
-    assert state.room(np.zeros((2, 4)), np.zeros((1, 4))) is None
-    again = state.append(numbers(1, 2, 3, 4).reshape(1, 4))
-    assert after.slice(0, 2).tolist() == [[7] * 4] * 2
-    assert again.slice(0, 1).tolist() == [[1, 2, 3, 4]]
 
 
 def test_slices_are_views_that_nobody_can_write_to() -> None:

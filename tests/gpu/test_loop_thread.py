@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.vertex.schedule import schedule
+from asyncflow.vertex.schedule import schedules
 from tests.gpu import cupti
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
@@ -59,7 +59,7 @@ async def test_t14_a_loop_over_sets_of_vertices_never_waits_for_the_card(card: C
     data = af.InputGraph.batch([af.InputGraph.from_nested((("a", "b"), "c"))[0]] * 3)
     with af.Graph():
         graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, 2))
-        found = schedule(graph, arity=2)
+        (found,) = schedules(graph, arity=2)
 
         def body(k: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
             members = found.order[found.set_starts[k] : found.set_starts[k + 1]]

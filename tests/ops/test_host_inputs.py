@@ -32,7 +32,7 @@ from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
 from asyncflow.vertex.children import REDUCE_SEGMENTS
 from asyncflow.vertex.permutation import permuted
-from asyncflow.vertex.schedule import schedule
+from asyncflow.vertex.schedule import schedules
 from tests.ops.device_arrays import XP, DeviceArray, on_device, values_of
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def _on_host(x: Tensor, n: Tensor) -> list[Tensor]:
 def _ordering(offsets: Tensor, children: Tensor) -> list[Tensor]:
     graph = af.InputGraph(offsets, children, constant([0, 3]))
     pulls = {"x": offsets[: af.size(children) + 1]}
-    return [x for arity in (None, 2) for x in schedule(graph, pulls=pulls, arity=arity) if x is not None]
+    return [x for arity in (None, 2) for x in schedules(graph, pulls=pulls, arity=arity)[0] if x is not None]
 
 
 def _lifted(x: Tensor) -> list[Tensor]:

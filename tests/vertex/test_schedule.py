@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.errors import KernelError
 from asyncflow.vertex.equal_chains import are_equal_chains
-from asyncflow.vertex.schedule import POLICIES, SCHEDULE, schedule
+from asyncflow.vertex.schedule import POLICIES, SCHEDULE, VertexSchedule, schedules
 from tests.vertex.graphs import batches, children_of, heights, ordered, sets
 
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))
+
+
+def schedule(graph: af.InputGraph, policy: str = "breadth_first", **options: Any) -> VertexSchedule:
+    (found,) = schedules(graph, policy, **options)
+    return found
 
 
 def check(graph: Any, policy: str) -> None:

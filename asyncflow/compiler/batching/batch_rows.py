@@ -199,29 +199,23 @@ def _terms(predicate: Tensor) -> Iterator[Tensor]:
 # -- the move --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class _Move:
     """Moves what was found by one counter out of a loop's body."""
 
-    def __init__(
-        self,
-        loop: WhileNode,
-        place: int,
-        step: int,
-        classes: Classes,
-        products: dict[Node, set[Node]],
-        block_bytes: int,
-    ) -> None:
-        self.loop, self.body = loop, loop.body
-        self.place, self.step = place, step
-        self.captured, self.varying = classes.captured, classes.varying
-        self.products = products
-        program = set().union(*products.values())
-        self.program = [node for node in loop.body.nodes if node in program]
-        self.block_bytes = block_bytes
-        self.outer: dict[Tensor, int] = {}
-        """Tensors outside, and their numbers in the program."""
+    loop: WhileNode
+    place: int
+    step: int
+    classes: Classes
+    products: dict[Node, set[Node]]
+    block_bytes: int
+    program: list[Node] = field(default_factory=list)
+    outer: dict[Tensor, int] = field(default_factory=dict)
+    """Tensors outside, and their numbers in the program."""
 
     def run(self) -> list[Node]:
+        members = set().union(*self.products.values())
+        self.program = [node for node in self.loop.body.nodes if node in members]
         like = next(iter(self.products))
         front: list[Node] = []
         sources = [[self._source(node, tensor) for tensor in node.inputs] for node in self.program]
@@ -239,29 +233,27 @@ class _Move:
             _as_step(node, tuple(each if isinstance(each, int) else numbers[each] for each in inputs))
             for node, inputs in zip(self.program, sources, strict=True)
         )
-        counter = self.body.inputs[self.place]
+        counter = self.loop.body.inputs[self.place]
+        ends = (None, False) if bound is None else (bound.margin, bound.is_exact)
         ahead = detached_node(self.loop.graph, PRODUCTS_AHEAD, outer, {}, like, Spec(VARIANT))
-        rows = self.loop.add_capture(ahead.outputs[0], self.body)
+        rows = self.loop.add_capture(ahead.outputs[0], self.loop.body)
         kept = self._replace(rows, counter)
         ahead.attrs.update(
             steps=steps,
             results=tuple(numbers[node] for node in kept),
             n_inputs=len(outer),
-            counter=counter.dtype,
-            step=self.step,
-            margin=None if bound is None else bound.margin,
-            is_exact=bound is not None and bound.is_exact,
+            course=(counter.dtype, self.step, *ends),
             block_bytes=self.block_bytes,
         )
         return [*front, ahead]
 
     def _source(self, node: Node, tensor: Tensor) -> int | Node:
         """The number of an input of a node of the program, or the node that makes it."""
-        if tensor is self.body.inputs[self.place]:
+        if tensor is self.loop.body.inputs[self.place]:
             return 0
-        if tensor not in self.captured:
+        if tensor not in self.classes.captured:
             return tensor.node
-        outer = self.captured[tensor]
+        outer = self.classes.captured[tensor]
         if node.op is READ and tensor is node.inputs[0]:
             outer = outer.node.inputs[1]
         return self.outer.setdefault(outer, 1 + len(self.outer))
@@ -278,26 +270,26 @@ class _Move:
             }
             if product not in droppable:
                 needed |= dict.fromkeys(product.inputs)
-            row = next(tensor for tensor in product.inputs if tensor in self.varying)
+            row = next(tensor for tensor in product.inputs if tensor in self.classes.varying)
             summed = (row.shape or (None,))[-1] or 1
             product.attrs = {"which": 0, "value": product.outputs[0].spec, "summed": summed}
             product.op = PRODUCT_AHEAD
             product.inputs = [rows, counter, *needed]
         self._drop(droppable)
-        kept = [node for node in self.body.nodes if node in products]
+        kept = [node for node in self.loop.body.nodes if node in products]
         for which, node in enumerate(kept):
             node.attrs["which"] = which
         return kept
 
     def _drop(self, droppable: set[Node]) -> None:
-        used = {*awaited_nodes(self.body), *(result.node for result in self.body.results)}
+        used = {*awaited_nodes(self.loop.body), *(result.node for result in self.loop.body.results)}
         kept: list[Node] = []
-        for node in reversed(self.body.nodes):
+        for node in reversed(self.loop.body.nodes):
             if node in droppable and node not in used:
                 continue
             kept.append(node)
             used.update(tensor.node for tensor in node.inputs)
-        self.body.nodes[:] = kept[::-1]
+        self.loop.body.nodes[:] = kept[::-1]
 
 
 def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, object], tuple[int, ...]]:

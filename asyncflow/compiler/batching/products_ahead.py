@@ -311,20 +311,15 @@ class ProductsAhead:
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
+Course = tuple[DType, int, int | None, bool]
+"""The attributes of a `_Course`, as a graph holds them."""
+
+
 def _ahead_kernel(
-    xp: Namespace,
-    *,
-    steps: Steps,
-    results: tuple[int, ...],
-    n_inputs: int,
-    counter: DType,
-    step: int,
-    margin: int | None,
-    is_exact: bool,
-    block_bytes: int,
+    xp: Namespace, *, steps: Steps, results: tuple[int, ...], n_inputs: int, course: Course, block_bytes: int
 ) -> Kernel:
-    program, course = _bound(xp, steps, results, n_inputs), _Course(counter, step, margin, is_exact)
-    return lambda *inputs: ProductsAhead(program, course, block_bytes, inputs)
+    program = _bound(xp, steps, results, n_inputs)
+    return lambda *inputs: ProductsAhead(program, _Course(*course), block_bytes, inputs)
 
 
 def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int, value: Spec, summed: int) -> float:

@@ -10,6 +10,7 @@ The sum is added up in another order, so it is the same within rounding, as all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate, groupby
 
 from asyncflow.compiler.batching.batch_rows import Classes, classified, pays_ahead
@@ -17,7 +18,7 @@ from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
@@ -54,6 +55,7 @@ class _Apart:
         self.loop = loop
         self.body = loop.body
         self.front: list[Node] = []
+        self.made: list[Node] = []
         self.captured = loop.captured(loop.body)
 
     def is_outside(self, matrix: Tensor) -> bool:
@@ -82,20 +84,15 @@ class _Apart:
             for row, cut in zip(rows, cuts, strict=True)
         ):
             return
-        made: list[Node] = []
         terms = [
-            self._product(product, row, self._cut(product, matrix, cut, axis, made), is_left, made)
+            self._product(product, row, self._cut(product, matrix, cut, axis), is_left)
             for row, cut in zip(rows, cuts, strict=True)
         ]
         # The sum stands where the product stood, so all that used the one uses the other.
         op = ADD if is_static(joined.shape) else ADD_ALIKE
         *others, last = terms
-        total = others[0]
-        for term in others[1:]:
-            made.append(detached_node(self.body, op, [total, term], {}, product, product.outputs[0].spec))
-            total = made[-1].outputs[0]
-        at = self.body.nodes.index(product)
-        self.body.nodes[at:at] = made
+        total = reduce(lambda total, term: self._add(op, [total, term], {}, product, product.outputs[0].spec), others)
+        self._put_before(product)
         product.op, product.attrs, product.inputs = op, {}, [total, last]
 
     def narrow(self) -> None:
@@ -119,36 +116,39 @@ class _Apart:
                 continue
             for node, cut in zip(uses[whole], cuts, strict=True):
                 assert cut is not None
-                made: list[Node] = []
-                piece = self._cut(product, matrix, cut, 1, made)
-                at = self.body.nodes.index(node)
-                self.body.nodes[at:at] = made
+                piece = self._cut(product, matrix, cut, 1)
+                self._put_before(node)
                 node.op, node.attrs, node.inputs = MATMUL, product.attrs, [rows, piece]
 
-    def _cut(self, like: Node, matrix: Tensor, cut: tuple[int, int], axis: int, made: list[Node]) -> Tensor:
+    def _add(self, op: Op, inputs: Sequence[Tensor], attrs: Attrs, like: Node, spec: Spec) -> Tensor:
+        """The output of a new node of the body; `_put_before` says where it stands."""
+        self.made.append(detached_node(self.body, op, inputs, attrs, like, spec))
+        return self.made[-1].outputs[0]
+
+    def _put_before(self, node: Node) -> None:
+        at = self.body.nodes.index(node)
+        self.body.nodes[at:at] = self.made
+        self.made.clear()
+
+    def _cut(self, like: Node, matrix: Tensor, cut: tuple[int, int], axis: int) -> Tensor:
         """Rows or columns of a matrix, as the body sees them."""
         spec = _cut_spec(matrix, cut, axis)
         entry = ("slice", *cut, None)
         attrs = {"key": (ELLIPSIS, entry) if axis else (entry,)}
         if is_constant(matrix):
-            made.append(detached_node(self.body, GETITEM, [matrix], attrs, like, spec))
-            return made[-1].outputs[0]
+            return self._add(GETITEM, [matrix], attrs, like, spec)
         self.front.append(detached_node(self.loop.graph, GETITEM, [self.captured[matrix]], attrs, like, spec))
         outer = self.front[-1].outputs[0]
         inner = self.loop.add_capture(outer, self.body)
         self.captured[inner] = outer
         return inner
 
-    def _product(self, like: Node, row: Sequence[Tensor], matrix: Tensor, is_left: bool, made: list[Node]) -> Tensor:
-        operand = row[0]
-        if len(row) > 1:
-            made.append(detached_node(self.body, CONCAT, row, {"axis": -1}, like, _joined_spec(row)))
-            operand = made[-1].outputs[0]
+    def _product(self, like: Node, row: Sequence[Tensor], matrix: Tensor, is_left: bool) -> Tensor:
+        operand = row[0] if len(row) == 1 else self._add(CONCAT, row, {"axis": -1}, like, _joined_spec(row))
         inputs = [operand, matrix] if is_left else [matrix, operand]
         spec = MATMUL.infer(*(tensor.spec for tensor in inputs), **like.attrs)
         assert isinstance(spec, Spec)
-        made.append(detached_node(self.body, MATMUL, inputs, like.attrs, like, spec))
-        return made[-1].outputs[0]
+        return self._add(MATMUL, inputs, like.attrs, like, spec)
 
 
 def _widths(joined: Tensor, is_left: bool) -> list[int] | None:

@@ -28,7 +28,7 @@ from asyncflow.compiler.program.kernels import (
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.request import PlanOptions
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
-from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.codegen import RegionGenerator
 from asyncflow.compiler.regions.device_loops import bind_device_loop
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region
@@ -101,7 +101,9 @@ class Binding:
     def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
         """A region's code, and what a firing calls."""
         region: Region = node.attrs["region"]
-        generate_region = partial(generate, region, node.name, max_iterations=self.options.max_iterations)
+        generator = partial(
+            RegionGenerator, region=region, max_iterations=self.options.max_iterations, swapping=device.swapping
+        )
         launching, stream = device.asynchronous, self.streams.get(node, 0)
         if launching is None:
             # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
@@ -109,13 +111,13 @@ class Binding:
             track = device.memory.track if self.options.debug or limit is not None else None
             spare_bytes = inf if limit is None else limit / _SPARE
             kernel = partial(self.kernel, device)
-            code = generate_region(kernel, track=track, swapping=device.swapping, spare_bytes=spare_bytes)
+            code = generator(bind=kernel, track=track, spare_bytes=spare_bytes).generate(node.name)
             return code, code.function
 
         def bind(member: Node) -> Kernel:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
-        code = generate_region(bind, track=None, enqueues=True, swapping=device.swapping)
+        code = generator(bind=bind, enqueues=True).generate(node.name)
         # A graph that is replayed raises nothing.
         asks = launching.capabilities.capture_if(self.options.cuda_graphs) or launching.charge is not None
         could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)

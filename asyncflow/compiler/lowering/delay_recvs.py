@@ -23,7 +23,7 @@ of other nodes are wrong or the device is busy: the path itself takes longer tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
 from asyncflow.compiler.placement.node_costs import SMALL_NBYTES, NodeCosts, spec_nbytes
@@ -91,9 +91,8 @@ def _last_before(recv: Node, schedule: _Schedule, places: Mapping[Node, object])
     users, needed = schedule.users_of_value(recv)
     if not users:
         return None
-    earliest = min(users, key=schedule.starts.__getitem__)
     sent = schedule.ends[schedule.sends[recv.attrs["transfer"]]]
-    if schedule.starts[earliest] - sent < 2 * needed:
+    if min(schedule.starts[user] for user in users) - sent < 2 * needed:
         return None  # it would wait for less than the transfer takes
 
     def is_fit(node: Node) -> bool:
@@ -106,12 +105,8 @@ def _last_before(recv: Node, schedule: _Schedule, places: Mapping[Node, object])
             and schedule.positions[node] < schedule.positions[recv]
         )
 
-    found = [node for node in schedule.before(earliest, needed, is_fit) if is_fit(node)]
-    if not found:
-        return None
-    # What all users come after.
-    others = [set(schedule.before(user, needed)) for user in users if user is not earliest]
-    shared = (node for node in found if all(node in other for other in others))
+    first, *others = (dict.fromkeys(schedule.before(user, needed)) for user in users)
+    shared = (node for node in first if is_fit(node) and all(node in other for other in others))
     return max(shared, key=schedule.ends.__getitem__, default=None)
 
 
@@ -169,8 +164,8 @@ class _Schedule:
         later = [user for user in users if user is not expand]
         return [*later, *self.users[expand]], needed + self.times[expand]
 
-    def before(self, user: Node, needed: float, is_enough: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
-        """Nodes that `user` comes after, at least so much later; nothing is looked for before one that `is_enough`.
+    def before(self, user: Node, needed: float) -> Iterator[Node]:
+        """Nodes that `user` comes after, at least so much later.
 
         What runs next on the way to `user` does not count: it is ready as soon as the node is done, as a Recv that
         waits for that node would be, and is launched first; a copy into the same device's memory then waits for it.
@@ -184,8 +179,6 @@ class _Schedule:
             node = self.nodes[-heappop(queue)]  # all that come after it and before `user` have been here
             if node is not user and margins[node] >= needed:
                 yield node
-                if is_enough(node):
-                    continue
             ahead = 0.0 if node is user else latest[node] + self.times[node]
             for source in self.sources(node):
                 if source not in latest:

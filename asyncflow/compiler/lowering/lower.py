@@ -36,7 +36,7 @@ from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, WhileNode
 
@@ -63,21 +63,22 @@ def lower(
         truncate: send float32 values as their upper 16 bits.
         reads: positions of a node's inputs that Python looks at when it runs; None for none of any node.
     """
-    lowering = _Lowering(graph, asynchronous, truncate)
-    lowering.reads = reads or _nothing
+    lowering = _Lowering(graph, asynchronous, truncate, reads or (lambda _: ()))
     lowering.put_nodes(graph, lowering.outside)
     lowering.flat.renumber()
     return Lowered(lowering.flat, lowering.places)
 
 
-def _nothing(_: Node) -> Collection[int]:
-    return ()
-
-
 class _Lowering(FlatBuilder):
-    def __init__(self, source: Graph, asynchronous: Collection[str], truncate: bool) -> None:
+    def __init__(
+        self,
+        source: Graph,
+        asynchronous: Collection[str],
+        truncate: bool,
+        reads: Callable[[Node], Collection[int]],
+    ) -> None:
         super().__init__(source, asynchronous, truncate)
-        self.reads: Callable[[Node], Collection[int]] = _nothing
+        self.reads = reads
         self.read_values: dict[tuple[Tensor, Device, Place], Tensor] = {}
 
     def put_nodes(self, source: Graph, place: Place) -> None:
@@ -200,7 +201,10 @@ class _Lowering(FlatBuilder):
         in_cond, in_body = Place(), Place()
         # The circles of the loop variables are built from their middle: first the Merges, which the predicate reads,
         # then its LoopCond, the Switches behind it, the body, and last the back edges, when what they carry is there.
-        merges = self.put_merges(loop, outer[:n_vars], body, in_cond)
+        merges = [
+            self.put_merge(loop, "", value, inner.spec, in_cond, inner.node.device)
+            for value, inner in zip(outer[:n_vars], body.inputs, strict=False)
+        ]
         control_loops: list[Device] = []
 
         def open_cond(device: Device) -> Tensor:
@@ -249,14 +253,6 @@ class _Lowering(FlatBuilder):
         for device in control_loops:
             self.put_back_edge(node, in_cond.gates[device], self.gate(in_body, device), in_body)
         self.put_exits(node, [false_side for false_side, _ in switches], place)
-
-    def put_merges(
-        self, loop: EnclosingLoop, initial: Sequence[Tensor], body: Subgraph, in_cond: Place
-    ) -> list[Tensor]:
-        return [
-            self.put_merge(loop, "", value, inner.spec, in_cond, inner.node.device)
-            for value, inner in zip(initial, body.inputs, strict=False)
-        ]
 
     def put_exits(self, node: WhileNode, false_sides: Sequence[Tensor], around: Place) -> None:
         """One Exit per result in use; all of them if something waits for the loop as a whole."""

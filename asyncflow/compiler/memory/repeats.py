@@ -103,11 +103,8 @@ def _why_not(node: Node, written: Collection[object]) -> str | None:
         return "it reads a variable after something else has happened" if node.control_inputs else None
     if op.effects is not None:
         return "it has an effect"
-    return "it is control flow written by hand" if op.kernel is None and not _is_plain(node) else None
-
-
-def _is_plain(node: Node) -> bool:
-    return isinstance(node, StructuredNode) or node.op in (PARAMETER, CONSTANT)
+    is_plain = op.kernel is not None or isinstance(node, StructuredNode) or op in (PARAMETER, CONSTANT)
+    return None if is_plain else "it is control flow written by hand"
 
 
 def _deep(nodes: Iterable[Node], chosen: Collection[Node] | None = None) -> Iterator[Node]:

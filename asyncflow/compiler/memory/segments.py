@@ -105,48 +105,24 @@ def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
         saved[each.loop] = None if before is None or each.nbytes is None else before + each.nbytes
     inner_first = reversed(list(levels(graph)))
     loops = [node for level in inner_first for node in level.nodes if isinstance(node, WhileNode)]
-    surroundings = None
+    search = None
     for loop in loops:
         if loop.name not in saved:
             continue
-        if surroundings is None or surroundings.level is not loop.graph:
-            surroundings = _Surroundings.of(loop)
-        found = _Search(loop, surroundings).run(saved[loop.name])
+        if search is None or search.level is not loop.graph:
+            search = _Search(loop.graph)
+        found = search.run(loop, saved[loop.name])
         yield found
         if found.is_rewritten:
-            surroundings = None
+            search = None
 
 
 def loop_to_segment(loop: WhileNode) -> SegmentedLoop:
     """One loop that saves values, as it is now; how many bytes is left open."""
-    return _Search(loop, _Surroundings.of(loop)).run(None)
+    return _Search(loop.graph).run(loop, None)
 
 
 # -- what may be rewritten -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """The surroundings of a loop.
-
-    Attributes:
-        level: the graph or body.
-        users: of each tensor in it.
-        owners: of all bodies.
-    """
-
-    level: Graph
-    users: Mapping[Tensor, Sequence[Node]]
-    owners: Owners
-
-    @classmethod
-    def of(cls, loop: WhileNode) -> _Surroundings:
-        users: dict[Tensor, list[Node]] = {}
-        for node in loop.graph.nodes:
-            for tensor in node.inputs:
-                users.setdefault(tensor, []).append(node)
-        structured = [node for node in loop.graph.root.walk() if isinstance(node, StructuredNode)]
-        return cls(loop.graph, users, {body: node for node in structured for body in node.subgraphs})
 
 
 @dataclass(slots=True)
@@ -231,10 +207,6 @@ class SegmentedLoop:
         longest = min(count, n_segments if length is None else length)
         return n_segments * self.variable_bytes + longest * self.value_bytes
 
-    def again(self, count: int) -> int:
-        """How many iterations are run forward a second time, for each gradient."""
-        return count * len(self.readers)
-
     def gains(self, count: int, length: int | None) -> bool:
         """Whether less is held than the values of all iterations are."""
         held = self.bytes_held(count, length)
@@ -263,16 +235,18 @@ class SegmentedLoop:
 
 
 class _Search:
-    """Finds out whether a loop can be rewritten; by its name, everything in it is as `while_gradient` builds it."""
+    """Finds out whether loops of one graph or body can be rewritten; all in them is as `while_gradient` builds it."""
 
-    def __init__(self, loop: WhileNode, surroundings: _Surroundings) -> None:
-        self.loop = loop
-        self.users = surroundings.users
-        self.owners = surroundings.owners
-        self.results = set(loop.graph.results) if isinstance(loop.graph, Subgraph) else set()
+    def __init__(self, level: Graph) -> None:
+        self.level = level
+        self.users: dict[Tensor, list[Node]] = {}
+        for node in level.nodes:
+            for tensor in node.inputs:
+                self.users.setdefault(tensor, []).append(node)
+        self.owners: Owners = {body: node for node in level.root.walk() for body in node.subgraphs}  # type: ignore[misc]
+        self.results = set(level.results) if isinstance(level, Subgraph) else set()
 
-    def run(self, value_bytes: int | None) -> SegmentedLoop:
-        loop = self.loop
+    def run(self, loop: WhileNode, value_bytes: int | None) -> SegmentedLoop:
         saves = {place: result.node for place, result in enumerate(loop.body.results) if result.node.op is SAVE}
         found = SegmentedLoop(loop, saves, self.owners, value_bytes, trip_count=trip_count(loop))
         found.why_not = self.why_not(found)
@@ -288,12 +262,12 @@ class _Search:
 
     def why_not(self, found: SegmentedLoop) -> str | None:
         """The reason for which the loop and its gradients are not of the shape that can be rewritten."""
-        body = self.loop.body
+        loop, body = found.forward, found.forward.body
         numbers = {save.inputs[1] for save in found.saves.values()}
         if len(numbers) != 1:
             return "its values are not saved in step"
         (found.number,) = numbers
-        stores = {self.loop.outputs[place]: place for place in found.saves}
+        stores = {loop.outputs[place]: place for place in found.saves}
         own = {body.inputs[place]: save for place, save in found.saves.items()}
         if any(tensor in own and own[tensor] is not node for node in body.nodes for tensor in node.inputs):
             return "it reads what it has saved"

@@ -89,9 +89,10 @@ class _Fold:
 
 
 def _fold_node(node: Node) -> None:
-    if not _is_foldable(node) or not all(is_constant(x) and x.node.device == node.device for x in node.inputs):
-        return
-    value = _compute(node, [x.node.attrs["value"] for x in node.inputs])
+    for tensor in node.inputs:
+        if not is_constant(tensor) or tensor.node.device != node.device:
+            return
+    value = _compute(node, [x.node.attrs["value"] for x in node.inputs]) if _is_foldable(node) else None
     if value is not None:
         node.op, node.inputs, node.attrs = CONSTANT, [], {"value": value}
 

@@ -94,7 +94,7 @@ class _Hoist:
         chosen: list[Node] = []
         for node in body.nodes:
             if not node.inputs or node.control_inputs or node in awaited or not available.issuperset(node.inputs):
-                if _is_constant_node(node):
+                if node.outputs and is_constant(node.outputs[0]):
                     available.update(node.outputs)
                 continue
             runs_anyway = body is self.loop.predicate and _is_repeatable(node)
@@ -140,10 +140,6 @@ def _is_turned_factor(node: Node, body: Subgraph) -> bool:
     (matrix,) = node.outputs
     is_large = matrix.spec.rank == 2 and matrix.dtype.kind == "f" and (nbytes(matrix.spec) or 0) >= _LARGE
     return is_large and any(each.op is MATMUL and each.inputs[1] is matrix for each in body.nodes)
-
-
-def _is_constant_node(node: Node) -> bool:
-    return bool(node.outputs) and is_constant(node.outputs[0])
 
 
 def _is_repeatable(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from asyncflow.compiler.placement.choices import Choices
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
@@ -22,15 +23,15 @@ def place_followers(graph: Graph, choices: Choices, where: dict[Node, int], why:
     _Followers(graph, choices, where, why).run()
 
 
+@dataclass(slots=True)
 class _Followers:
-    def __init__(self, graph: Graph, choices: Choices, where: dict[Node, int], why: dict[Node, str]) -> None:
-        self.graph = graph
-        self.choices = choices
-        self.where = where
-        self.why = why
-        self.users: dict[Tensor, list[Node]] = {}
-        self.owners: dict[Graph, StructuredNode] = {}
-        self.positions: dict[Tensor, int] = {}
+    graph: Graph
+    choices: Choices
+    where: dict[Node, int]
+    why: dict[Node, str]
+    users: dict[Tensor, list[Node]] = field(default_factory=dict)
+    owners: dict[Graph, StructuredNode] = field(default_factory=dict)
+    positions: dict[Tensor, int] = field(default_factory=dict)
 
     def run(self) -> None:
         nodes = list(self.graph.walk())

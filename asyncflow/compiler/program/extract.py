@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from asyncflow.compiler.program.request import structured_nodes_around
 from asyncflow.compiler.program.shape_rules import SHAPE_BY_RULE, rule_of, shape_sources
 from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
 from asyncflow.errors import FeedError, FetchError
@@ -105,7 +106,7 @@ class _Analysis:
         self.ordered = graph.effects == "ordered"
         self.feeds = dict.fromkeys(feeds)
         self.streamed = streamed
-        self.stream_path = _structured_nodes_around(streamed[0].graph) if streamed else []
+        self.stream_path = structured_nodes_around(streamed[0].graph) if streamed else []
         if any(isinstance(node, PooledNode) for node in self.stream_path[:-1]):
             raise FetchError(
                 f"{streamed[0].name} is in a branch or loop inside of a loop with a pool, which hands out values of "
@@ -246,15 +247,6 @@ def _is_check_of_shape(node: Node) -> bool:
     if node.op is not CHECK_SHAPE or len(node.inputs) != 2 or node.control_inputs:
         return False
     return node.inputs[1].node.op is SHAPE and node.inputs[1].graph is node.graph
-
-
-def _structured_nodes_around(body: Graph) -> list[Node]:
-    """The structured nodes that enclose `body`, outermost first."""
-    path: list[Node] = []
-    while body.parent is not None:
-        path.insert(0, next(node for node in body.parent.nodes if any(inner is body for inner in bodies_in(node))))
-        body = body.parent
-    return path
 
 
 def _reads_input(node: StructuredNode, body_input: int, bodies: Sequence[_Need]) -> bool:

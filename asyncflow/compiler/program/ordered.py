@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from asyncflow.errors import InternalError
@@ -10,14 +10,15 @@ from asyncflow.errors import InternalError
 T = TypeVar("T")
 
 
-def ordered(things: Iterable[T], needs: Callable[[T], Sequence[T]]) -> list[T]:
-    """`things`, each behind what it `needs`, which comes earlier than it stands if it has to."""
+def ordered(things: Iterable[T], needs: Callable[[T], Iterable[T]]) -> list[T]:
+    """`things`, each behind those of them that it `needs`, which come earlier than they stand if they have to."""
+    present = dict.fromkeys(things)
     done: dict[T, None] = {}
     begun: set[T] = set()
-    for first in things:
+    for first in present:
         stack = [first]
         while stack:
-            missing = [each for each in needs(stack[-1]) if each not in done]
+            missing = [each for each in needs(stack[-1]) if each in present and each not in done]
             if not missing:
                 done.setdefault(stack.pop())
             elif stack[-1] in begun:

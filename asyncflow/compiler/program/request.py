@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.structured import bodies_in, levels
+from asyncflow.graph.structured import bodies_in
 from asyncflow.values import Value
 
 SavedValuesChoice: TypeAlias = Literal["auto", "keep", "swap", "recompute"]
@@ -38,17 +38,18 @@ class PlanRequest(NamedTuple):
     @property
     def roots(self) -> list[Fetch]:
         """All that the run has to run: fetches, streamed tensors with the loops around them, and effects."""
-        around = {body for tensor in self.streamed for body in _enclosing(tensor.graph)}
-        loops = [node for body in levels(self.graph) for node in body.nodes if not around.isdisjoint(bodies_in(node))]
+        loops = structured_nodes_around(self.streamed[0].graph) if self.streamed else []
         effects = filter(has_side_effect, self.graph.nodes) if self.all_effects else ()
         return [*self.fetches, *self.streamed, *loops, *effects]
 
 
-def _enclosing(graph: Graph) -> Iterator[Graph]:
-    body: Graph | None = graph
-    while body is not None:
-        yield body
+def structured_nodes_around(body: Graph) -> list[Node]:
+    """The structured nodes that enclose `body`, outermost first."""
+    path: list[Node] = []
+    while body.parent is not None:
+        path.insert(0, next(node for node in body.parent.nodes if any(inner is body for inner in bodies_in(node))))
         body = body.parent
+    return path
 
 
 _watchers: list[Callable[[PlanRequest, Sequence[Value]], object]] = []

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncflow.compiler.program.kernels import is_small_spec
-from asyncflow.compiler.regions.row_buffers import has_open_rows, is_elementwise, is_own, leading_inputs, takes_out
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
@@ -83,7 +82,8 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
 
 def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
     """Whether the node can write its result to a buffer that it is given, and that is worth it."""
-    if not (takes_out(kernel) and node.single):
+    takes_out = kernel.nout == 1 if isinstance(kernel, np.ufunc) else getattr(kernel, "takes_out", False)
+    if not (takes_out and node.single):
         return False
     spec = node.outputs[0].spec
     return is_static(spec.shape) and not is_small_spec(spec)
@@ -122,20 +122,12 @@ class Buffers:
     Attributes:
         uses: from `find_uses`.
         carried: results that become loop variables, whose old values are theirs to write to.
-        keeps_rows: whether buffers of rows are kept for the next iteration.
-        appended: from `rows_appended`.
         slots: the variable that holds the buffer of a value.
-        row_slots: the variable that holds rows of the buffer of a value, as many as were asked for last.
-        own: values in memory that nobody else knows, of which only a run knows how many rows they have.
     """
 
     uses: Uses
     carried: frozenset[Tensor] = frozenset()
-    keeps_rows: bool = False
-    appended: Mapping[Tensor, Tensor] = field(default_factory=dict)
     slots: dict[Tensor, str] = field(default_factory=dict)
-    row_slots: dict[Tensor, str] = field(default_factory=dict)
-    own: set[Tensor] = field(default_factory=set)
     _free: dict[Spec, list[str]] = field(default_factory=dict)
 
     def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[Spec], str | None]) -> str | None:
@@ -145,48 +137,11 @@ class Buffers:
         output = node.outputs[0]
         if self.uses.dies_at(output) is None and output not in self.carried:
             return None
-        slot = self._in_place(node, index, kernel) or self._reused(output.spec) or new_slot(output.spec)
+        free = self._free.get(output.spec)
+        slot = self._in_place(node, index, kernel) or (free.pop() if free else new_slot(output.spec))
         if slot is not None:
             self.slots[output] = slot
         return slot
-
-    def rows_for(
-        self, node: Node, index: int, kernel: Kernel, value: Callable[[Tensor], str], new_slot: Callable[[Spec], str]
-    ) -> str | None:
-        """An expression for the memory that `node` may write open rows to, or None in the run; None if there is none.
-
-        Args:
-            node: at `index`.
-            index: its place in the line.
-            kernel: of the node.
-            value: gives the expression for a value.
-            new_slot: makes a variable that holds rows of a buffer.
-        """
-        output = node.outputs[0] if node.single else None
-        if output is None or not has_open_rows(output):
-            return None
-        ends = self.uses.dies_at(output)
-        if ends is not None and is_own(node):
-            self.own.add(output)
-        leading = leading_inputs(node, kernel)
-        if not leading:
-            return None
-        names = list(dict.fromkeys(map(value, leading)))
-        alike = f" if {' == '.join(f'len({name})' for name in names)} else None" if len(names) > 1 else ""
-        for x in leading if is_elementwise(node, kernel) else ():
-            # What is used later on must not be in a buffer, into which the next iteration writes.
-            is_free = x in self.own and self.uses.dies_at(x) == index and (ends is not None or x not in self.row_slots)
-            if is_free and x.dtype == output.dtype:
-                self.own.discard(x)
-                if x in self.row_slots:
-                    self.row_slots[output] = self.row_slots.pop(x)
-                return value(x) + alike
-        if ends is None or not self.keeps_rows:
-            return None
-        slot = self._reused(output.spec) or new_slot(output.spec)
-        self.row_slots[output] = slot
-        count = f"len({names[0]})"
-        return f"({slot} if len({slot}) == {count} else ({slot} := rows_of({slot}, {count}))){alike}"
 
     def _in_place(self, node: Node, index: int, kernel: Kernel) -> str | None:
         if not isinstance(kernel, np.ufunc) or kernel.signature is not None:
@@ -197,13 +152,7 @@ class Buffers:
                 return self.slots.pop(tensor)
         return None
 
-    def _reused(self, spec: Spec) -> str | None:
-        free = self._free.get(spec)
-        return free.pop() if free else None
-
     def release(self, index: int) -> None:
         """After the node at `index`: buffers that are dead now may be written again."""
-        for slots in (self.slots, self.row_slots):
-            for tensor in [x for x in slots if self.uses.dies_at(x) == index and x not in self.carried]:
-                slot = slots.pop(tensor)
-                self._free.setdefault(tensor.spec, []).append(slot)
+        for tensor in [x for x in self.slots if self.uses.dies_at(x) == index and x not in self.carried]:
+            self._free.setdefault(tensor.spec, []).append(self.slots.pop(tensor))

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from asyncflow.autodiff.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
@@ -32,7 +30,6 @@ from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_va
 from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.regions import Region
-from asyncflow.compiler.regions.row_buffers import leading_inputs, rows_appended, rows_of
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.swapping import Swapping
 from asyncflow.devices.working_set import WorkingSet
@@ -59,7 +56,7 @@ _INFIX: dict[Callable[..., object], str] = {
 }
 
 _RESERVED = (
-    *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations", "rows_of"),
+    *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations"),
     *("PlaceInLine", "claimed"),
 )
 """Names of the source's own."""
@@ -68,37 +65,6 @@ _serial = itertools.count(1)
 
 _LAUNCHES = 32
 """A straight line that launches kernels may be stopped after so many: each takes some microseconds to launch."""
-
-
-def generate(
-    region: Region,
-    name: str,
-    bind: Callable[[Node], Kernel],
-    *,
-    track: Callable[[Value, str], None] | None,
-    max_iterations: int | None,
-    enqueues: bool = False,
-    decide: Callable[[StructuredNode], Callable[..., object]] | None = None,
-    swapping: Swapping | None = None,
-    spare_bytes: float = inf,
-) -> RegionCode:
-    """The function of `region`.
-
-    Args:
-        region: what to run.
-        name: for the generated file and function.
-        bind: gives each node's kernel.
-        track: called with every value that may be large, and its node's name; None to leave that out.
-        max_iterations: most iterations of a loop.
-        enqueues: the kernels only enqueue work on a device that looks after its own buffers.
-        decide: for a function that nobody stops, and that does not branch or loop: gives what to call in place of a
-            branch or loop. The function yields what that returns, and is sent the results.
-        swapping: moves saved values. The function yields False before it waits for one, and a `WorkingSet` before an
-            iteration for which memory is short.
-        spare_bytes: how many bytes of buffers the function may keep to write to them again.
-    """
-    generator = _Generator(region, bind, track, max_iterations, enqueues, decide, swapping, spare_bytes)
-    return generator.generate(name)
 
 
 @dataclass(slots=True)
@@ -125,16 +91,31 @@ def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelCon
     return _new_tuple(KernelContext, (seed, run, tag + counters, at_end))
 
 
-@dataclass(slots=True)
-class _Generator:
+@dataclass(slots=True, kw_only=True)
+class RegionGenerator:
+    """Writes the function of a region.
+
+    Args:
+        region: what to run.
+        bind: gives each node's kernel.
+        track: called with every value that may be large, and its node's name; None to leave that out.
+        max_iterations: most iterations of a loop.
+        enqueues: the kernels only enqueue work on a device that looks after its own buffers.
+        decide: for a function that nobody stops, and that does not branch or loop: gives what to call in place of a
+            branch or loop. The function yields what that returns, and is sent the results.
+        swapping: moves saved values. The function yields False before it waits for one, and a `WorkingSet` before an
+            iteration for which memory is short.
+        spare_bytes: how many bytes of buffers the function may keep to write to them again.
+    """
+
     region: Region
     bind: Callable[[Node], Kernel]
-    track: Callable[[Value, str], None] | None
-    max_iterations: int | None
-    enqueues: bool
-    decide: Callable[[StructuredNode], Callable[..., object]] | None
-    swapping: Swapping | None
-    spare_bytes: float
+    track: Callable[[Value, str], None] | None = None
+    max_iterations: int | None = None
+    enqueues: bool = False
+    decide: Callable[[StructuredNode], Callable[..., object]] | None = None
+    swapping: Swapping | None = None
+    spare_bytes: float = inf
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -142,19 +123,20 @@ class _Generator:
     places: dict[int, SourcePlace] = field(default_factory=dict)
     constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
-    slots: dict[str, str] = field(default_factory=dict)
+    slots: list[str] = field(default_factory=list)
     needs_context: bool = False
     is_generator: bool = False
     launches: int = 0
     phases: list[Phase] = field(default_factory=list)
 
     def generate(self, name: str) -> RegionCode:
+        """The function, under that name."""
         self.taken.update(dict.fromkeys(_RESERVED, 0))
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = _KnownNames()
         self.put_line(self.region.nodes, self.region.outputs, block)
-        if self.phases and self.phases[-1].is_loop and _takes_time(self.phases[-1].nodes):
+        if self.phases and self.phases[-1].is_loop and not _is_light(self.phases[-1].nodes):
             self.phases.append(Phase(len(self.lines) + 1, []))
             self.part(block)  # the loop's counter is gone with the function
         outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
@@ -166,7 +148,7 @@ class _Generator:
             parameters += ["*", *(f"{key}={key}" for key in self.bound)]
         signature = f"def {function}({', '.join(parameters)}):"
         head = [signature, *(["    budget = 1"] if self.is_generator else [])]
-        head.extend(f"    {slot} = {initial}" for slot, initial in self.slots.items())
+        head.extend(f"    {slot} = None" for slot in self.slots)
         source = "\n".join((*head, *self.lines)) + "\n"
         filename = f"<asyncflow region {function} {next(_serial)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -213,16 +195,19 @@ class _Generator:
         return self.constants[tensor]
 
     def bind_name(self, path: str, fallback: str, value: Value) -> str:
+        """A new name for what the function is bound to."""
         name = self.fresh(path, fallback)
         self.bound[name] = value
         return name
 
     def line(self, block: _KnownNames, text: str, node: Node | None = None) -> None:
+        """Adds a line, which belongs to `node`."""
         self.lines.append("    " * block.depth + text)
         if node is not None:
             self.places[len(self.lines)] = self.place(node, block)
 
     def place(self, node: Node, block: _KnownNames) -> SourcePlace:
+        """Where in the program a line for `node` belongs."""
         arguments = (self.names.get(tensor) or self.constants.get(tensor, "") for tensor in node.inputs)
         return SourcePlace(node, block.loops, tuple(arguments))
 
@@ -258,9 +243,7 @@ class _Generator:
         block.nodes, block.escaping = nodes, escaping
         if not self.enqueues:
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
-            # How much buffers of rows would keep is not known before they are there.
-            keeps_rows = bool(block.loops) and self.spare_bytes == inf
-            block.buffers = Buffers(uses, carried, keeps_rows=keeps_rows, appended=rows_appended(nodes))
+            block.buffers = Buffers(uses, carried)
         dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
             if end is not None and index == end[0]:
@@ -273,6 +256,7 @@ class _Generator:
                 self.line(block, f"del {', '.join(self.names[tensor] for tensor in dead[index])}")
 
     def put(self, node: Node, index: int, block: _KnownNames) -> None:
+        """Adds the lines of the node at `index` of a straight line."""
         if self.decide is not None and isinstance(node, StructuredNode):
             self.put_decision(node, self.decide(node), block)
             return
@@ -298,7 +282,7 @@ class _Generator:
             return
         # A budget was found by iterations of another loop, and may be far too high for this one.
         is_misleading = self.is_generator and isinstance(node, WhileNode)
-        if is_misleading or _takes_time(last.nodes) or _takes_time([node]):
+        if is_misleading or not _is_light(last.nodes) or not _is_light([node]):
             self.part(block)
 
     def part(self, block: _KnownNames) -> None:
@@ -307,11 +291,11 @@ class _Generator:
         self.line(block, "budget = yield True")
 
     def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
-        kernel, buffers, slot, out = self.kernel(node), block.buffers, None, None
+        """Adds the lines of a node that has a kernel."""
+        kernel, buffers, slot = self.kernel(node), block.buffers, None
         n_slots = len(self.slots)
         if buffers is not None and kernel is not None:
             slot = buffers.slot_for(node, index, kernel, self.new_buffer)
-            out = slot or self.room(node, buffers) or buffers.rows_for(node, index, kernel, self.value, self.new_rows)
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("swapping", self.swapping)
@@ -321,7 +305,7 @@ class _Generator:
                 block, f"{again} not swapping.is_at_rest and swapping.must_wait({', '.join(map(self.value, waits))}):"
             )
             self.line(block.deeper(), "budget = yield False")
-        expression = self.call(node, block, out)
+        expression = self.call(node, block, slot)
         if node.op.is_async:  # it waits in a line, or would be in no region
             expression = self.granted(node, expression, block)
         targets = [self.name(tensor) for tensor in node.outputs]
@@ -372,34 +356,17 @@ class _Generator:
         self.line(block, "if not budget:")
         self.line(block.deeper(), "budget = yield")
 
-    def room(self, node: Node, buffers: Buffers) -> str | None:
-        """An expression for memory in the RowStore that the result of a node is appended to, if that is there."""
-        store = buffers.appended.get(node.outputs[0]) if node.single else None
-        if store not in self.names:
-            return None
-        alike = dict.fromkeys(self.value(x) for x in leading_inputs(node, self.kernel(node)))
-        return f"{self.names[store]}.room({', '.join(alike)})" if alike else None
-
     def new_buffer(self, spec: Spec) -> str | None:
         """A variable with a buffer for values of this spec; None if that would be more than may be kept."""
         nbytes = spec_nbytes(spec)
         if nbytes > self.spare_bytes:
             return None
         self.spare_bytes -= nbytes
-        return self.new_slot("None")
-
-    def new_slot(self, initial: str) -> str:
-        slot = self.fresh("buffer", "buffer")
-        self.slots[slot] = initial
-        return slot
-
-    def new_rows(self, spec: Spec) -> str:
-        """A variable with a buffer for rows of this spec."""
-        self.bound["rows_of"] = rows_of
-        row = [extent or 0 for extent in (spec.shape or ())[1:]]
-        return self.new_slot(self.bind_name("no_rows", "rows", np.empty((0, *row), spec.dtype)))
+        self.slots.append(self.fresh("buffer", "buffer"))
+        return self.slots[-1]
 
     def call(self, node: Node, block: _KnownNames, out: str | None = None) -> str:
+        """The expression that computes a node."""
         kernel = self.kernel(node)
         assert kernel is not None
         arguments = [self.value(tensor) for tensor in node.inputs]
@@ -414,6 +381,7 @@ class _Generator:
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
 
     def context(self, block: _KnownNames) -> str:
+        """The expression for the context of a kernel."""
         if not block.loops:
             return "context"
         self.bound.setdefault("in_iteration", in_iteration)
@@ -423,6 +391,7 @@ class _Generator:
     # -- branches and loops --------------------------------------------------------------------------------------
 
     def put_cond(self, node: CondNode, block: _KnownNames) -> None:
+        """Adds an `if`."""
         condition = self.value(node.predicate)
         true_branch, false_branch = node.subgraphs
         outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
@@ -430,7 +399,9 @@ class _Generator:
             self.line(block, keyword_, node)
             inner = block.deeper()
             before = len(self.lines)
-            self.put_body(branch, node.captures, inner)
+            for given, outer in node.captured(branch).items():
+                self.names[given] = self.value(outer)
+            self.put_line(branch.nodes, branch.results, inner)
             for output, result in zip(outputs, branch.results, strict=True):
                 self.line(inner, f"{output} = {self.value(result)}")
             if len(self.lines) == before:
@@ -444,16 +415,8 @@ class _Generator:
         results = "".join(f"{self.name(tensor)}, " for tensor in node.outputs)
         self.line(block, f"{results.rstrip()} = {decision}" if results else decision, node)
 
-    def put_body(self, body: Subgraph, outer: Sequence[Tensor], block: _KnownNames) -> None:
-        """The nodes of a body whose inputs stand for `outer`."""
-        for inner, tensor in zip(body.inputs, outer, strict=True):
-            self.alias(inner, tensor)
-        self.put_line(body.nodes, body.results, block)
-
-    def alias(self, inner: Tensor, outer: Tensor) -> None:
-        self.names[inner] = self.value(outer)
-
     def put_while(self, node: WhileNode, block: _KnownNames) -> None:
+        """Adds a loop."""
         # A loop may take any time: its function is a generator, which stops at back edges for others to run.
         follows_loop, self.is_generator = self.is_generator, True
         condition, body, n_vars = node.predicate, node.body, node.n_vars
@@ -468,11 +431,11 @@ class _Generator:
         for part in (condition, body):
             self.names.update(zip(part.inputs, variables, strict=False))
             for captured, outer in node.captured(part).items():
-                self.alias(captured, outer)
+                self.names[captured] = self.value(outer)
         self.line(block, f"{counter} = 0")
         if block.depth == 1:
             self.phases[-1].counter = counter
-        elif follows_loop and not (block.loops and _is_light(condition) and _is_light(body)):
+        elif follows_loop and not (block.loops and _is_light(condition.nodes) and _is_light(body.nodes)):
             self.part(block)  # as between phases
         inner = _KnownNames((*block.loops, (loop.label, counter)), block.depth + 1)
         self.put_predicate(condition, block, inner)
@@ -514,7 +477,7 @@ class _Generator:
         self.checkpoint(inner)
         self.names.update(zip(node.outputs, variables, strict=True))
         if len(self.slots) > n_slots and not block.loops:
-            self.line(block, f"del {', '.join(list(self.slots)[n_slots:])}")
+            self.line(block, f"del {', '.join(self.slots[n_slots:])}")
             self.spare_bytes = spare_bytes
 
     def put_ask(self, node: WhileNode, block: _KnownNames) -> None:
@@ -542,6 +505,7 @@ class _Generator:
         return carried_results(variables, in_cond, in_body, can_write)
 
     def put_predicate(self, condition: Subgraph, block: _KnownNames, inner: _KnownNames) -> None:
+        """Adds the head of a loop, with all that decides."""
         only = only_node(condition)
         if only is not None:
             self.line(block, f"while {self.call(only, inner)}:")
@@ -567,15 +531,10 @@ class _Generator:
             self.line(block, f"{variable} = {value}")
 
 
-def _takes_time(nodes: Iterable[Node]) -> bool:
-    """Whether anything in these nodes may be large."""
-    return not all(
+def _is_light(nodes: Iterable[Node]) -> bool:
+    """Whether all values of these nodes, and of those in their bodies, are known to be small."""
+    return all(
         all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))
-        and all(map(_is_light, node.subgraphs))
+        and all(_is_light(body.nodes) for body in node.subgraphs)
         for node in nodes
     )
-
-
-def _is_light(body: Subgraph) -> bool:
-    """Whether all values in a loop's body, or its predicate, are known to be small."""
-    return all(is_small_spec(tensor.spec) for node in body.walk() for tensor in (*node.inputs, *node.outputs))

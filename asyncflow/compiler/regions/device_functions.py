@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.codegen import RegionGenerator
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.decisions import Body, Branch, Condition, Loop, decisions
 from asyncflow.errors import LoopIdentity
@@ -44,10 +44,11 @@ class DeviceFunctions:
     def body(self, part: Subgraph) -> Body:
         """The function of a loop's or a branch's body, from its inputs to its results."""
         region = Region(tuple(part.nodes), tuple(part.inputs), tuple(part.results))
-        code = generate(
-            region, self.name, self.bind, track=None, max_iterations=None, enqueues=True, decide=self._decision
+        return (
+            RegionGenerator(region=region, bind=self.bind, enqueues=True, decide=self._decision)
+            .generate(self.name)
+            .function
         )
-        return code.function
 
     def _decision(self, node: StructuredNode) -> Callable[..., Branch | Loop]:
         if not isinstance(node, WhileNode):

@@ -230,7 +230,7 @@ class _Units:
                     one, other = self.units[first], self.units[second]
                     if not (one.own and other.own) or len(one.nodes) + len(other.nodes) > largest:
                         continue
-                    if self.may_join(one, other) and self.lost_ns(one, other) <= call_ns:
+                    if self.may_join(one, other) and self.delay_ns(one, other) + self.delay_ns(other, one) <= call_ns:
                         self.merge(one, other)
                         changes = True
 
@@ -239,10 +239,6 @@ class _Units:
         is_between = one.behind & other.before or other.behind & one.before
         receives_more = one.received & ~other.received and other.received & ~one.received
         return not (is_between or receives_more) and _may_wait(one, other) and _may_wait(other, one)
-
-    def lost_ns(self, one: _JoinedUnit, other: _JoinedUnit) -> float:
-        """The time lost where they run as one."""
-        return self.delay_ns(one, other) + self.delay_ns(other, one)
 
     def delay_ns(self, unit: _JoinedUnit, other: _JoinedUnit) -> float:
         """The time lost where `unit` runs as one with `other`."""

@@ -21,10 +21,10 @@ waits is a region by itself, and a barrier to all others: see `waits_in_turn`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from operator import add, or_
+from operator import add, attrgetter, or_
 from random import Random
 from types import MappingProxyType
 
@@ -37,7 +37,6 @@ from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.join_regions import Body, RegionCosts, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
-from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
@@ -56,6 +55,8 @@ _MOST_BARRIERS = 256
 
 _MOST_BITS = 1 << 27
 """The sets of crossings before all nodes take up to 16 MiB; where they would take more, crossings are only counted."""
+
+_sources = attrgetter("sources")
 
 _ONE_STREAM: Mapping[Node, int] = MappingProxyType({})
 
@@ -205,8 +206,8 @@ class _Clustering:
         for node in graph.nodes:
             if (node in joins or node in alone) and node.op is not PARAMETER and not is_everywhere(node):
                 clusters.setdefault((lanes[node], keys[node]), []).append(node)
-        cut = [part for cluster in clusters.values() for part in _cut(cluster)]
-        chosen = [part for part in self.joined(body, cut, lanes) if _worthwhile(part)]
+        cut = [each[at : at + _LARGEST] for each in clusters.values() for at in range(0, len(each), _LARGEST)]
+        chosen = [part for part in self.joined(body, cut, lanes) if len(part) > 1 or part[0].subgraphs]
         if self.random is not None:
             chosen = [_shuffled(part, self.random) for part in chosen]
         if chosen:
@@ -265,13 +266,8 @@ class _Clustering:
         )
 
     def may_be_alone(self, node: WhileNode, lane: ComputeStream | None) -> bool:
-        return (
-            lane is not None
-            and lane.device not in self.asynchronous
-            and lane.device not in self.enqueuing
-            and waits_in_turn(node)
-            and _nesting(node) <= _DEEPEST
-        )
+        launching = *self.asynchronous, *self.enqueuing
+        return bool(lane and lane.device not in launching and waits_in_turn(node) and _nesting(node) <= _DEEPEST)
 
     def never_waits(self, node: Node) -> bool:
         """Whether Python needs nothing that is in a device's memory to run the node, and knows what is there."""
@@ -394,14 +390,6 @@ def _before_and_behind(
     return {node: (before[node], behind[node]) for node in graph.nodes}
 
 
-def _cut(cluster: list[Node]) -> Iterable[list[Node]]:
-    return (cluster[start : start + _LARGEST] for start in range(0, len(cluster), _LARGEST))
-
-
-def _worthwhile(cluster: Sequence[Node]) -> bool:
-    return len(cluster) > 1 or bool(cluster[0].subgraphs)
-
-
 def _replace(graph: Graph, clusters: Sequence[Sequence[Node]]) -> list[Node]:
     """Puts one `region` node, which it returns, in the place of each cluster, in an order in which all can run."""
     owner = {node: index for index, cluster in enumerate(clusters) for node in cluster}
@@ -413,11 +401,7 @@ def _replace(graph: Graph, clusters: Sequence[Sequence[Node]]) -> list[Node]:
     kept = [node for node in graph.nodes if node not in owner]
     for node in kept:
         replaced.apply(node)
-    present = set(kept)
-    # Back edges of hand-written loops lead to what stands before.
-    graph.nodes[:] = ordered(
-        kept, lambda node: [x for x in node.sources if x in present and x.op is not NEXT_ITERATION]
-    )
+    graph.nodes[:] = ordered(kept, _sources)
     replaced.apply_to_results(graph)
     return made
 
@@ -445,21 +429,6 @@ def _add_region(graph: Graph, cluster: Sequence[Node], used: Mapping[Tensor, Non
 
 def _shuffled(nodes: Sequence[Node], random: Random) -> list[Node]:
     """`nodes`, and those of branches and loops, in any order in which each stands behind what it waits for."""
-    behind: dict[Node, list[Node]] = {node: [] for node in nodes}
-    waiting = dict.fromkeys(nodes, 0)
-    for node in nodes:
-        for body in node.subgraphs:
-            body.nodes[:] = _shuffled(body.nodes, random)
-        for source in set(node.sources) & waiting.keys():
-            behind[source].append(node)
-            waiting[node] += 1
-    ready, ordered = [node for node in nodes if not waiting[node]], list[Node]()
-    while ready:
-        place = random.randrange(len(ready))
-        ready[place], ready[-1] = ready[-1], ready[place]
-        ordered.append(ready.pop())
-        for node in behind[ordered[-1]]:
-            waiting[node] -= 1
-            if not waiting[node]:
-                ready.append(node)
-    return ordered
+    for body in (body for node in nodes for body in node.subgraphs):
+        body.nodes[:] = _shuffled(body.nodes, random)
+    return ordered(random.sample(nodes, len(nodes)), _sources)
