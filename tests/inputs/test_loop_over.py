@@ -79,6 +79,18 @@ async def test_runs_share_the_elements_of_one_input(graph: af.Graph) -> None:
     assert counted and all(each >= 0 for each in counted)
 
 
+async def test_elements_that_are_nests_where_there_are_several_devices(graph: af.Graph) -> None:
+    async def pairs() -> Any:
+        for number in range(5):
+            yield {"x": float(number), "y": [number, 2.0]}
+
+    given, v = af.from_async_generator(pairs, {"x": NUMBER, "y": af.spec("float64", (2,))}), af.Variable(0.0)
+    first = given.next()["x"]
+    loop = af.loop_over(given, lambda element: v.assign_add(element["x"] + af.sum(element["y"])))
+    async with af.Session(graph, devices=["cpu:0", "cpu:1"]) as session:
+        assert await session.run((first, loop, v)) == (0.0, 4, 28.0)
+
+
 def test_needs_an_order() -> None:
     with af.Graph(effects="unordered"), pytest.raises(af.GraphError, match="ordered effects"):
         af.loop_over(numbers(1), lambda x: x)

@@ -11,6 +11,7 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
 
 
@@ -124,8 +125,9 @@ def _held_nbytes(nodes: Iterable[Node]) -> float:
     held: dict[object, float] = {}
     for node in nodes:
         for resource in resources_of(node):
-            if hasattr(resource, "spec"):
-                held[resource.effect_key] = spec_nbytes(resource.spec)
+            spec = getattr(resource, "spec", None)
+            if isinstance(spec, Spec):  # that of an input may be a nest
+                held[resource.effect_key] = spec_nbytes(spec)
     return sum(held.values())
 
 
