@@ -140,7 +140,7 @@ class ReadAhead:
     def _job_ended(self, job: asyncio.Future[None]) -> None:
         self._job = None
         if job.cancelled():
-            self.stop()  # by the generator itself
+            self._end = self._end or RuntimeError("reading was cancelled, and not by the session")
         elif (error := job.exception()) is not None:
             # What would end the interpreter is not for the event loop of the application.
             self._end = error if isinstance(error, Exception) else RuntimeError(f"reading ended with {error!r}")

@@ -204,31 +204,32 @@ class Passes:
         self._behind = [stage.start(0) for stage in behind]
         self.at_once = next((stage.size for stage in (*self._before, *behind) if isinstance(stage, Batched)), 1)
         self._number = 0
-        self._given = 0
         self._start_pass()
 
     def _start_pass(self) -> None:
         self._here = [stage.start(self._number) for stage in self._before]
-        self._all = [*self._here, *self._behind]
+        self._given = 0
 
     def feed(self, elements: Sequence[Element]) -> Sequence[Element]:
         """Gives what comes out when elements of the source go in."""
+        for stage in self._here:
+            elements = stage.feed(elements)
+        return self._pass_on(elements)
+
+    def _pass_on(self, elements: Sequence[Element]) -> Sequence[Element]:
         self._given += len(elements)
-        for stage in self._all:
+        for stage in self._behind:
             elements = stage.feed(elements)
         return elements
 
     def end_of_pass(self) -> tuple[Sequence[Element], bool]:
         """Gives what comes out when the source has ended, and whether to read it again.
 
-        A pass without a single element is the last: another one would give nothing either.
+        A pass that gives not a single element is the last: another one would give nothing either.
         """
-        found = _finished(self._here)
-        for stage in self._behind:
-            found = stage.feed(found)
+        found = self._pass_on(_finished(self._here))
         self._number += 1
         more = self._given > 0 and (self._times is None or self._number < self._times)
-        self._given = 0
         if not more:
             return [*found, *_finished(self._behind)], False
         self._start_pass()
@@ -248,7 +249,9 @@ def as_value(value: Nest, spec: Spec, what: str) -> Nest:
     Raises:
         DTypeError, ShapeError: it is none.
     """
-    if (spec.dtype.kind == "T" and isinstance(value, str)) or isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, str) and spec.dtype.kind != "T":  # NumPy's text is a str, too
+        raise DTypeError(f"{what} is declared as {spec}, and cannot be {value!r}")
+    if isinstance(value, str | np.ndarray | np.generic):
         found = value
     else:
         found = np.asarray(value)

@@ -69,6 +69,19 @@ async def test_elements_that_are_not_as_declared(element: Any, message: str) -> 
         await everything(af.from_async_generator(one, SPEC))
 
 
+async def test_one_that_was_cancelled_has_failed() -> None:
+    """What it awaited was cancelled by others: an end would be taken for that of the data."""
+
+    async def cancelled() -> Any:
+        yield 1
+        raise asyncio.CancelledError
+
+    found: list[Any] = []
+    with pytest.raises(af.KernelError, match="reading was cancelled, and not by the session"):
+        await everything(af.from_async_generator(cancelled, af.spec("int64", ())), found)
+    assert found == [1]
+
+
 async def test_what_it_raises_is_the_cause() -> None:
     async def broken() -> Any:
         yield 1

@@ -89,6 +89,14 @@ def test_all_orders_are_equally_likely() -> None:
     assert len(counts) == 6 and min(counts.values()) > 140, counts
 
 
+@pytest.mark.parametrize("times", [3, None])
+def test_a_pass_that_gives_nothing_is_the_last(times: int | None) -> None:
+    """Its source gives two elements, which make no batch: another pass would give nothing either."""
+    passes = Passes([batch(3, drop=True), Repetition(times), Shuffle(2, 0)])
+    assert [*passes.feed(numbers(2))] == []
+    assert passes.end_of_pass() == ([], False)
+
+
 def test_batches_behind_a_repeat_cross_passes() -> None:
     assert of(passed([Repetition(2), batch(2)], numbers(3))) == [[0, 1], [2, 0], [1, 2]]
     assert of(passed([batch(2), Repetition(2)], numbers(3))) == [[0, 1], [2], [0, 1], [2]]
@@ -137,6 +145,7 @@ def test_values_take_what_is_declared(value: Any, spec: Any, found: Any) -> None
     ("value", "message"),
     [
         (1.5, r"x is declared as int64\[2\], and cannot be 1.5"),
+        (np.str_("one"), r"x is declared as int64\[2\], and cannot be .*'one'"),
         (np.ones(2), r"came as float64\[2\]"),
         ([1, 2, 3], r"came as int64\[3\]"),
         ("text", "cannot be 'text'"),
