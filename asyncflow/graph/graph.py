@@ -74,7 +74,8 @@ class Graph(NotPickled):
         effects: ``"ordered"``: nodes that touch one resource run in the order they were written, and a branch or
             loop that runs, runs all its effects. ``"unordered"``: only explicit edges order, and branches and loops
             are pruned to what is needed (the MAPL '17 semantics).
-        seed: seeds the graph's random ops; None takes the session's seed.
+        seed: seeds the graph's random ops. None: each session draws one, which its checkpoints keep; `Session(seed=)`
+            is of the schedule alone.
 
     >>> with Graph() as graph:
     ...     pass
