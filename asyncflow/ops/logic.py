@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from asyncflow.graph.build import TensorLike, is_symbolic
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, define
 from asyncflow.graph.operators import install
 from asyncflow.ops.cuda_source import UfuncLoop, Writer, compared, of_ufunc
@@ -53,7 +54,11 @@ def _comparison(name: str, doc: str, scalar_kernel: Kernel) -> tuple[Op, BinaryF
         cuda=of_ufunc(getattr(np, name), compared(name)),
         traits=NEW,
     )
-    return op, published(lambda x1, x2, /: comparison(op, x1, x2), __name__, name, doc)
+
+    def applied(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+        return comparison(op, x1, x2)
+
+    return op, published(applied, __name__, name, doc)
 
 
 _unary, _binary = partial(unary_op, __name__), partial(binary_op, __name__)

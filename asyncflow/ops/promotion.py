@@ -190,7 +190,11 @@ def unary_op(
 ) -> tuple[Op, UnaryFunction]:
     """The op that is NumPy's ufunc of that name, of one operand, and the function of `module` that applies it."""
     op = ufunc_op(name, cuda, scalar_kernel)
-    return op, published(lambda x, /: apply(op, x)[0], module, name, doc)
+
+    def applied(x: TensorLike, /) -> Tensor:
+        return apply(op, x)[0]
+
+    return op, published(applied, module, name, doc)
 
 
 def binary_op(
@@ -198,7 +202,11 @@ def binary_op(
 ) -> tuple[Op, BinaryFunction]:
     """The same of two operands, which are promoted."""
     op = ufunc_op(name, cuda, scalar_kernel)
-    return op, published(lambda x1, x2, /: binary(op, x1, x2), module, name, doc)
+
+    def applied(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+        return binary(op, x1, x2)
+
+    return op, published(applied, module, name, doc)
 
 
 def published(function: _Published, module: str, name: str, doc: str) -> _Published:
