@@ -23,6 +23,7 @@ class KeptFailures:
 
     _kept: list[tuple[int, BaseException]] = field(default_factory=list)
     _lock: Lock = field(default_factory=Lock)
+    _is_logged: bool = False
 
     def keep(self, number: int, failure: BaseException) -> None:
         """Work of that number failed; later work has no lower one."""
@@ -42,7 +43,7 @@ class KeptFailures:
             del taken  # the traceback leads to this frame, and that would be a cycle
 
     def log(self, stream: str) -> None:
-        """Say what would be lost with the stream."""
-        for _, failure in self._kept:
+        """Say, once, what would be lost with the stream; an event that is awaited later raises it all the same."""
+        for _, failure in () if self._is_logged else self._kept:
             _log.error("work on stream %s failed and no event was awaited", stream, exc_info=failure)
-        self._kept.clear()
+        self._is_logged = True

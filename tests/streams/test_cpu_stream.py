@@ -315,6 +315,16 @@ async def test_closing_finishes_the_work_and_refuses_more() -> None:
     assert await stream.aclose(PATIENCE_S)
 
 
+async def test_an_event_raises_a_failure_though_the_stream_has_ended_meanwhile() -> None:
+    """Whoever waits may come to know of the event only when the thread is gone, and must not take it for a success."""
+    stream = ThreadStream("cpu:0/x")
+    stream.enqueue(fail, ValueError("no"))
+    event = stream.record()
+    assert await stream.aclose(PATIENCE_S)
+    with pytest.raises(ValueError, match="no"):
+        await event.wait()
+
+
 async def test_a_stream_without_a_thread_closes_at_once() -> None:
     stream = ThreadStream("unused")
     assert await stream.aclose(0.0)
