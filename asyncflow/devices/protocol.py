@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ AnyStream = TypeVar("AnyStream", bound=Stream, covariant=True)
 _NOTHING = nullcontext()
 
 
-class LogicalDevice(Generic[AnyStream]):
+class LogicalDevice(ABC, Generic[AnyStream]):
     """A place where kernels run and values live; kernels of one of these give their results when they return.
 
     The invariant: a value is valid in the order of its device's ``compute`` stream. Whoever touches it elsewhere, on

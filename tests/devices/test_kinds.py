@@ -4,9 +4,19 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from asyncflow.devices import CpuDevice, DeviceKind, DeviceOptions, DeviceSpec, kinds, register_kind
+from asyncflow.devices import (
+    Capabilities,
+    CpuDevice,
+    DeviceKind,
+    DeviceOptions,
+    DeviceSpec,
+    LaunchingDevice,
+    kinds,
+    register_kind,
+)
 from asyncflow.devices.registry import available_devices, open_devices
 from asyncflow.errors import PlacementError
+from asyncflow.streams import ThreadStream
 from asyncflow.testing import virtual_clock
 
 
@@ -49,6 +59,15 @@ def test_a_registered_kind_opens_its_devices_and_no_cpu_stands_in() -> None:
     assert toy.opened == [(1, options), (0, options)]
     assert DeviceSpec.parse("toy").matches("toy:1")
     assert [(line.name, line.available) for line in available_devices()][-1] == ("toy:0", True)
+
+
+def test_a_device_that_lacks_something_is_not_made() -> None:
+    class Incomplete(LaunchingDevice[ThreadStream]):
+        def kernel_ns(self, flops: float, nbytes: float) -> float:
+            return flops + nbytes
+
+    with pytest.raises(TypeError, match=r"abstract.* bind.*constant.*feed.*mark.*throttle.*transfer_ns.*when_done"):
+        Incomplete("toy", 0, Capabilities(), 1)  # type: ignore[abstract]
 
 
 def test_a_device_that_a_kind_has_not_is_refused_with_its_reason() -> None:

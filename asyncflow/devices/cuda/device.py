@@ -172,7 +172,7 @@ class CudaDevice(Progress):
     def __repr__(self) -> str:
         return f"<CudaDevice {self.name} on card {self.physical}>"
 
-    # -- the `Device` protocol -----------------------------------------------------------------------------------
+    # -- as a `LogicalDevice` ------------------------------------------------------------------------------------
 
     @property
     def what(self) -> str:

@@ -113,7 +113,7 @@ class SimDevice(Timeline):
     def __repr__(self) -> str:
         return f"<SimDevice {self.name}, {self.card.name}>"
 
-    # -- the `Device` protocol -----------------------------------------------------------------------------------
+    # -- as a `LogicalDevice` ------------------------------------------------------------------------------------
 
     @property
     def what(self) -> str:
@@ -158,7 +158,7 @@ class SimDevice(Timeline):
             self.machine.host.forget(self._streams.values())
         return have_ended
 
-    # -- the `AsynchronousDevice` protocol -----------------------------------------------------------------------
+    # -- as a `LaunchingDevice` ----------------------------------------------------------------------------------
 
     def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that runs a region's on device values; see `SimRegionLauncher`."""
