@@ -208,3 +208,15 @@ async def test_the_time_of_a_region_is_shared_out_over_all_iterations_of_its_loo
         (region,) = [node for node in partition.nodes if node.region is not None]
         region.cost = measured(80_000_000)
         assert session._plans.of(graph).learn_costs() == costs
+
+
+async def test_a_run_that_leaves_a_graph_to_be_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def compiles_for_ever(self: PlanCache, request: PlanRequest, compile: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(PlanCache, "get", compiles_for_ever)
+    with af.Graph() as graph:
+        y = af.constant(1.0) + 1
+    async with af.Session(graph) as session:
+        with pytest.raises(af.DeadlineExceeded, match=r"not compiled within timeout=0.01 s; that goes on, for later"):
+            await session.run(y, timeout=0.01)

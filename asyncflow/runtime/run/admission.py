@@ -174,16 +174,19 @@ def _held_bytes(values: Sequence[Value]) -> int:
 
 
 @asynccontextmanager
-async def in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded, which says `what`, if what is done inside takes longer than a run may.
+async def in_time(
+    timeout: float | None, asked_s: float, what: str, then: str = "it did not start"
+) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded, which says `what` and `then`, if what is done inside takes longer than a run may.
 
     Args:
         timeout: of the run; None for none.
         asked_s: when the run was asked for.
-        what: is not done then.
+        what: is not done.
+        then: is what comes of that.
     """
     try:
         async with asyncio.timeout_at(None if timeout is None else asked_s + timeout):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"{what} within timeout={timeout} s; it did not start") from None
+        raise DeadlineExceeded(f"{what} within timeout={timeout} s; {then}") from None

@@ -303,7 +303,7 @@ class Runs:
             request = call.request._replace(regions=False) if inside else call.request
             version = request.graph.version
             tell_watchers(request, values)
-            async with in_time(timeout, asked_s, "the graph was not compiled"):
+            async with in_time(timeout, asked_s, "the graph was not compiled", "that goes on, for later runs"):
                 plan = await self._plans.get(request, self._compile)
             if not inside:
                 if call.plan is not None and not plan.cost.recent_s:
