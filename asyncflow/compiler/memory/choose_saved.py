@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -48,6 +49,12 @@ COMPOSITE = 1
 _EXTENTS = 64, 1, 4096
 """Stand-ins for extents that only a run knows. The first is compared by; no other may come out worse."""
 
+_MOST_SHARED = 4
+"""Buffers with several names of which all combinations are tried, to pay for them or not."""
+
+_LARGE = 300
+"""So many values are tried once."""
+
 
 def choose_saved(graph: Graph) -> None:
     """Does so for all loops of `graph` that save values, outer ones first, in place."""
@@ -59,7 +66,7 @@ def choose_saved(graph: Graph) -> None:
         asked = {node.device for node in loop.body.walk() if node.device is not None}
         if len(asked) < 2:  # else a value is saved where it is made
             change = SavedChange(loop, paths)
-            if change.dropped:
+            if change.gains:
                 change.apply()
 
 
@@ -118,8 +125,7 @@ class SavedChange:
         if needed:
             cut = self._best(needed)
             chosen = {self.values[number] for number in cut.kept}
-            again = sum(self._prices[number] or 0 for number in cut.again)
-            if self._saved_bytes(chosen) + again < self._saved_bytes(self.kept) and all(
+            if self._price(cut) < self._saved_bytes(self.kept) and all(
                 self._saved_bytes(chosen, extent) <= self._saved_bytes(self.kept, extent) for extent in _EXTENTS
             ):
                 self.kept = chosen
@@ -129,6 +135,11 @@ class SavedChange:
     def dropped(self) -> list[LoopStore]:
         """The stores that are there, and are not needed any more."""
         return [store for value, store in self.wanted.items() if value not in self.kept]
+
+    @property
+    def gains(self) -> bool:
+        """Whether anything would change."""
+        return bool(self.dropped)
 
     def saved(self) -> dict[Tensor, int]:
         """The values that are saved with it, and the bytes of each an iteration; 0 for one that is there anyway.
@@ -163,15 +174,32 @@ class SavedChange:
                 open_ += value.node.inputs
 
     def _best(self, needed: Collection[int]) -> Cut:
-        """The cut of least price, but that a buffer counts for each of its names."""
+        """The cut of least price, as far as buffers with several names allow to find it."""
         pinned = {self.buffer(value) for value in self.pinned}
-        buffers = map(self.buffer, self.values)
+        buffers = [self.buffer(value) for value in self.values]
         costs = [0 if buffer in pinned else self._nbytes(buffer) for buffer in buffers]
         inputs = [
             [] if price is None else [self.numbers[x] for x in value.node.inputs if x in self.numbers]
             for value, price in zip(self.values, self._prices, strict=True)
         ]
-        return smallest_cut(costs, self._prices, inputs, needed)
+        names: dict[Tensor, list[int]] = defaultdict(list)
+        for number, buffer in enumerate(buffers):
+            names[buffer].append(number)
+        shared = [each for each in names.values() if len(each) > 1 and costs[each[0]]]
+        shared.sort(key=lambda each: costs[each[0]], reverse=True)
+        shared = shared[: 0 if len(self.values) > _LARGE else _MOST_SHARED]
+        found = []
+        for count in range(len(shared) + 1):
+            for paid in combinations(shared, count):
+                free = {number for each in paid for number in each}
+                rest = [0 if number in free else cost for number, cost in enumerate(costs)]
+                found.append(smallest_cut(rest, self._prices, inputs, needed))
+        return min(found, key=self._price)
+
+    def _price(self, cut: Cut) -> int:
+        """Bytes that are saved, and the price of what is computed again."""
+        again = sum(self._prices[number] or 0 for number in cut.again)
+        return self._saved_bytes(self.values[number] for number in cut.kept) + again
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
