@@ -118,9 +118,9 @@ def read_arrays(paths: Paths, spec: Nest, *, prefetch: int = 4, name: str = "arr
                 raise ValueError(f"arrays of {path} have a first axis each, of one length; got shapes {shapes}")
             labels = [f"array {each!r} of {path}" if each else f"the array of {path}" for each in names]
             rows = Stacked(tuple(map(np.ascontiguousarray, arrays)))
-            for row in rows:
-                tuple(map(as_value, row, leaves, labels))
-                break  # all others are like the first
+            for row in rows[:1]:  # all others are like the first
+                for value, leaf, label in zip(row, leaves, labels, strict=True):
+                    as_value(value, leaf, label)
             if all(is_static(x.shape) and x.dtype == array.dtype for x, array in zip(leaves, arrays, strict=True)):
                 yield rows
             else:

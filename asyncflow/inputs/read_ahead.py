@@ -20,18 +20,6 @@ from asyncflow.streams.beside import giving_way
 Source: TypeAlias = "Callable[[], Generator[Element | Stacked] | AsyncGenerator[Element]]"
 """Opens a source for one pass. What it has open it closes when it ends, fails, or is closed."""
 
-
-def _parts(reading: Iterable[Element | Stacked], size: int) -> Iterator[Sequence[Element]]:
-    """Parts of what a source gives, of up to so many elements."""
-    for found in reading:
-        if isinstance(found, Stacked) and size > 1:
-            for begin in range(0, len(found), size):
-                yield found[begin : begin + size]
-        else:
-            for element in found if isinstance(found, Stacked) else (found,):
-                yield (element,)
-
-
 CLOSE_S = 5.0
 """Seconds for a read that is under way, when its session closes."""
 
@@ -225,3 +213,16 @@ class ReadAhead:
                 await asyncio.get_running_loop().run_in_executor(self._pool, self._reading.close)
         if self._pool is not None:
             self._pool.shutdown(wait=self._job is None)
+
+
+def _parts(reading: Iterable[Element | Stacked], size: int) -> Iterator[Sequence[Element]]:
+    """Parts of what a source gives, of up to so many elements."""
+    for found in reading:
+        if not isinstance(found, Stacked):
+            yield (found,)
+        elif size == 1:
+            for element in found:
+                yield (element,)
+        else:
+            for begin in range(0, len(found), size):
+                yield found[begin : begin + size]

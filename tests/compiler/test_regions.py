@@ -247,8 +247,15 @@ def test_regions_inside_a_loop_that_waits(graph: af.Graph, x: af.Tensor) -> None
     assert all_members(made) == ["loop/body/multiply loop/body/negative", "loop/body/multiply_1 loop/body/add_1"]
 
 
-def test_what_the_next_iteration_waits_for_is_no_part_of_what_it_need_not(graph: af.Graph, x: af.Tensor) -> None:
-    """The next question is asked, and the next iteration begins, while what an answer is good for is computed."""
+@pytest.mark.parametrize("most_bits", [regions_module._MOST_BITS, -1], ids=["sets", "counted"])
+def test_what_the_next_iteration_waits_for_is_no_part_of_what_it_need_not(
+    graph: af.Graph, x: af.Tensor, monkeypatch: pytest.MonkeyPatch, most_bits: int
+) -> None:
+    """The next question is asked, and the next iteration begins, while what an answer is good for is computed.
+
+    However crossings are told apart.
+    """
+    monkeypatch.setattr(regions_module, "_MOST_BITS", most_bits)
 
     def body(i: af.Tensor, question: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, ...]:
         answer = ask(question)

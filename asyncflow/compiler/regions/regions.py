@@ -339,30 +339,30 @@ def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[N
     if not barriers and not crossings.count:
         return dict.fromkeys(graph.nodes)
     into = {node: 1 << index for index, node in enumerate(barriers)}
+    out_of = dict(into)
+    for node, awaited in _awaited_next(body, into).items():
+        out_of[node] = out_of.get(node, 0) | awaited << len(barriers)
     if crossings.count * len(graph.nodes) > _MOST_BITS:
-        sets = _before_and_behind(graph, into, into)
+        sets = _before_and_behind(graph, into, out_of)
         # The most crossings on a path to each node, and on one from it; these too only grow and shrink along edges.
         ones, out = dict.fromkeys(crossings.into, 1), dict.fromkeys(crossings.out_of, 1)
         longest = _before_and_behind(graph, ones, out, max, add)
         return {node: (sets[node], longest[node]) for node in graph.nodes}
-    out_of = dict(into)
+    used = 2 * len(barriers) + 1
     for bits, crossed in ((into, crossings.into), (out_of, crossings.out_of)):
         for node, numbers in crossed.items():
-            bits[node] = bits.get(node, 0) | sum(1 << (len(barriers) + number) for number in set(numbers))
-    for node, awaited in _awaited_next(body, barriers).items():
-        out_of[node] = out_of.get(node, 0) | awaited << (len(barriers) + crossings.count)
+            bits[node] = bits.get(node, 0) | sum(1 << (used + number) for number in set(numbers))
     return dict(_before_and_behind(graph, into, out_of))
 
 
-def _awaited_next(body: Body, barriers: Sequence[Node]) -> dict[Node, int]:
+def _awaited_next(body: Body, barriers: Mapping[Node, int]) -> dict[Node, int]:
     """For the nodes of a loop's results, the barriers of the next iteration that wait for them; the decision is one."""
     found: dict[Node, int] = {}
     if not barriers:
         return found
-    numbers = {node: 1 << index for index, node in enumerate(barriers)}
-    behind = {node: bits for node, (_, bits) in _before_and_behind(body.graph, {}, numbers).items()}
+    sides = _before_and_behind(body.graph, {}, barriers)
     for variable, result in body.carried:
-        found[result.node] = found.get(result.node, 0) | behind[variable.node]
+        found[result.node] = found.get(result.node, 0) | sides[variable.node][1]
     for result in body.wanted if body.is_loop else ():
         found[result.node] = found.get(result.node, 0) | 1 << len(barriers)
     return found
