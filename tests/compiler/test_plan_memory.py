@@ -98,14 +98,18 @@ async def test_nothing_is_done_where_all_fits() -> None:
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 async def test_what_does_not_fit_is_computed_again(share: float, regions: bool) -> None:
-    """The same bits, within the limit, which is predicted."""
+    """The same bits, within the limit, which is predicted.
+
+    Without regions a gradient's iterations may begin ahead of one another, as kernels happen to end, and would hold
+    what they make of saved values: they run one by one where there is no memory for that.
+    """
     usual = await train(regions=regions, memory_limit=1 << 30, loop_batching=False)
     limit = int(share * usual.peak)
     less = await train(regions=regions, memory_limit=limit, loop_batching=False)
     (planned,) = less.planned
     assert planned.way.kept < STEPS or planned.way.saving
     assert less.peak <= limit
-    assert planned.held == pytest.approx(less.peak, rel=0.2)
+    assert 0.75 * planned.held <= less.peak <= 1.01 * planned.held
     for one, other in zip(less.values, usual.values, strict=True):
         np.testing.assert_array_equal(one, other)
 
