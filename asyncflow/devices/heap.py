@@ -28,7 +28,7 @@ PADDING: Final = 64 << 20
 which glibc gives back any that is free, whatever it may keep, unless padding would ask for it again."""
 PART: Final = 8 << 20
 """Bytes that are given back at once while old values are dropped: where pages are small, that takes a millisecond."""
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MOST_HEAPS = -1, -2, -3, -8
 _TRIMS_AT: Final = 128 << 10
 """Where glibc begins to give back, and how much it asks for at once, unless told otherwise."""
 _USERS: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
@@ -83,6 +83,16 @@ class Heap:
                 self._allocator.mallopt(_TOP_PAD, _TRIMS_AT)
                 self.trimming = threading.Thread(target=self._allocator.malloc_trim, args=(0,), daemon=True)
                 self.trimming.start()
+
+    def share(self) -> None:
+        """Has threads that begin from now on, as long as the process lives, use one heap together.
+
+        Else each has its own, in which it keeps what others free: values that one thread makes, and another brings back
+        from a file, took twice their room.
+        """
+        with self._lock:
+            if self._allocator is not None:
+                self._allocator.mallopt(_MOST_HEAPS, 1)
 
     def drop(self, values: list[_Value]) -> None:
         """Empties a list of old values, the last one first, on a thread that is not the event loop's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +110,42 @@ def test_a_run_that_is_done_again_takes_no_new_pages(arrays: int) -> None:
         timeout=PATIENCE_S,
     )
     assert float(done.stdout) < 195
+
+
+MADE_ON_TWO_THREADS = """
+import threading
+import numpy as np
+import asyncflow as af
+
+def make():
+    return [np.ones(20_000) for _ in range(800)]
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+async def main():
+    async with af.Session(memory_limit=1 << 30, spill_directory={directory!r}):
+        made = make()
+        between = np.ones(20_000)  # behind which nothing is given back
+        del made
+        before = resident()
+        thread = threading.Thread(target=lambda: made_there.extend(make()))
+        made_there = []
+        thread.start()
+        thread.join()
+        print(resident() - before)
+
+af.run(main())
+"""
+
+
+def test_a_thread_takes_what_another_has_freed_where_values_go_to_a_file(tmp_path: Path) -> None:
+    """What comes back is made on another thread than what went: 122 MiB were taken twice."""
+    program = MADE_ON_TWO_THREADS.format(directory=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    assert float(done.stdout) < 30
 
 
 def test_sessions_count_as_users() -> None:

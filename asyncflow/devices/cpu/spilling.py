@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncflow.devices.heap import process_heap
 from asyncflow.devices.memory import MemoryAccount, owner_of
 from asyncflow.devices.spill import SpillBlock, SpillError, SpillFile
 from asyncflow.devices.swap import SavedHandle, Space
@@ -47,6 +48,7 @@ class CpuSwapping(Swapping):
         super().__init__(account, spaces, ns_per_byte=_NS_PER_BYTE)
         self._account = account
         self._file = SpillFile(directory)
+        process_heap.share()
         self._writing, self._reading = writing, reading
         self._failure = ""
 
