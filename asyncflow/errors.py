@@ -292,7 +292,7 @@ class KernelError(AsyncflowError):
     """A node failed while it ran; ``__cause__`` is the original exception.
 
     Attributes:
-        node: name of the node.
+        node: name of the node; empty where it is an awaited method that failed, as `Queue.get`, which is no node.
         op: name of its op.
         tag: the frames and iterations it ran in, such as ``outer/3/inner/7``; empty outside loops.
         device: name of the device.
@@ -305,8 +305,8 @@ class KernelError(AsyncflowError):
         self,
         reason: str,
         *,
-        node: str,
-        op: str,
+        node: str = "",
+        op: str = "",
         tag: str = "",
         device: str = "",
         inputs: tuple[str, ...] = (),
@@ -327,6 +327,8 @@ class KernelError(AsyncflowError):
         self.args = (self._message(),)
 
     def _message(self) -> str:
+        if not self.node:
+            return self.reason
         where = f" in iteration {self.tag}" if self.tag else ""
         lines = [f"{self.reason}", f"  node    {self.node} ({self.op}){where}"]
         if self.device:
@@ -381,12 +383,6 @@ def row_of(error: BaseException) -> str:
 class EndOfInput(KernelError):
     """An input has no more elements, or is closed."""
 
-    def __init__(self, reason: str, *, node: str = "", op: str = "", **provenance: object) -> None:
-        super().__init__(reason, node=node, op=op, **provenance)  # type: ignore[arg-type]
-
-    def _message(self) -> str:
-        return super()._message() if self.node else self.reason
-
 
 class OutOfMemoryError(KernelError, MemoryError):
     """A device's memory limit would be passed.
@@ -414,12 +410,7 @@ class QueueClosedError(KernelError):
         left: how many elements are left in it, which can still be taken.
     """
 
-    def __init__(
-        self, reason: str, *, queue: str = "", left: int = 0, node: str = "", op: str = "", **provenance: object
-    ) -> None:
+    def __init__(self, reason: str, *, queue: str = "", left: int = 0, **provenance: object) -> None:
         self.queue = queue
         self.left = left
-        super().__init__(reason, node=node, op=op, **provenance)  # type: ignore[arg-type]
-
-    def _message(self) -> str:
-        return super()._message() if self.node else self.reason
+        super().__init__(reason, **provenance)  # type: ignore[arg-type]

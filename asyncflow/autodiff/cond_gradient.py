@@ -13,12 +13,12 @@ from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
 from asyncflow.autodiff.saved_values import new_store, store_node
 from asyncflow.autodiff.store_gradients import no_gradient
-from asyncflow.autodiff.sweep import StructuredRule, Sweep
-from asyncflow.control.cond import add_cond
-from asyncflow.graph.build import constant
+from asyncflow.autodiff.sweep import Sweep, sweep_rule
+from asyncflow.control.cond import COND, add_cond
+from asyncflow.graph.build import constant, graph_for
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Subgraph, current_graph, reopened
+from asyncflow.graph.graph import Subgraph, reopened
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_subshape, relax
 from asyncflow.graph.spec import Spec
@@ -28,19 +28,16 @@ from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.state.variable import Variable
 
 
-def differentiate_cond(
-    node: CondNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
-) -> Sequence[Tensor | None]:
+@sweep_rule(COND)
+def _differentiate(node: CondNode, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
     """Builds the gradient of each input of a `cond`, in the current graph.
 
     Args:
         node: to be differentiated.
         grads: of its outputs.
         sweep: in progress, which has reached the node; it takes the gradients of variables read inside.
-        structured: the rule for branches and loops inside.
     """
-    graph = current_graph()
-    assert graph is not None
+    graph = graph_for()
     wanted = [
         place
         for place, tensor in enumerate(node.captures)
@@ -54,7 +51,7 @@ def differentiate_cond(
     for side, forward in zip(("true", "false"), node.subgraphs, strict=True):
         branch = GradientBody(graph, f"{label}/{side}", forward, partial(_restore, node))
         with branch:
-            inner = Sweep(forward.nodes, [forward.inputs[place] for place in wanted], variables, (), structured)
+            inner = Sweep(forward.nodes, [forward.inputs[place] for place in wanted], variables)
             for result, grad in zip(forward.results[:n_results], grads, strict=True):
                 if grad is not None and result in inner.connected:
                     inner.give(result, ensure_shape(branch.import_tensor(grad), result.shape))

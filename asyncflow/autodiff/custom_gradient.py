@@ -6,13 +6,13 @@ inputs too: gradients that arrive there go to the user's function, and from ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import MethodType
-from typing import NoReturn
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
+from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
@@ -200,29 +200,23 @@ def _variables_in(node: Node) -> Iterable[Variable]:
     return [each.attrs["variable"] for each in inner if each.op is VARIABLE_READ]
 
 
-def differentiate_custom(
-    node: Node, grads: Sequence[Tensor | None], connected: Collection[Tensor], variables: Mapping[int, Variable]
-) -> Sequence[Tensor | None]:
-    """Gives what reaches each input of the node, in the current graph.
-
-    Args:
-        node: of `CUSTOM_GRADIENT`.
-        grads: what reaches its outputs.
-        connected: the tensors whose gradients matter.
-        variables: the variables whose gradients are asked for, by serial number.
-    """
-    rule = node.graph.root.kept_for_gradients.get(node)
+@sweep_rule(CUSTOM_GRADIENT)
+def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
+    """Gives what reaches each input of the node, in the current graph."""
+    rule: CustomRule | None = node.graph.root.kept_for_gradients.get(node)
     if rule is None:
         raise GraphError(
             f"{node.name} has a gradient of its own, which is not there: the graph was read from text, in which "
             f"functions have no place\n  built at {node.location}"
         )
-    for tensor in rule.captured:
-        if tensor in connected:
-            _refuse(node, rule, repr(tensor))
-    for variable in rule.variables:
-        if variable.serial in variables:
-            _refuse(node, rule, repr(variable))
+    lost: list[Tensor | Variable] = [x for x in rule.captured if x in sweep.connected]
+    lost += [x for x in rule.variables if x.serial in sweep.variables]
+    if lost:
+        raise GraphError(
+            f"custom_gradient: {rule.name} uses {lost[0]!r}, which is none of its arguments, and a gradient is asked "
+            f"for that would flow there: pass it as an argument, or cut it with af.stop_gradient"
+            f"\n  built at {node.location}"
+        )
     n_outputs = node.attrs["n_outputs"]
     inputs = node.inputs[n_outputs:]
     returned = rule.gradients(output_gradients(node.outputs, grads))
@@ -239,11 +233,3 @@ def traced_gradient(node: Node, rule: CustomRule) -> tuple[Subgraph, list[Tensor
         returned = rule.gradients(grads)
         found = input_gradients(f"grad_fn of {rule.name}", node, node.inputs[n_outputs:], rule.arguments, returned)
     return back, grads, found
-
-
-def _refuse(node: Node, rule: CustomRule, used: str) -> NoReturn:
-    raise GraphError(
-        f"custom_gradient: {rule.name} uses {used}, which is none of its arguments, and a gradient is asked for that "
-        f"would flow there: pass it as an argument, or cut it with af.stop_gradient"
-        f"\n  built at {node.location}"
-    )

@@ -7,11 +7,9 @@ from functools import reduce
 from operator import or_
 from typing import Literal
 
-from asyncflow.autodiff import row_gradients as _row_rules
-from asyncflow.autodiff import row_rules as _rules_of_rows
+from asyncflow.autodiff import cond_gradient, row_gradients, row_rules, while_gradient
 from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.structured import differentiate_structured
 from asyncflow.autodiff.sweep import Sweep, add_gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
@@ -27,7 +25,7 @@ from asyncflow.state.queue_ops import PUTS, TAKES
 from asyncflow.state.variable import Variable
 from asyncflow.values import Nest
 
-_RULES = (_rules, _row_rules, _rules_of_rows)
+_RULES = (_rules, row_gradients, row_rules, cond_gradient, while_gradient)
 """The modules whose import has installed the derivatives of the library's operations."""
 
 
@@ -172,7 +170,7 @@ class _Gradients:
             # What is taken goes back to where it was made, not to what it may be computed from again here.
             cut = self.stopped.union(inner for _, inner in _taken(level))
             nodes = nodes_behind(level, [tensor for tensor in ends if tensor.graph is level])
-            self.sweeps[level] = Sweep(nodes, wanted, variables, cut, differentiate_structured)
+            self.sweeps[level] = Sweep(nodes, wanted, variables, cut)
 
     def find(self, given: list[TensorLike | None]) -> list[Tensor | None]:
         """The gradient of each source."""

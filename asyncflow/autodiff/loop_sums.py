@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import reduce
-from typing import Protocol
 
 from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
@@ -27,23 +26,6 @@ from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
 from asyncflow.state.variable import Variable
 
 
-class _GradientSum(Protocol):
-    """A loop variable of a gradient loop."""
-
-    @property
-    def spec(self) -> Spec:
-        """The spec of the loop variable."""
-
-    def start(self) -> Tensor:
-        """Its initial value, in the graph around the loop."""
-
-    def added(self, total: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        """Its next value, in the body, with what has come in an iteration."""
-
-    def finished(self, output: Tensor) -> Tensor:
-        """The gradient that its last value stands for, in the graph around the loop."""
-
-
 class LoopSums:
     """Gradients of captures and variables so far, as loop variables of a gradient loop.
 
@@ -57,11 +39,11 @@ class LoopSums:
     def __init__(self, body: GradientBody) -> None:
         self.body = body
         self.parameters: list[Tensor] = []
-        self._sums: list[tuple[Tensor | Variable, _GradientSum]] = []
+        self._sums: list[_Sum] = []
 
     def add(self, target: Tensor | Variable, grads: Sequence[Tensor]) -> None:
         """Adds what reaches `target`, from outside the loop, in an iteration; the body is the current graph."""
-        kinds: dict[Hashable, tuple[_GradientSum, list[Tensor]]] = {}
+        kinds: dict[Hashable, tuple[_Sum, list[Tensor]]] = {}
         for grad in grads:
             key, kind = self._kind(target, grad)
             kinds.setdefault(key, (kind, []))[1].append(grad)
@@ -70,17 +52,17 @@ class LoopSums:
             with device(alike[0].node.device):
                 self.body.results.append(ensure_shape(kind.added(total, alike), total.shape))
             self.parameters.append(total)
-            self._sums.append((target, kind))
+            self._sums.append(kind)
 
     def starts(self) -> list[Tensor]:
         """The initial values; the graph around the loop is the current one."""
-        return [kind.start() for _, kind in self._sums]
+        return [kind.start() for kind in self._sums]
 
     def totals(self, outputs: Sequence[Tensor]) -> list[tuple[Tensor | Variable, Tensor]]:
         """The gradients of the targets: for each any number of them, which add up."""
-        return [(target, kind.finished(output)) for (target, kind), output in zip(self._sums, outputs, strict=True)]
+        return [(kind.target, kind.finished(output)) for kind, output in zip(self._sums, outputs, strict=True)]
 
-    def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _GradientSum]:
+    def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _Sum]:
         """The way to sum up `grad` and those of equal key."""
         node = grad.node
         if node.op is SCATTER_TO and len(node.attrs["keys"]) == 1:
@@ -89,7 +71,7 @@ class LoopSums:
             outer = self._outside(indices)
             if outer is not None and is_static(value.shape):
                 return ("part", key, *map(id, outer)), _KeySum(target, node, outer)
-        return ("parts", _Parts(target)) if are_parts(grad, target.spec.shape) else ("whole", _WholeSum(target))
+        return ("parts", _Parts(target)) if are_parts(grad, target.spec.shape) else ("whole", _Sum(target))
 
     def _outside(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """Values of the body that are the same in all iterations, as they are outside; None if one is not."""
@@ -99,31 +81,35 @@ class LoopSums:
         return [captured.get(tensor, tensor) for tensor in tensors]
 
 
-class _WholeSum:
-    """A sum of the shape of the whole."""
+class _Sum:
+    """A loop variable of a gradient loop: a sum of the shape of the whole, or as a subclass says."""
 
     def __init__(self, target: Tensor | Variable) -> None:
         self.target = target
 
     @property
     def spec(self) -> Spec:
+        """The spec of the loop variable."""
         return self.target.spec
 
     def start(self) -> Tensor:
+        """Its initial value, in the graph around the loop."""
         return zeros_if_none(None, self.target)
 
     def added(self, total: Tensor, grads: Sequence[Tensor]) -> Tensor:
+        """Its next value, in the body, with what has come in an iteration."""
         return add_gradients(total, sum_gradients(grads))
 
     def finished(self, output: Tensor) -> Tensor:
+        """The gradient that its last value stands for, in the graph around the loop."""
         return output
 
 
-class _KeySum:
+class _KeySum(_Sum):
     """A sum of what reaches ``target[key]``, the same in all iterations."""
 
     def __init__(self, target: Tensor | Variable, node: Node, indices: Sequence[Tensor]) -> None:
-        self.target = target
+        super().__init__(target)
         self.key = node.attrs["keys"][0]
         self.value = node.inputs[0]
         self.indices = indices
@@ -144,13 +130,12 @@ class _KeySum:
         return scatter_to(output, self.key, indices, shape_of(like), known=like.shape)
 
 
-class _Parts:
+class _Parts(_Sum):
     """Gradients of parts of a value, which differ between iterations."""
 
-    def __init__(self, target: Tensor | Variable) -> None:
-        self.target = target
-
-    spec = STORE
+    @property
+    def spec(self) -> Spec:
+        return STORE
 
     def start(self) -> Tensor:
         return no_gradient()

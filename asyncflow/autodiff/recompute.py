@@ -14,6 +14,7 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, ParamSpec
 
 from asyncflow.autodiff.random_again import drawn_again, draws, random_key
+from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.cond import add_cond
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
@@ -21,7 +22,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, is_symbolic, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Graph, Subgraph, current_graph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import OPAQUE, Access, define, derivative
 from asyncflow.graph.scopes import device
 from asyncflow.graph.structured import StructuredNode, WhileNode
@@ -32,7 +33,6 @@ from asyncflow.state.variable import VARIABLE_READ
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from asyncflow.autodiff.sweep import Sweep
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
     from asyncflow.values import Kernel, Namespace, Nest
@@ -193,7 +193,8 @@ def _refuse_effects(name: str, node: Node) -> None:
 # -- the gradient -----------------------------------------------------------------------------------------------------
 
 
-def differentiate_recomputed(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
+@sweep_rule(RECOMPUTED)
+def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
     """Gives the sweep what reaches each value that the piece uses; for the node's inputs there is nothing left.
 
     Args:
@@ -201,8 +202,7 @@ def differentiate_recomputed(node: Node, grads: Sequence[Tensor | None], sweep: 
         grads: what reaches its outputs.
         sweep: in progress, which has reached the node; it takes the gradients of variables read inside.
     """
-    graph = current_graph()
-    assert graph is not None
+    graph = graph_for()
     count = node.attrs["count"]
     outputs, inputs = node.inputs[:count], node.inputs[count:]
     nodes = _between(outputs, inputs, cache(_may_run_again))
@@ -252,8 +252,7 @@ class _PieceCopy:
 
     def value(self, x: Tensor) -> Tensor:
         """A value of the piece, or one from outside, in the current graph."""
-        graph = current_graph()
-        assert graph is not None
+        graph = graph_for()
         return graph.import_tensor(self.seen.get(x, x))
 
     def add(self, node: Node, inside: int) -> None:
@@ -270,8 +269,7 @@ class _PieceCopy:
         self.seen.update(zip(node.outputs, outputs, strict=True))
 
     def _plain(self, node: Node, inputs: Sequence[Tensor]) -> Node:
-        graph = current_graph()
-        assert graph is not None
+        graph = graph_for()
         name = node.name.rpartition("/")[2]
         made = graph.add_node(node.op, inputs, node.attrs, node.specs, name=name, location=node.location)
         made.colocated_with = node.colocated_with
@@ -281,8 +279,7 @@ class _PieceCopy:
         return made
 
     def _structured(self, node: StructuredNode, inputs: Sequence[Tensor], inside: int) -> Node:
-        graph = current_graph()
-        assert graph is not None
+        graph = graph_for()
         label = graph.unique_name(node.name.rpartition("/")[2])
         is_loop = isinstance(node, WhileNode)
         bodies = []

@@ -6,34 +6,41 @@ imported like any other, and is found where it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Protocol
+from typing import TypeAlias
 
-from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, differentiate_custom
 from asyncflow.autodiff.dependencies import Dependencies
 from asyncflow.autodiff.part_sums import are_parts, joined_parts
-from asyncflow.autodiff.recompute import RECOMPUTED, differentiate_recomputed
 from asyncflow.autodiff.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
+from asyncflow.graph.build import graph_for
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import derivative_of, why_not_differentiable
+from asyncflow.graph.op import Op, derivative_of, why_not_differentiable
 from asyncflow.graph.scopes import device
-from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.derivatives.scatter import sum_of_gradients
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
 from asyncflow.state.variable import VARIABLE_READ, Variable
 
+SweepRule: TypeAlias = "Callable[..., Sequence[Tensor | None]]"
+"""``rule(node, grads, sweep)``: a derivative that may give the sweep more than what reaches the node's inputs, such as
+gradients of variables that are read inside of it.
+"""
 
-class StructuredRule(Protocol):
-    """The derivative of branches and loops; see `asyncflow.autodiff.structured`."""
+_rules: dict[Op, SweepRule] = {}
 
-    def __call__(self, node: StructuredNode, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
-        """Differentiate as an op's derivative does; gradients of variables read inside go to the sweep."""
+
+def sweep_rule(op: Op) -> Callable[[SweepRule], SweepRule]:
+    """Makes the decorated function the derivative of an op, which is told of the sweep."""
+
+    def install(rule: SweepRule) -> SweepRule:
+        _rules[op] = rule
+        return rule
+
+    return install
 
 
 class Sweep:
@@ -44,7 +51,6 @@ class Sweep:
         wanted: values of it whose gradients are asked for.
         variables: variables whose gradients are asked for, wherever they are read.
         stopped: values that count as constants.
-        structured: the derivatives of branches and loops.
         views: values at which to stop where what reaches them is made of parts.
     """
 
@@ -53,8 +59,7 @@ class Sweep:
         nodes: Iterable[Node],
         wanted: Collection[Tensor],
         variables: Sequence[Variable],
-        stopped: Collection[Tensor],
-        structured: StructuredRule,
+        stopped: Collection[Tensor] = (),
         views: Collection[Tensor] = frozenset(),
     ) -> None:
         self.nodes = tuple(nodes)  # those of the gradients may join the same graph
@@ -65,7 +70,6 @@ class Sweep:
         self.bits = {serial: 1 << place for place, serial in enumerate(self.variables, start=1)}
         self.dependencies = Dependencies(self.bits)
         self.connected = self.dependencies.of(self.nodes, dict.fromkeys(wanted, 1), self.stopped)
-        self._structured = structured
         self._location = user_location()
         self._grads: dict[Tensor, list[Tensor]] = {}
         self._of_variables: dict[int, list[Tensor]] = {}
@@ -79,13 +83,13 @@ class Sweep:
                 self._leave(node)
             elif self.is_left(node.outputs[0]):
                 continue
-            elif node.inputs or node.op is CUSTOM_GRADIENT:
+            elif node.inputs or node.op in _rules:
                 self._step(node)
 
     def inside(self, nodes: Iterable[Node], wanted: Collection[Tensor], stands_for: Mapping[Tensor, Tensor]) -> Sweep:
         """A sweep for the same variables over a copy of nodes, whose values stand for those of this sweep's."""
         stopped = [stands_for[x] for x in self.stopped if x in stands_for]
-        return Sweep(nodes, wanted, list(self.variables.values()), stopped, self._structured)
+        return Sweep(nodes, wanted, list(self.variables.values()), stopped)
 
     def give(self, tensor: Tensor, grad: Tensor) -> None:
         """Adds to what reaches a value."""
@@ -135,8 +139,7 @@ class Sweep:
             self._of_variables.setdefault(serial, []).extend(self.contributions(read.outputs[0]))
 
     def _step(self, node: Node) -> None:
-        graph = current_graph()
-        assert graph is not None
+        graph = graph_for()
         n_nodes, first = len(graph.nodes), graph.root.version
         # An error in a run names the node that is differentiated, and its gradient asks for the same device.
         with graph.scoped(name_scope=f"{graph.scope.name_scope}gradients/{node.name}/", device=node.device):
@@ -151,12 +154,8 @@ class Sweep:
                 self.give(tensor, grad)
 
     def _derivative(self, node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        if isinstance(node, StructuredNode):
-            return self._structured(node, grads, self)
-        if node.op is CUSTOM_GRADIENT:
-            return differentiate_custom(node, grads, self.connected, self.variables)
-        if node.op is RECOMPUTED:
-            return differentiate_recomputed(node, grads, self)
+        if node.op in _rules:
+            return _rules[node.op](node, grads, self)
         rule = derivative_of(node.op)
         if rule is not None and any(carries_gradient(x.spec) for x in node.inputs):
             return rule(node, *grads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 
 import numpy as np
@@ -18,12 +18,12 @@ import numpy as np
 from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.loop_sums import LoopSums
 from asyncflow.autodiff.saved_values import new_store, save, saved_value, store_node
-from asyncflow.autodiff.sweep import StructuredRule, Sweep
-from asyncflow.control.while_loop import add_loop
-from asyncflow.graph.build import constant
+from asyncflow.autodiff.sweep import Sweep, sweep_rule
+from asyncflow.control.while_loop import WHILE, add_loop
+from asyncflow.graph.build import constant, graph_for
 from asyncflow.graph.builtin import PARAMETER, is_constant
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.graph import Graph, Subgraph, current_graph, reopened
+from asyncflow.graph.graph import Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative_of
 from asyncflow.graph.scopes import colocate_with, device
@@ -43,18 +43,16 @@ _MOST_VIEWS = 16
 """Views of views that are told apart from what is computed in each iteration."""
 
 
-def differentiate_while(
-    node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
-) -> Sequence[Tensor | None]:
+@sweep_rule(WHILE)
+def _differentiate(node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
     """Builds the gradient of each input of a `while`, in the current graph.
 
     Args:
         node: to be differentiated.
         grads: of its outputs.
         sweep: in progress, which has reached the node; it takes the gradients of variables read inside.
-        structured: the rule for branches and loops inside.
     """
-    return _WhileGradient(node, grads, sweep, structured).run()
+    return _WhileGradient(node, grads, sweep).run()
 
 
 class _WhileGradient:
@@ -68,15 +66,10 @@ class _WhileGradient:
         twins: what is made beside the forward loop, by what its body makes.
     """
 
-    def __init__(
-        self, node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
-    ) -> None:
-        graph = current_graph()
-        assert graph is not None
+    def __init__(self, node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep) -> None:
         self.node = node
-        self.graph: Graph = graph
+        self.graph = graph_for()
         self.sweep = sweep
-        self.structured = structured
         self.forward = node.body
         self.grads = grads
         self.kept = _kept(node)
@@ -125,7 +118,7 @@ class _WhileGradient:
         results = [self.forward.results[place] for place in self.active]
         fixed = [self.forward.inputs[place] for place in self.fixed]
         outer = [node.inputs[place] for place in self.fixed]
-        starts = [self.graph.import_tensor(kept.count()), *map(self.start, self.active)]
+        starts = [self.graph.import_tensor(kept.counted[1]), *map(self.start, self.active)]
         label = self.graph.unique_name("while")
         body = GradientBody(self.graph, f"{label}/body", self.forward, kept.restore)
         parameters = [body.add_input(spec, "var") for spec in (_COUNT, *(x.spec for x in in_body))]
@@ -133,7 +126,7 @@ class _WhileGradient:
             # The variable counts the iterations that are left to go back through; the one at hand has one number less.
             kept.indexes[body] = subtract(parameters[0], 1)
             views = dict.fromkeys(self.views(fixed))
-            reverse = Sweep(self.forward.nodes, [*in_body, *fixed], self.variables, (), self.structured, views)
+            reverse = Sweep(self.forward.nodes, [*in_body, *fixed], self.variables, views=views)
             for result, grad in zip(results, parameters[1:], strict=True):
                 if result in reverse.connected:
                     reverse.give(result, ensure_shape(grad, result.shape))
@@ -245,51 +238,38 @@ class _Kept:
         self.forward = node.body
         self.indexes: dict[GradientBody, Tensor] = {}
         self.stores: dict[Tensor, Tensor] = {}
-        self._number_and_count: tuple[Tensor, Tensor] | None = None
-        self._counters: dict[Tensor, Tensor] | None = None
 
-    def count(self) -> Tensor:
-        """Number of iterations that the loop has run."""
-        return self._counted()[1]
-
-    def number(self) -> Tensor:
-        """The number of the iteration, in the forward body."""
-        return self._counted()[0]
-
-    def _counted(self) -> tuple[Tensor, Tensor]:
-        """Number and count: by a counter that the loop has, or gets.
+    @cached_property
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """The number of the iteration, in the forward body, and how many there are, by a counter it has or gets.
 
         What a counter begins with is a constant, which the compiler knows, but a run may feed another value.
         """
-        if self._number_and_count is None:
-            counter = next((variable for variable in self.counters() if variable.spec == _COUNT), None)
-            if counter is None:
-                inner, count = self._add_variable(lambda: constant(0, int64))
-                with reopened(self.forward):
-                    self.forward.results.append(add(inner, 1))
-                self._number_and_count = inner, count
-            else:
-                place, first = self._place(counter), self.counters()[counter]
-                inner = self._captured_inside(first)
-                with reopened(self.forward):
-                    number = subtract(counter, inner)
-                with reopened(self.node.graph):
-                    self._number_and_count = number, subtract(self.node.outputs[place], first)
-        return self._number_and_count
+        counter = next((variable for variable in self.counters if variable.spec == _COUNT), None)
+        if counter is None:
+            inner, count = self._add_variable(lambda: constant(0, int64))
+            with reopened(self.forward):
+                self.forward.results.append(add(inner, 1))
+            return inner, count
+        place, first = self._place(counter), self.counters[counter]
+        inner = self._captured_inside(first)
+        with reopened(self.forward):
+            number = subtract(counter, inner)
+        with reopened(self.node.graph):
+            return number, subtract(self.node.outputs[place], first)
 
+    @cached_property
     def counters(self) -> dict[Tensor, Tensor]:
         """The loop variables that go up by one from a constant integer, and that."""
-        if self._counters is None:
-            triples = zip(self.forward.inputs, self.node.inputs, self.forward.results, strict=False)
-            self._counters = {
-                parameter: initial
-                for parameter, initial, result in triples
-                if parameter.dtype.kind in "iu"
-                and is_constant(initial)
-                and initial.shape == parameter.shape == ()
-                and is_successor(result, parameter)
-            }
-        return self._counters
+        triples = zip(self.forward.inputs, self.node.inputs, self.forward.results, strict=False)
+        return {
+            parameter: initial
+            for parameter, initial, result in triples
+            if parameter.dtype.kind in "iu"
+            and is_constant(initial)
+            and initial.shape == parameter.shape == ()
+            and is_successor(result, parameter)
+        }
 
     def restore(self, body: GradientBody, tensor: Tensor) -> Tensor:
         """A value of the forward body, in a gradient body."""
@@ -297,11 +277,11 @@ class _Kept:
         if is_constant(tensor):
             with body:
                 return constant(tensor.node.attrs["value"])
-        if tensor is self.number():
+        if tensor is self.counted[0]:
             return self.indexes[body]
-        if tensor in self.counters():
+        if tensor in self.counters:
             with body:
-                first = astype(body.import_tensor(self.counters()[tensor]), int64)
+                first = astype(body.import_tensor(self.counters[tensor]), int64)
                 return astype(add(self.indexes[body], first), tensor.dtype)
         capture = self.captured(tensor)
         if capture is not None:
@@ -324,8 +304,8 @@ class _Kept:
     def is_there(self, tensor: Tensor) -> bool:
         """Whether a value need not be saved for its own sake."""
         return (
-            tensor is self.number()
-            or tensor in self.counters()
+            tensor is self.counted[0]
+            or tensor in self.counters
             or tensor in self.stores
             or self.captured(tensor) is not None
         )
@@ -339,7 +319,7 @@ class _Kept:
             # A store of an inner loop is saved as one value; all that touches either has to be in one memory.
             if (inside := store_node(tensor)) is not None:
                 home.colocated_with = inside.name
-            number = self.number()
+            number = self.counted[0]
             with reopened(self.forward), device(self.request(tensor)), colocate_with(home):
                 self.forward.results.append(save(inner, number, tensor))
         return self.stores[tensor]

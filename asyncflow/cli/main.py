@@ -18,7 +18,7 @@ from asyncflow.cli.devices import list_devices
 from asyncflow.cli.explain import explain
 from asyncflow.cli.profile import profile
 from asyncflow.cli.replay import replay
-from asyncflow.cli.simulate import SimulationOptions, simulate
+from asyncflow.cli.simulate import simulate
 from asyncflow.cli.target import TargetError
 from asyncflow.compiler.pipeline import PASSES
 from asyncflow.devices.host import LAUNCHES
@@ -362,16 +362,9 @@ def _profile(options: argparse.Namespace, program_arguments: Sequence[str]) -> i
 def _simulate(options: argparse.Namespace, program_arguments: Sequence[str]) -> int:
     if options.devices is None:
         options.refuse(_no_devices(program_arguments))
-    simulation = SimulationOptions(
-        machine=options.devices,
-        seed=options.seed,
-        jitter=options.jitter,
-        shapes_only=options.shapes_only,
-        host=HOSTS[options.host],
-        launches=options.launches,
-        outputs=options.output,
-    )
-    return simulate(options.target, simulation, program_arguments)
+    chosen = {name: getattr(options, name) for name in ("seed", "jitter", "shapes_only", "launches")}
+    host = HOSTS[options.host]
+    return simulate(options.target, options.devices, options.output, program_arguments, host=host, **chosen)
 
 
 def _no_devices(program_arguments: Sequence[str]) -> str:

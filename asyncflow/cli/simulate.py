@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from asyncflow.cli.host_share import format_host, host_share
 from asyncflow.cli.profile import how_to_open
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
-from asyncflow.devices.host import Host, Launches
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.presets import DEFAULT_HOST, Card, MachineSpec, format_machine
+from asyncflow.devices.presets import Card, MachineSpec, format_machine
 from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination
@@ -29,30 +28,9 @@ from asyncflow.runtime.trace import Trace
 from asyncflow.streams.virtual import VirtualClockLoop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationOptions:
-    """Options of ``asyncflow simulate``.
-
-    Attributes:
-        machine: cards and links.
-        seed: of the jitter.
-        jitter: how much the times of kernels and copies vary.
-        shapes_only: large arrays carry no data.
-        host: what drives the devices.
-        launches: how kernels come to a card; None for what the host does.
-        outputs: files for the timeline, ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.
-    """
-
-    machine: MachineSpec
-    seed: int = 0
-    jitter: float = 0.0
-    shapes_only: bool = False
-    host: Host = DEFAULT_HOST
-    launches: Launches | None = None
-    outputs: Sequence[Path] = ()
-
-
-def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) -> int:
+def simulate(
+    target: str, machine: MachineSpec, outputs: Sequence[Path], arguments: Sequence[str], **options: Any
+) -> int:
     """Runs `target` on a simulated machine, prints what it would take there, and gives the exit code.
 
     Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`, `uvloop.run`) run on virtual
@@ -61,8 +39,10 @@ def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) 
 
     Args:
         target: ``file.py:name`` or ``package.module:name``.
-        options: the machine, and where the timeline goes.
+        machine: cards and links.
+        outputs: files for the timeline, ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.
         arguments: the program's ``sys.argv[1:]``.
+        options: those of `SimMachine`.
 
     Returns:
         As `asyncflow.cli.profile.profile`. The timeline is written in every case.
@@ -71,15 +51,15 @@ def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) 
         TargetError: `target` names nothing that can be called without arguments.
         TraceFormatError, OSError: an output that cannot be written.
     """
-    for path in options.outputs:
+    for path in outputs:
         check_destination(path)
     trace = Trace(detail="region")  # and yet every kernel: what a region launches is recorded one by one
     called = Target.parse(target)
-    with simulated_loops(options) as machines:
+    with simulated_loops(machine, **options) as machines:
         code = run_program(called, arguments, trace)
     sys.stdout.flush()
-    print(f"\n{format_report(trace, options.machine, machines)}")
-    for path in options.outputs:
+    print(f"\n{format_report(trace, machine, machines)}")
+    for path in outputs:
         save(trace, path)
         print(f"\nwrote {path}{how_to_open(path)}")
     return code
@@ -89,13 +69,13 @@ def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) 
 
 
 @contextmanager
-def simulated_loops(options: SimulationOptions) -> Iterator[Sequence[SimMachine]]:
+def simulated_loops(machine: MachineSpec, **options: Any) -> Iterator[Sequence[SimMachine]]:
     """Inside, whoever makes an event loop on this thread gets one on virtual time, with a machine of its own.
 
     Gives those machines; there will be more while loops are made.
     """
     with ExitStack() as cleanup:
-        loops = _Loops(options, cleanup)
+        loops = _Loops(partial(SimMachine, machine, **options), cleanup)
         # Where `asyncio.Runner` looks, where programs look, and where `asyncflow.run` does.
         places: list[Any] = [asyncio.events, asyncio, asyncflow_loops]
         uvloop: Any = sys.modules.get("uvloop")
@@ -118,8 +98,8 @@ class _Loops:
     its event loop afterwards.
     """
 
-    def __init__(self, options: SimulationOptions, cleanup: ExitStack) -> None:
-        self._options = options
+    def __init__(self, build: Callable[[VirtualClockLoop], SimMachine], cleanup: ExitStack) -> None:
+        self._build = build
         self._cleanup = cleanup
         self._thread = threading.get_ident()
         self._now_ns = 0
@@ -152,17 +132,8 @@ class _Loops:
         return self._next
 
     def _prepare(self) -> _ProgramLoop:
-        options = self._options
         loop = _ProgramLoop(self._closed, start_ns=self._now_ns)
-        machine = SimMachine(
-            options.machine,
-            loop,
-            seed=options.seed,
-            jitter=options.jitter,
-            shapes_only=options.shapes_only,
-            host=options.host,
-            launches=options.launches,
-        )
+        machine = self._build(loop)
         self.machines.append(machine)
         self._cleanup.enter_context(use_machine(machine))
         return loop

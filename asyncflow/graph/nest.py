@@ -60,8 +60,7 @@ class Structure:
         """The nest of this structure with these leaves."""
         if len(leaves) != self.size:
             raise ValueError(f"{len(leaves)} leaves for a structure with {self.size}")
-        iterator = iter(leaves)
-        return self._build(iterator)
+        return self._build(iter(leaves))
 
     def _build(self, leaves: Iterator[object]) -> Nest:
         if self.kind is None:
@@ -74,15 +73,12 @@ class Structure:
         if self.kind in (tuple, list):
             return self.kind(children)
         if issubclass(self.kind, dict):
+            make: Callable[..., Nest] = self.kind
             items = dict(zip(self.keys, children, strict=True))
-            return items if self.kind is dict else self._mapping(items)
+            return make(self.aux, items) if issubclass(self.kind, defaultdict) else make(items)
         if issubclass(self.kind, tuple):
             return self.kind(*children)
         return self.kind(**{str(key): child for key, child in zip(self.keys, children, strict=True)})
-
-    def _mapping(self, items: dict[Hashable, object]) -> Nest:
-        make: Callable[..., Nest] = self.kind or dict
-        return make(self.aux, items) if issubclass(self.kind or dict, defaultdict) else make(items)
 
     def paths(self, root: str = "") -> Iterator[str]:
         """The path of each leaf, such as ``['state'].h[0]``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.graph import Subgraph, current_graph
+from asyncflow.graph.build import graph_for
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, derivative_of, not_differentiable, why_not_differentiable
 from asyncflow.graph.spec import Spec
@@ -26,8 +27,7 @@ def _by_row(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
         if why_not_differentiable(op) is None:
             raise GraphError(f"{op.name} has no derivative, and a gradient is asked for that flows through {node.name}")
         return [None] * len(node.inputs)
-    graph = current_graph()
-    assert graph is not None
+    graph = graph_for()
     label = graph.unique_name("row")
     body = Subgraph(graph, label)
     has_rows: Sequence[bool] = node.attrs["has_rows"]

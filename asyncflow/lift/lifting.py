@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.errors import user_location
-from asyncflow.graph.build import as_tensor, identity
+from asyncflow.graph.build import as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.ir import Node, Tensor
@@ -68,8 +68,7 @@ def lift(
     Raises:
         CannotLift: something in it is not computed for several rows at once; nothing is left behind.
     """
-    graph = current_graph()
-    assert graph is not None
+    graph = graph_for()
     before = len(graph.nodes)
     try:
         lifting = Lifting(_axis(count, label), label)
@@ -174,8 +173,7 @@ class Lifting:
         return list(dict.fromkeys(found))
 
     def _lifted(self, unit: Node | PartedRows, inputs: list[LiftedValue], body: Subgraph) -> Sequence[LiftedValue]:
-        graph = current_graph()
-        assert graph is not None
+        graph = graph_for()
         count, first = len(graph.nodes), graph.root.version
         node, of = (unit.node, unit.made) if isinstance(unit, PartedRows) else (unit, (unit,))
         with graph.scoped(name_scope=self._scope(node, body), device=node.device, controls=self._controls(of, graph)):
@@ -272,8 +270,7 @@ class _BodyAtHand(NamedTuple):
 
 def _copied(node: Node, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs of a node that is the same for every row."""
-    graph = current_graph()
-    assert graph is not None
+    graph = graph_for()
     local = [graph.import_tensor(x) for x in inputs]
     specs = node.op.infer(*(x.spec for x in local), **node.attrs)
     return graph.add_node(node.op, local, node.attrs, specs, name=node.name.rpartition("/")[2]).outputs

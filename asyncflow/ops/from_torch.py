@@ -22,7 +22,6 @@ from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string
-from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible, size_of
@@ -196,8 +195,6 @@ class TorchOp:
         results: list[Tensor | None] = [None] * len(node.inputs)
         if not wanted or not reaching:
             return results
-        graph = current_graph()
-        assert graph is not None
         made = apply(
             self._gradient_op,
             *node.inputs,

@@ -207,27 +207,12 @@ class Metrics:
                 for (status, code), count in fetch.ended.items()
             ),
         )
-        yield _histogram(
-            "request_duration_seconds",
-            "From asking for a run to its end.",
-            "fetch",
-            self._fetches,
-            lambda counts: counts.duration,
-        )
-        yield _histogram(
-            "queue_duration_seconds",
-            "From asking for a run to its start.",
-            "fetch",
-            self._fetches,
-            lambda counts: counts.queue,
-        )
-        yield _histogram(
-            "compute_duration_seconds",
-            "From the start of a run to its end.",
-            "fetch",
-            self._fetches,
-            lambda counts: counts.compute,
-        )
+        durations = {label: fetch.duration for label, fetch in fetches}
+        queued = {label: fetch.queue for label, fetch in fetches}
+        computed = {label: fetch.compute for label, fetch in fetches}
+        yield _histogram("request_duration_seconds", "From asking for a run to its end.", "fetch", durations)
+        yield _histogram("queue_duration_seconds", "From asking for a run to its start.", "fetch", queued)
+        yield _histogram("compute_duration_seconds", "From the start of a run to its end.", "fetch", computed)
 
     def _of_batches(self) -> Iterator[Metric]:
         batched, pooled = self._batched.items(), self._pooled.items()
@@ -244,27 +229,12 @@ class Metrics:
         )
         failed = tuple(Sample({"function": label}, each.failed) for label, each in batched)
         yield Metric("asyncflow_batch_failures_total", "counter", "Calls of batched functions that failed.", failed)
-        yield _histogram(
-            "batch_size",
-            "Members of a call of a batched function.",
-            "function",
-            self._batched,
-            lambda counts: counts.sizes,
-        )
-        yield _histogram(
-            "batch_duration_seconds",
-            "Times of calls of batched functions.",
-            "function",
-            self._batched,
-            lambda counts: counts.duration,
-        )
-        yield _histogram(
-            "pool_size",
-            "Activations in a step of a pooled loop.",
-            "function",
-            self._pooled,
-            lambda counts: counts.sizes,
-        )
+        sizes = {label: each.sizes for label, each in batched}
+        steps = {label: each.sizes for label, each in pooled}
+        durations = {label: each.duration for label, each in batched}
+        yield _histogram("batch_size", "Members of a call of a batched function.", "function", sizes)
+        yield _histogram("batch_duration_seconds", "Times of calls of batched functions.", "function", durations)
+        yield _histogram("pool_size", "Activations in a step of a pooled loop.", "function", steps)
         # A pool whose last activations have ended is not stepped for nobody.
         idle = self._session.statistics().runs == 0
         rows = tuple(Sample({"function": label}, 0 if idle else each.last) for label, each in pooled)
@@ -308,10 +278,8 @@ def _labelled(found: dict[str, Counts], label: str, most: int, make: Callable[[]
     return counts
 
 
-def _histogram(
-    name: str, documentation: str, label: str, found: Mapping[str, Counts], which: Callable[[Counts], _Histogram]
-) -> Metric:
-    samples = tuple(which(counts).sample({label: value}) for value, counts in found.items())
+def _histogram(name: str, documentation: str, label: str, found: Mapping[str, _Histogram]) -> Metric:
+    samples = tuple(each.sample({label: value}) for value, each in found.items())
     return Metric(f"asyncflow_{name}", "histogram", documentation, samples)
 
 

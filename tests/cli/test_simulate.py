@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from asyncflow.cli.main import main
-from asyncflow.cli.simulate import SimulationOptions, format_report, simulated_loops
+from asyncflow.cli.simulate import format_report, simulated_loops
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim.machine import current_machine
 from asyncflow.runtime import loop as asyncflow_loops
@@ -197,9 +197,9 @@ def test_a_loop_that_is_not_virtual_is_refused(program: Path, output: Output) ->
 
 
 def test_each_loop_has_a_machine_that_is_there_before_it() -> None:
-    options = SimulationOptions(machine=parse_machine("3 x a100"), seed=5, jitter=0.25, shapes_only=True)
     machines = []
-    with simulated_loops(options):
+    spec = parse_machine("3 x a100")
+    with simulated_loops(spec, seed=5, jitter=0.25, shapes_only=True):
         for _ in range(2):
             machine = current_machine()
             assert machine is not None
@@ -211,13 +211,13 @@ def test_each_loop_has_a_machine_that_is_there_before_it() -> None:
         assert unused is not None and not unused.loop.is_closed()
     assert machines[0] is not machines[1]
     assert [machine.loop.time() for machine in machines] == [1.0, 2.0]
-    assert all(machine.spec is options.machine and machine.shapes_only for machine in machines)
+    assert all(machine.spec is spec and machine.shapes_only for machine in machines)
     assert [machine.jitter for machine in machines] == [0.25, 0.25]
     assert unused.loop.is_closed()
 
 
 def test_two_loops_at_once_are_two() -> None:
-    with simulated_loops(SimulationOptions(machine=parse_machine("v100"))):
+    with simulated_loops(parse_machine("v100")):
         first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
         assert first is not second
         for loop in (first, second):

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, refuse_coroutines
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for, refuse_coroutines
 from asyncflow.graph.dtypes import VARIANT, dtype_name
-from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Derivative
 from asyncflow.graph.shapes import format_shape, is_compatible
@@ -104,8 +103,7 @@ def _of_input(what: str, node: Node, x: Tensor, value: TensorLike | None) -> Ten
             f"{what} returned {grad!r} as the gradient of {x!r}: it is to have shape {format_shape(x.shape)}"
             f"\n  differentiates {node.name}, built at {node.location}"
         )
-    graph = current_graph()
-    assert graph is not None
+    graph = graph_for()
     return checked_shape(graph.import_tensor(grad), x, f"what {what} returned as the gradient of {x!r}")
 
 
