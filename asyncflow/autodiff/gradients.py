@@ -134,10 +134,8 @@ _INSIDE = "; or, to differentiate by what a loop starts with, pass that; or call
 def _given(structure: nest.Structure, grad_ys: Nest) -> list[TensorLike | None]:
     if grad_ys is None:
         return [None] * structure.size
-    try:
-        return nest.flatten_like(structure, grad_ys, nested_leaves=True)
-    except nest.StructureMismatch as error:
-        raise GraphError(f"gradients: grad_ys has one gradient for each of ys, in the same nest: {error}") from None
+    rule = "gradients: grad_ys has one gradient for each of ys, in the same nest"
+    return nest.match(structure, grad_ys, rule, nested_leaves=True)
 
 
 def _zeros(x: Tensor | Variable) -> Tensor | None:

@@ -23,6 +23,7 @@ from asyncflow.cli.target import TargetError
 from asyncflow.compiler.pipeline import PASSES
 from asyncflow.devices.host import LAUNCHES
 from asyncflow.devices.presets import CARDS, DEFAULT_HOST, HOSTS, LINKS, MachineSpec, parse_machine
+from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.errors import CheckpointError
 from asyncflow.profiler.save import TraceFormatError
 
@@ -362,9 +363,16 @@ def _profile(options: argparse.Namespace, program_arguments: Sequence[str]) -> i
 def _simulate(options: argparse.Namespace, program_arguments: Sequence[str]) -> int:
     if options.devices is None:
         options.refuse(_no_devices(program_arguments))
-    chosen = {name: getattr(options, name) for name in ("seed", "jitter", "shapes_only", "launches")}
-    host = HOSTS[options.host]
-    return simulate(options.target, options.devices, options.output, program_arguments, host=host, **chosen)
+    build = partial(
+        SimMachine,
+        options.devices,
+        seed=options.seed,
+        jitter=options.jitter,
+        shapes_only=options.shapes_only,
+        host=HOSTS[options.host],
+        launches=options.launches,
+    )
+    return simulate(options.target, build, options.output, program_arguments)
 
 
 def _no_devices(program_arguments: Sequence[str]) -> str:

@@ -8,10 +8,9 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncflow.cli.host_share import format_host, host_share
 from asyncflow.cli.profile import how_to_open
@@ -27,10 +26,10 @@ from asyncflow.runtime import loop as asyncflow_loops
 from asyncflow.runtime.trace import Trace
 from asyncflow.streams.virtual import VirtualClockLoop
 
+_Build: TypeAlias = Callable[[VirtualClockLoop], SimMachine]
 
-def simulate(
-    target: str, machine: MachineSpec, outputs: Sequence[Path], arguments: Sequence[str], **options: Any
-) -> int:
+
+def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Sequence[str]) -> int:
     """Runs `target` on a simulated machine, prints what it would take there, and gives the exit code.
 
     Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`, `uvloop.run`) run on virtual
@@ -39,10 +38,9 @@ def simulate(
 
     Args:
         target: ``file.py:name`` or ``package.module:name``.
-        machine: cards and links.
+        build: makes the machine for an event loop.
         outputs: files for the timeline, ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.
         arguments: the program's ``sys.argv[1:]``.
-        options: those of `SimMachine`.
 
     Returns:
         As `asyncflow.cli.profile.profile`. The timeline is written in every case.
@@ -55,10 +53,10 @@ def simulate(
         check_destination(path)
     trace = Trace(detail="region")  # and yet every kernel: what a region launches is recorded one by one
     called = Target.parse(target)
-    with simulated_loops(machine, **options) as machines:
+    with simulated_loops(build) as machines:
         code = run_program(called, arguments, trace)
     sys.stdout.flush()
-    print(f"\n{format_report(trace, machine, machines)}")
+    print(f"\n{format_report(trace, machines[0].spec, machines)}")
     for path in outputs:
         save(trace, path)
         print(f"\nwrote {path}{how_to_open(path)}")
@@ -69,13 +67,13 @@ def simulate(
 
 
 @contextmanager
-def simulated_loops(machine: MachineSpec, **options: Any) -> Iterator[Sequence[SimMachine]]:
+def simulated_loops(build: _Build) -> Iterator[Sequence[SimMachine]]:
     """Inside, whoever makes an event loop on this thread gets one on virtual time, with a machine of its own.
 
     Gives those machines; there will be more while loops are made.
     """
     with ExitStack() as cleanup:
-        loops = _Loops(partial(SimMachine, machine, **options), cleanup)
+        loops = _Loops(build, cleanup)
         # Where `asyncio.Runner` looks, where programs look, and where `asyncflow.run` does.
         places: list[Any] = [asyncio.events, asyncio, asyncflow_loops]
         uvloop: Any = sys.modules.get("uvloop")
@@ -98,7 +96,7 @@ class _Loops:
     its event loop afterwards.
     """
 
-    def __init__(self, build: Callable[[VirtualClockLoop], SimMachine], cleanup: ExitStack) -> None:
+    def __init__(self, build: _Build, cleanup: ExitStack) -> None:
         self._build = build
         self._cleanup = cleanup
         self._thread = threading.get_ident()

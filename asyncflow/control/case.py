@@ -201,13 +201,8 @@ class _Branches:
             self.first_returned = returned
             return returned
         leaves, structure = self.first
-        try:
-            others = nest.flatten_like(structure, returned)
-        except nest.StructureMismatch as error:
-            raise GraphError(
-                f"branches 0 and {position} of {self.what} return different nests: {error}"
-                f"{effects_advice((self.first_returned, returned))}"
-            ) from None
+        rule = f"branches 0 and {position} of {self.what} return different nests"
+        others = nest.match(structure, returned, rule, advice=effects_advice((self.first_returned, returned)))
         for path, a, b in zip(structure.paths("result"), leaves, others, strict=True):
             if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != b.dtype:
                 raise DTypeError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, overload
 
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.switch import check_predicate
-from asyncflow.errors import DTypeError, GraphError
+from asyncflow.errors import DTypeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, graph_for
 from asyncflow.graph.dtypes import dtype_name
@@ -105,12 +105,8 @@ def effects_advice(returned: Sequence[Nest]) -> str:
 
 def _match(label: str, branches: tuple[Subgraph, Subgraph], returned: list[Nest]) -> nest.Structure:
     true_leaves, structure = nest.flatten(returned[0])
-    try:
-        false_leaves = nest.flatten_like(structure, returned[1])
-    except nest.StructureMismatch as error:
-        raise GraphError(
-            f"the branches of {label} return different nests (true_fn first): {error}{effects_advice(returned)}"
-        ) from None
+    rule = f"the branches of {label} return different nests (true_fn first)"
+    false_leaves = nest.match(structure, returned[1], rule, advice=effects_advice(returned))
     for path, on_true, on_false in zip(structure.paths("result"), true_leaves, false_leaves, strict=True):
         a = result_tensor(branches[0], on_true, on_false if isinstance(on_false, Tensor) else None)
         b = result_tensor(branches[1], on_false, a)

@@ -216,13 +216,11 @@ class _State:
     def after(self, fn: Callable[[Nest, Nest], Nest], values: list[Tensor], row: Nest) -> list[Tensor]:
         """The state that `fn` makes of the state and a row, checked against the one it began with."""
         returned = fn(self.structure.unflatten(values), row)
-        try:
-            leaves = nest.flatten_like(self.structure, returned)
-        except nest.StructureMismatch as error:
-            raise GraphError(
-                f"fn of {self.what} must return a state like the one it is given, {nest.describe(self.structure)}, "
-                f"which begins as the initializer (or the first row): {error}"
-            ) from None
+        rule = (
+            f"fn of {self.what} must return a state like the one it is given, {nest.describe(self.structure)}, which "
+            f"begins as the initializer (or the first row)"
+        )
+        leaves = nest.match(self.structure, returned, rule)
         body = graph_for()
         assert isinstance(body, Subgraph)
         after = [result_tensor(body, leaf, like) for leaf, like in zip(leaves, self.initial, strict=True)]

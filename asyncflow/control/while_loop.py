@@ -205,10 +205,8 @@ class _Variables:
             self._apply_invariants(shape_invariants)
 
     def _apply_invariants(self, shape_invariants: Nest) -> None:
-        try:
-            shapes = nest.flatten_like(self.structure, shape_invariants, nested_leaves=True)
-        except nest.StructureMismatch as error:
-            raise GraphError(f"shape_invariants do not match loop_vars: {error}") from None
+        rule = "shape_invariants do not match loop_vars"
+        shapes = nest.match(self.structure, shape_invariants, rule, nested_leaves=True)
         for index, declared in enumerate(shapes):
             if declared is ...:
                 continue
@@ -249,12 +247,8 @@ class _Variables:
 
     def next_values(self, label: str, body: Subgraph, returned: Nest) -> list[Tensor]:
         """The results of the body, checked against the loop variables."""
-        try:
-            leaves = nest.flatten_like(self.structure, self.listed(returned))
-        except nest.StructureMismatch as error:
-            raise GraphError(
-                f"the body of {label} must return what it was given, {nest.describe(self.structure)}: {error}"
-            ) from None
+        rule = f"the body of {label} must return what it was given, {nest.describe(self.structure)}"
+        leaves = nest.match(self.structure, self.listed(returned), rule)
         return [self._next_value(label, body, index, leaf) for index, leaf in enumerate(leaves)]
 
     def _next_value(self, label: str, body: Subgraph, index: int, value: TensorLike) -> Tensor:

@@ -164,6 +164,18 @@ def flatten_like(structure: Structure, nest: Nest, *, nested_leaves: bool = Fals
     return leaves
 
 
+def match(structure: Structure, nest: Nest, rule: str, *, nested_leaves: bool = False, advice: str = "") -> list[Nest]:
+    """`flatten_like` for a nest that a user gives.
+
+    Raises:
+        GraphError: `nest` is built differently; the message begins with the `rule`, and ends with the `advice`.
+    """
+    try:
+        return flatten_like(structure, nest, nested_leaves=nested_leaves)
+    except StructureMismatch as error:
+        raise GraphError(f"{rule}: {error}{advice}") from None
+
+
 def _flatten_like(structure: Structure, nest: Nest, path: str, leaves: list[Nest], nested_leaves: bool) -> None:
     if structure.kind is None:
         if not nested_leaves and _open(nest) is not None:

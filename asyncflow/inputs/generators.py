@@ -41,10 +41,7 @@ def from_async_generator(
         made = fn()
         try:
             async for element in made:
-                try:
-                    found = nest.flatten_like(structure, element, nested_leaves=True)
-                except nest.StructureMismatch as error:
-                    raise GraphError(f"element of {name!r}: {error}") from None
+                found = nest.match(structure, element, f"element of {name!r}", nested_leaves=True)
                 values = [as_value(*each) for each in zip(found, leaves, labels, strict=True)]
                 is_large = sum(value.nbytes for value in values if isinstance(value, np.ndarray)) > LARGE_BYTES
                 yield await call_beside(_kept, values) if is_large else _kept(values)

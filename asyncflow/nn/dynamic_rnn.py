@@ -202,12 +202,8 @@ class _RnnLoop:
                     f"{value!r}"
                 )
         wanted = self.sequences.state_structure
-        try:
-            found = nest.flatten_like(wanted, returned[1])
-        except nest.StructureMismatch as error:
-            raise GraphError(
-                f"the cell of dynamic_rnn returns a state like the one it is given, {nest.describe(wanted)}: {error}"
-            ) from None
+        rule = f"the cell of dynamic_rnn returns a state like the one it is given, {nest.describe(wanted)}"
+        found = nest.match(wanted, returned[1], rule)
         paths = list(wanted.paths("state"))
         after = [
             self._next_state(path, result_tensor(self.body, leaf, x), spec)

@@ -158,10 +158,7 @@ class Table(Resource):
         return apply(TABLE_SIZE, name=name or f"{self.name}/size", table=self)[0]
 
     def _leaves(self, row: Nest) -> list[TensorLike]:
-        try:
-            return nest.flatten_like(self.structure, row, nested_leaves=True)
-        except nest.StructureMismatch as error:
-            raise GraphError(f"not a row of table {self.name!r}: {error}") from None
+        return nest.match(self.structure, row, f"not a row of table {self.name!r}", nested_leaves=True)
 
     def _parts(self, leaves: list[TensorLike]) -> list[Tensor]:
         return [

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from asyncflow.control.row_store import RowStore
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, constant, is_symbolic
 from asyncflow.graph.dtypes import bool_, dtype_name, int64
@@ -46,10 +46,8 @@ def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
     if structure.kind is None and len(function.specs) > 1:
         leaves = leaves * len(function.specs)
     elif structure.kind is not None:
-        try:
-            leaves = nest.flatten_like(function.structure, initial)
-        except nest.StructureMismatch as error:
-            raise GraphError(f"vertex_map: initial is no nest like the state of {function}: {error}") from None
+        rule = f"vertex_map: initial is no nest like the state of {function}"
+        leaves = nest.match(function.structure, initial, rule)
     found = []
     for path, leaf, spec in zip(function.structure.paths("initial"), leaves, function.specs, strict=True):
         if spec.dtype == bool_ and type(leaf) is int and leaf == 0:

@@ -140,10 +140,7 @@ class Vertex:
         function, traced = self._function, self._traced
         if traced.scattered:
             raise GraphError(f"{function} scatters a second time; a vertex has one state")
-        try:
-            leaves = nest.flatten_like(function.structure, state)
-        except nest.StructureMismatch as error:
-            raise GraphError(f"{function} scatters another state than it declares: {error}") from None
+        leaves = nest.match(function.structure, state, f"{function} scatters another state than it declares")
         for path, leaf, spec in zip(function.structure.paths("state"), leaves, function.specs, strict=True):
             traced.scattered.append(_fitting(function, path, result_tensor(body, leaf), spec))
 

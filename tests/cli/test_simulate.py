@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import uvloop
 from asyncflow.cli.main import main
 from asyncflow.cli.simulate import format_report, simulated_loops
 from asyncflow.devices.presets import parse_machine
-from asyncflow.devices.sim.machine import current_machine
+from asyncflow.devices.sim.machine import SimMachine, current_machine
 from asyncflow.runtime import loop as asyncflow_loops
 from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -199,7 +200,7 @@ def test_a_loop_that_is_not_virtual_is_refused(program: Path, output: Output) ->
 def test_each_loop_has_a_machine_that_is_there_before_it() -> None:
     machines = []
     spec = parse_machine("3 x a100")
-    with simulated_loops(spec, seed=5, jitter=0.25, shapes_only=True):
+    with simulated_loops(partial(SimMachine, spec, seed=5, jitter=0.25, shapes_only=True)):
         for _ in range(2):
             machine = current_machine()
             assert machine is not None
@@ -217,7 +218,7 @@ def test_each_loop_has_a_machine_that_is_there_before_it() -> None:
 
 
 def test_two_loops_at_once_are_two() -> None:
-    with simulated_loops(parse_machine("v100")):
+    with simulated_loops(partial(SimMachine, parse_machine("v100"))):
         first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
         assert first is not second
         for loop in (first, second):

@@ -54,13 +54,9 @@ def input_gradients(
         if found is None:
             leaves += [None] * structure.size
             continue
-        try:
-            leaves += nest.flatten_like(structure, found, nested_leaves=True)
-        except nest.StructureMismatch as error:
-            raise GraphError(
-                f"{what} returned as gradient {place} {brief(found)}, which is no nest like argument {place}: {error}"
-                f"\n  differentiates {node.name}, built at {node.location}"
-            ) from None
+        rule = f"{what} returned as gradient {place} {brief(found)}, which is no nest like argument {place}"
+        made = f"\n  differentiates {node.name}, built at {node.location}"
+        leaves += nest.match(structure, found, rule, nested_leaves=True, advice=made)
     return [_of_input(what, node, x, leaf) for x, leaf in zip(inputs, leaves, strict=True)]
 
 
