@@ -14,7 +14,7 @@ from asyncflow.ops.creation import eye
 from asyncflow.ops.datatypes import isdtype
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.manipulation import reshape
-from asyncflow.ops.shape import shape, size
+from asyncflow.ops.shape import extent_of, size
 from asyncflow.state.variable import Variable
 from asyncflow.values import Nest
 
@@ -117,4 +117,4 @@ def _differentiable(what: str, x: TensorLike, *, is_y: bool = False) -> Tensor:
 def _extents(x: Tensor) -> list[int | Tensor]:
     if x.shape is None:
         raise ShapeError(f"jacobian: the rank of {x!r} is not known while the graph is built")
-    return [shape(x)[axis] if extent is None else extent for axis, extent in enumerate(x.shape)]
+    return [extent_of(x, axis) for axis in range(len(x.shape))]

@@ -17,11 +17,12 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
-from asyncflow.nn.packing import Packing, extent_of, first_rows, packing, place_rows, reshaped, take_rows
+from asyncflow.nn.packing import Packing, first_rows, packing, place_rows, reshaped, take_rows
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.logic import less
 from asyncflow.ops.manipulation import concat
+from asyncflow.ops.shape import extent_of
 from asyncflow.values import Nest
 
 _COUNTER = Spec(int64, ())

@@ -27,7 +27,7 @@ from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import row_rule
 from asyncflow.ops.searching import count_nonzero, nonzero
-from asyncflow.ops.shape import shape
+from asyncflow.ops.shape import extent_of
 from asyncflow.ops.sorting import argsort
 from asyncflow.ops.utility import all
 from asyncflow.values import Array, Kernel, Namespace
@@ -204,12 +204,6 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
         ascending=ascending,
         rows=rows,
     )
-
-
-def extent_of(x: Tensor, axis: int) -> int | Tensor:
-    """Length of an axis: an int if that is known."""
-    known = x.shape[axis] if x.shape is not None else None
-    return getitem(shape(x), axis) if known is None else known
 
 
 def reshaped(x: Tensor, first: tuple[Extent, ...], joined: int) -> Tensor:

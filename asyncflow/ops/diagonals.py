@@ -15,7 +15,7 @@ from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import free
 from asyncflow.ops.extents import Extent, apply_to_shape, shape_reader
 from asyncflow.ops.promotion import require_kind
-from asyncflow.ops.shape import shape
+from asyncflow.ops.shape import extent_of
 from asyncflow.ops.statistical import sum
 from asyncflow.values import Array, Kernel, Namespace
 
@@ -132,6 +132,5 @@ def diag(x: TensorLike, /, *, k: int = 0) -> Tensor:
             return diagonal(tensor, offset=offset)
         if tensor.shape is None or len(tensor.shape) != 1:
             raise ShapeError(f"diag: takes a vector or a matrix, of rank 1 or 2; got {tensor!r}")
-        (known,) = tensor.shape
-        extent = (shape(tensor)[0] if known is None else known) + abs(offset)
+        extent = extent_of(tensor, 0) + abs(offset)
         return diagonal_matrix(tensor, extent, extent, offset=offset)

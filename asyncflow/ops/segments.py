@@ -17,7 +17,7 @@ from asyncflow.ops.extents import Extent, ExtentsLike
 from asyncflow.ops.indexing import scatter_add
 from asyncflow.ops.manipulation import concat, reshape
 from asyncflow.ops.promotion import require_kind
-from asyncflow.ops.shape import shape
+from asyncflow.ops.shape import extent_of, shape
 from asyncflow.values import Array, Kernel, Namespace
 
 
@@ -67,8 +67,7 @@ def segment_sum(x: TensorLike, segment_ids: TensorLike, /, num_segments: Extent)
 def _summed_shape(x: Tensor, num_segments: Extent) -> ExtentsLike:
     if x.shape is None:
         return concat([reshape(num_segments, (1,)), shape(x)[1:]])
-    rest = [shape(x)[axis] if dim is None else dim for axis, dim in enumerate(x.shape)][1:]
-    return (num_segments, *rest)
+    return (num_segments, *(extent_of(x, axis) for axis in range(1, len(x.shape))))
 
 
 def _bincount_spec(x: Spec, *weights: Spec, minlength: int, dtype: DType) -> Spec:

@@ -46,3 +46,9 @@ def size(x: TensorLike, /) -> Tensor:
 def rank(x: TensorLike, /) -> Tensor:
     """The number of dimensions of `x` in the run, an int64 scalar. What is known while building is ``x.ndim``."""
     return apply(RANK, x)[0]
+
+
+def extent_of(x: Tensor, axis: int) -> int | Tensor:
+    """The extent of an axis of `x`, whose rank is known: an int if that is known while the graph is built."""
+    known = None if x.shape is None else x.shape[axis]
+    return shape(x)[axis] if known is None else known

@@ -7,7 +7,7 @@ from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.manipulation import concat, permute_dims, reshape
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
-from asyncflow.ops.shape import shape
+from asyncflow.ops.shape import extent_of
 
 
 class FoldedRows:
@@ -69,4 +69,4 @@ def _tail(x: Tensor, first: int) -> list[int | Tensor]:
     """The extents of `x` from axis `first` on."""
     if x.shape is None:
         raise CannotLift(f"the rank of {x.name} is not known while the graph is built")
-    return [shape(x)[axis] if known is None else known for axis, known in enumerate(x.shape) if axis >= first]
+    return [extent_of(x, axis) for axis in range(first, len(x.shape))]

@@ -13,7 +13,7 @@ from asyncflow.ops.decompositions import SOLVE
 from asyncflow.ops.linalg import EINSUM, MATMUL, MATRIX_TRANSPOSE, TENSORDOT, matrix_transpose
 from asyncflow.ops.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
-from asyncflow.ops.shape import shape
+from asyncflow.ops.shape import extent_of
 
 
 @row_rule(MATMUL)
@@ -42,16 +42,10 @@ def _by_matrix(node: Node, x: Tensor, right: LiftedValue) -> Tensor:
     if x.ndim is None or x.ndim <= 2:
         return _product(node, x, right.tensor)
     assert x.shape is not None
-    *leading, last = (_extent(x, axis) for axis in range(x.ndim))
+    *leading, last = (extent_of(x, axis) for axis in range(x.ndim))
     is_none_left = isinstance(last, Tensor) or last == 0  # or may be so: -1 is not determined then
     product = _product(node, reshape(x, (math.prod(leading) if is_none_left else -1, last)), right.tensor)
-    return reshape(product, (*leading, *([] if right.rank == 1 else [_extent(right.tensor, -1)])))
-
-
-def _extent(x: Tensor, axis: int) -> int | Tensor:
-    assert x.shape is not None
-    known = x.shape[axis]
-    return shape(x)[axis] if known is None else known
+    return reshape(product, (*leading, *([] if right.rank == 1 else [extent_of(right.tensor, -1)])))
 
 
 def _product(node: Node, x: Tensor, y: Tensor) -> Tensor:
@@ -73,15 +67,15 @@ def _tensordot(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         return [product if left.has_rows else moveaxis(product, left.rank - len(first), 0)]
     kept = [[axis for axis in range(x.rank) if axis not in summed] for x, summed in ((left, first), (right, second))]
     product = _product(node, _grouped(left.tensor, kept[0], first), _grouped(right.tensor, second, kept[1]))
-    extents = [_extent(x.tensor, 1 + axis) for x, axes in zip(inputs, kept, strict=True) for axis in axes]
-    return [reshape(product, (_extent(product, 0), *extents))]
+    extents = [extent_of(x.tensor, 1 + axis) for x, axes in zip(inputs, kept, strict=True) for axis in axes]
+    return [reshape(product, (extent_of(product, 0), *extents))]
 
 
 def _grouped(x: Tensor, first: Sequence[int], second: Sequence[int]) -> Tensor:
     """Rows as matrices: all of the axes `first` are one, and so are those of `second`."""
     ordered = permute_dims(x, [0, *(1 + axis for axis in (*first, *second))])
-    extents = [math.prod(_extent(x, 1 + axis) for axis in axes) for axes in (first, second)]
-    return reshape(ordered, (_extent(x, 0), *extents))
+    extents = [math.prod(extent_of(x, 1 + axis) for axis in axes) for axes in (first, second)]
+    return reshape(ordered, (extent_of(x, 0), *extents))
 
 
 @row_rule(EINSUM)
