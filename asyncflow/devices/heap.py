@@ -31,7 +31,14 @@ PART: Final = 8 << 20
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MOST_HEAPS = -1, -2, -3, -8
 _TRIMS_AT: Final = 128 << 10
 """Where glibc begins to give back, and how much it asks for at once, unless told otherwise."""
-_USERS: Final = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+_USERS: Final = (
+    "MALLOC_ARENA_MAX",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+)
 
 
 class Allocator(Protocol):
