@@ -71,6 +71,7 @@ async def test_a_deadline_holds_while_another_session_writes(cupy: FakeCupy) -> 
         add = v.assign_add(ONES)
     async with af.Session(graph, ["cuda:0"]) as writing, af.Session(graph) as reading:
         await writing.run(add)
+        await reading.run(v)  # else its time might be up before there is a plan
         cupy.pause()
         again = asyncio.create_task(writing.run(add.node))
         for _ in range(10):

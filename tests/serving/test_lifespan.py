@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 import asyncflow as af
 from asyncflow import serving
-from tests.faults.kernels import CoroutineGate, in_flight, ticks, until
+from tests.faults.kernels import DEADLINES_S, CoroutineGate, in_flight, ticks, until
 from tests.patience import PATIENCE_S
 from tests.serving.clients import answer, health
 
@@ -241,13 +241,23 @@ def heard() -> Any:
 
 async def test_f29_sigterm_drains_before_the_server_stops(heard: list[int]) -> None:
     """In flight when it comes: one run that ends in time, one that does not, and a stream."""
+    for attempts, grace_s in enumerate(DEADLINES_S, 1):
+        good = await drained_by_sigterm(grace_s)
+        assert heard == [signal.SIGTERM] * attempts
+        if good.is_success:  # else so little time was too little for it
+            break
+    assert (good.status_code, good.text) == (200, "2")
+
+
+async def drained_by_sigterm(grace_s: float) -> httpx.Response:
+    """What the one is answered that may end; the others are stopped."""
     model = Model()
 
     async def hangs(request: Request) -> PlainTextResponse:
         run = model.session.run(model.never, {model.x: ONE})
         return PlainTextResponse(str(await serving.run_or_disconnect(request, run)))
 
-    app, life = starlette_app(model, grace_s=0.3)
+    app, life = starlette_app(model, grace_s=grace_s)
     app.router.routes.append(Route("/hangs", hangs))
     server = Uvicorn(app, grace_s=60)
     await server.start()
@@ -265,12 +275,11 @@ async def test_f29_sigterm_drains_before_the_server_stops(heard: list[int]) -> N
             with pytest.raises(httpx.HTTPError):  # it was cut off
                 while True:
                     await anext(lines)
-    assert (good.status_code, good.text) == (200, "2")
     assert (stopped.status_code, stopped.headers["retry-after"]) == (503, "1")
     assert server.ended is not None
     await asyncio.wait_for(server.ended, PATIENCE_S)
     assert life.phase == "closed"
-    assert heard == [signal.SIGTERM]
+    return good
 
 
 async def test_f21_a_client_of_a_real_server_goes() -> None:
