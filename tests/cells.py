@@ -3,12 +3,12 @@
 The matrix is {asyncio, uvloop, virtual time} x {one device with regions, one device interpreted, three devices with
 every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells five caught every fault that any
 cell caught, when faults were put into the code on purpose (`make mutants`). These five run always; the others run with
-``--full``, or by turns with ``--turn=WORD``: then every fifth test runs in one more cell, with nodes placed as the word
-draws, and a fifth of the slow tests runs. One of the others leaves out a pass of the compiler, another for each test;
+``--full``, or by turns with ``--turn=WORD``: then every tenth test runs in one more cell, with nodes placed as the word
+draws, and a tenth of the slow tests runs. One of the others leaves out a pass of the compiler, another for each test;
 ``--without=PASS`` leaves it out of all tests.
 
-A test with more than five sets of parameters runs in all five cells as well, but each set in two of them, which change
-by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``.
+A test with several sets of parameters runs in all five cells as well, but each set in as many as it takes for that, two
+or three, which change by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from os import environ
 from typing import TypeAlias
 from zlib import crc32
@@ -38,11 +39,8 @@ DISTRIBUTED_ROOMS = ("conformance", "control", "state", "vertex")
 DRAWS = 10_000
 """So many random placements have their turn."""
 
-PARTS = 5
+PARTS = 10
 """Of so many parts of the slow tests, and of what one more cell adds, one has its turn."""
-
-CELLS_OF_A_SET = 2
-"""Of a test that has more sets of parameters than there are cells that always run, each set runs in so many of them."""
 
 REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
@@ -189,7 +187,7 @@ class Selection:
         def has_turn(test: pytest.Item) -> bool:
             if self.turn is None or test.get_closest_marker("slow") is None:
                 return True
-            # Not by chance: of one in five cells there is one each time, and it is another cell the next time.
+            # Not by chance: of one that has ten cells and sets there is one each time, and another one the next time.
             slow[_function(test)] += 1
             return (slow[_function(test)] + crc32(_function(test).encode()) + self.turn) % PARTS == 0
 
@@ -197,13 +195,15 @@ class Selection:
 
     def _is_in_its_cells(self, test: pytest.Item, sets: Mapping[str, int]) -> bool:
         """Whether a test runs in its cell, if these are the sets of parameters of its function, in order."""
-        cell = _cell(test)
-        if cell is None or cell not in ALWAYS or len(sets) <= len(ALWAYS):
+        cell, cells = _cell(test), ALWAYS if is_distributed(test) else (REGIONS, INTERPRETED)
+        if cell is None or cell not in cells or not sets:
             return True
+        # All together are in all cells, and each in two of five, or in one of two, at least.
+        count = max(len(cells) // 2, ceil(len(cells) / len(sets)))
         # The sets go through the cells one after another; products of parameters do not always meet in the same.
         place = sets[_parameters(test, cell)]
-        first = place * CELLS_OF_A_SET + place // len(ALWAYS) + (self.turn or 0)
-        return (ALWAYS.index(cell) - first) % len(ALWAYS) < CELLS_OF_A_SET
+        first = place * count + place // len(cells) + (self.turn or 0)
+        return (cells.index(cell) - first) % len(cells) < count
 
 
 def is_distributed(test: pytest.Item) -> bool:
@@ -211,8 +211,8 @@ def is_distributed(test: pytest.Item) -> bool:
 
 
 def _cell(test: pytest.Item) -> Arrangement | None:
-    """In which a test of the distributed rooms runs."""
-    if not (isinstance(test, pytest.Function) and hasattr(test, "callspec") and is_distributed(test)):
+    """In which a test with sessions runs."""
+    if not (isinstance(test, pytest.Function) and hasattr(test, "callspec")):
         return None
     cell = test.callspec.params.get("arrangement")
     return cell if isinstance(cell, Arrangement) else None

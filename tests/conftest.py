@@ -99,6 +99,11 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
     return {name: LOOPS[name] for name in config.stash[_selection].loops(item)}
 
 
+def pytest_collectstart() -> None:
+    """What is collected stays, so until then there is nothing for the collector to find."""
+    gc.disable()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "arrangement" in metafunc.fixturenames:
         cells = metafunc.config.stash[_selection].arrangements(metafunc.definition)
@@ -117,6 +122,7 @@ def pytest_collection_finish() -> None:
     """What is there before the first test stays, so the collector need not go through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # -- what tests use --------------------------------------------------------------------------------------------------
