@@ -7,8 +7,8 @@ cell caught, when faults were put into the code on purpose (`make mutants`). The
 draws, and a tenth of the slow tests runs. One of the others leaves out a pass of the compiler, another for each test;
 ``--without=PASS`` leaves it out of all tests.
 
-A test with several sets of parameters runs in all five cells as well, but each set in as many as it takes for that, two
-or three, which change by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``.
+A test with three sets of parameters or more runs in all five cells as well, but each set in two of them, which change
+by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from os import environ
 from typing import TypeAlias
 from zlib import crc32
@@ -196,10 +195,9 @@ class Selection:
     def _is_in_its_cells(self, test: pytest.Item, sets: Mapping[str, int]) -> bool:
         """Whether a test runs in its cell, if these are the sets of parameters of its function, in order."""
         cell, cells = _cell(test), ALWAYS if is_distributed(test) else (REGIONS, INTERPRETED)
-        if cell is None or cell not in cells or not sets:
+        count = len(cells) // 2
+        if cell is None or cell not in cells or len(sets) * count < len(cells):
             return True
-        # All together are in all cells, and each in two of five, or in one of two, at least.
-        count = max(len(cells) // 2, ceil(len(cells) / len(sets)))
         # The sets go through the cells one after another; products of parameters do not always meet in the same.
         place = sets[_parameters(test, cell)]
         first = place * count + place // len(cells) + (self.turn or 0)

@@ -21,6 +21,8 @@ SIZES = (1_000, 10_000, 100_000)
 MOST_GROWTH = 4.0
 """Time per node may grow so much when a graph gets ten times larger: caches and the collector cost a factor of two,
 anything quadratic one of ten."""
+ATTEMPTS = 3
+"""What grows does so each time. On a busy machine a processor that others share may be half as quick for a while."""
 
 
 # -- graphs of n nodes -----------------------------------------------------------------------------------------------
@@ -159,20 +161,33 @@ def median_times(build: Callable[[int], tuple[Any, Any]], size: int) -> Times:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("build", [chain, wide, random_dag], ids=lambda build: build.__name__)
 def test_time_per_node_does_not_grow(build: Callable[[int], tuple[Any, Any]]) -> None:
     """100 000 nodes cost about 100 times what 1 000 do, whether building, compiling or running."""
-    times = {size: median_times(build, size) for size in SIZES}
-    print("µs a node:", times)
-    for smaller, larger in itertools.pairwise(SIZES):
-        for phase, before, after in zip(Times._fields, times[smaller], times[larger], strict=True):
-            assert after < MOST_GROWTH * max(before, 1.0), f"{phase} of {larger} nodes: {times}"
+    attempts: list[list[str]] = []
+    while len(attempts) < ATTEMPTS and all(attempts):
+        times = {size: median_times(build, size) for size in SIZES}
+        print("µs a node:", times)
+        attempts.append(
+            [
+                f"{phase} of {larger} nodes: {times}"
+                for smaller, larger in itertools.pairwise(SIZES)
+                for phase, before, after in zip(Times._fields, times[smaller], times[larger], strict=True)
+                if after >= MOST_GROWTH * max(before, 1.0)
+            ]
+        )
+    assert not all(attempts), attempts
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_time_per_iteration_does_not_grow() -> None:
-    short, long = (median_times(counter, trips).run for trips in (1_000, 20_000))
-    assert long < MOST_GROWTH * short
+    growths: list[float] = []
+    while len(growths) < ATTEMPTS and min(growths, default=MOST_GROWTH) >= MOST_GROWTH:
+        short, long = (median_times(counter, trips).run for trips in (1_000, 20_000))
+        growths.append(long / short)
+    assert min(growths) < MOST_GROWTH, growths
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
