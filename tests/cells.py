@@ -8,7 +8,8 @@ draws, and a tenth of the slow tests runs. One of the others leaves out a pass o
 ``--without=PASS`` leaves it out of all tests.
 
 A test with three sets of parameters or more runs in all five cells as well, but each set in two of them, which change
-by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``.
+by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``. Outside these rooms, of a
+product of parameters half of the sets run, by turns, as on a chessboard: each value of each parameter does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import environ
-from typing import TypeAlias
+from typing import TypeAlias, cast
 from zlib import crc32
 
 import pytest
@@ -35,11 +36,17 @@ SEEDS = int(environ.get("ASYNCFLOW_SEEDS", "1"))
 DISTRIBUTED_ROOMS = ("conformance", "control", "state", "vertex")
 """Folders whose tests also run on three devices, and on virtual time."""
 
+ON_CARDS = "gpu"
+"""The folder whose tests are those of a card, where nothing is left out."""
+
 DRAWS = 10_000
 """So many random placements have their turn."""
 
 PARTS = 10
 """Of so many parts of the slow tests, and of what one more cell adds, one has its turn."""
+
+FEW = 5
+"""Of so many sets of parameters all run."""
 
 REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
@@ -181,16 +188,33 @@ class Selection:
         for test in tests if self.is_thinned else ():
             if cell := _cell(test):
                 sets[_function(test)].setdefault(_parameters(test, cell), len(sets[_function(test)]))
+        count = Counter(map(_function, tests))
         slow = Counter[str]()
+        seen: defaultdict[tuple[str, str], dict[int, int]] = defaultdict(dict)
 
         def has_turn(test: pytest.Item) -> bool:
-            if self.turn is None or test.get_closest_marker("slow") is None:
+            if test.get_closest_marker("slow") is None:
+                is_large = self.is_thinned and count[_function(test)] > FEW and not sets[_function(test)]
+                return not is_large or self._is_on_its_half(test, seen)
+            if self.turn is None:
                 return True
             # Not by chance: of one that has ten cells and sets there is one each time, and another one the next time.
             slow[_function(test)] += 1
             return (slow[_function(test)] + crc32(_function(test).encode()) + self.turn) % PARTS == 0
 
         return [test for test in tests if self._is_in_its_cells(test, sets[_function(test)]) and has_turn(test)]
+
+    def _is_on_its_half(self, test: pytest.Item, seen: defaultdict[tuple[str, str], dict[int, int]]) -> bool:
+        """Whether a set of a product of parameters is one of those that run; sets of one list of parameters all are."""
+        lists = [mark.args[0] for mark in test.iter_markers("parametrize")]
+        if len(lists) < 2 or test.path.parent.name == ON_CARDS:
+            return True
+        params, total = cast("pytest.Function", test).callspec.params, self.turn or 0
+        for names in lists:
+            first = names.split(",")[0].strip() if isinstance(names, str) else names[0]
+            places = seen[_function(test), first]
+            total += places.setdefault(id(params[first]), len(places))
+        return total % 2 == 0
 
     def _is_in_its_cells(self, test: pytest.Item, sets: Mapping[str, int]) -> bool:
         """Whether a test runs in its cell, if these are the sets of parameters of its function, in order."""
