@@ -143,6 +143,23 @@ async def test_a_user_s_op_is_never_run_again() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def with_two_dropouts(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+    """Both divide by one number, which the loop saves for each."""
+
+    def body(i: af.Tensor, y: af.Tensor) -> Any:
+        return i + 1, af.dropout(af.sin(af.dropout(y @ w, 0.1)) * y, 0.1)
+
+    found: af.Tensor = af.while_loop(lambda i, _: i < STEPS, body, (0, x))[1]
+    return found
+
+
+async def test_what_is_there_for_nothing_is_no_choice() -> None:
+    less = await train(with_two_dropouts, memory_limit=30 * VALUE, loop_batching=False)
+    (planned,) = less.planned
+    assert {value.choice for value in planned.values} == {"keep", "recompute"}
+    assert all(value.nbytes for value in planned.values)
+
+
 async def test_rows_that_wait_for_their_product_are_predicted() -> None:
     """A block has up to 1,024 rows of what the gradient of `w` is a product of, and is held besides."""
     one_by_one, batched = [await train(memory_limit=1 << 30, loop_batching=is_batched) for is_batched in (False, True)]

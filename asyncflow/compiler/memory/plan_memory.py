@@ -418,9 +418,11 @@ class _Candidate:
                 yield PlannedValue(value.node.name, size, "swap", size * swapping.ns_per_byte)
             elif size:
                 yield PlannedValue(value.node.name, size, "keep")
+        usual = self.changes[0].saved()
         for store in change.dropped if way.saving else ():
-            nbytes = self.changes[0].saved()[store.value]
-            yield PlannedValue(store.value.node.name, nbytes, "recompute", self.costs.of_node(store.value.node).ns)
+            if store.value in usual:  # else it is there for nothing
+                node = store.value.node
+                yield PlannedValue(node.name, usual[store.value], "recompute", self.costs.of_node(node).ns)
 
     def apply(self, way: Way) -> None:
         """Changes the loop. What is to stay moves only where more is held than was predicted."""
