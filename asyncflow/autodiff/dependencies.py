@@ -9,12 +9,15 @@ Sets of sources are the bits of an int.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.resource import resources_of
 from asyncflow.graph.structured import StructuredNode, WhileNode
-from asyncflow.state.variable import VARIABLE_READ
+from asyncflow.state.variable import VARIABLE_READ, Variable
 
 
 def nodes_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[Node]:
@@ -76,9 +79,11 @@ class Dependencies:
         return self._summary(node)[1]
 
     def _read(self, node: Node) -> int:
-        if node.op is not VARIABLE_READ:
+        if node.op is not VARIABLE_READ and not node.op.waits_in_line:
             return 0
-        return self.variables.get(node.attrs["variable"].serial, 0)
+        # A call that runs share reads variables in what they share.
+        read = (each for each in resources_of(node) if isinstance(each, Variable))
+        return reduce(or_, (self.variables.get(each.serial, 0) for each in read), 0)
 
     def _of_structured(self, node: StructuredNode, given: Sequence[int]) -> list[int]:
         inputs, variables = self._summary(node)

@@ -267,3 +267,26 @@ def test_what_cannot_be_shared_is_refused() -> None:
         pytest.raises(af.GraphError, match=r"(?s)shared with other runs, through which no gradient.*share=True"),
     ):
         af.gradients(af.sum(program.fetches[-1]), [program.x])
+
+
+@pytest.mark.parametrize("is_read_inside", [True, False])
+def test_nothing_that_is_shared_has_a_gradient(is_read_inside: bool) -> None:
+    """Nor by a variable that is read where runs share it: that was taken for one that nothing depends on."""
+    with af.Graph():
+        w = af.Variable(np.ones(H), name="w")
+        weights: Any = w if is_read_inside else w.read()
+
+        @af.vertex_function(state=af.spec("float64", (H,)))
+        def scaled(v: Any) -> None:
+            v.scatter(v.gather_all() * weights + 1.0)
+
+        tree, _ = af.InputGraph.from_nested((("a", "b"), "c"))
+        shared = [
+            af.vertex_map(scaled, tree, {}, share=True).roots,
+            af.while_loop(lambda i, _: i < 3, lambda i, h: (i + 1, h * weights), (0, af.ones(H)), pool=af.Pool())[1],
+            af.batched(lambda i: weights * i)(2.0),
+            af.batched(lambda i: weights[i])(0),
+        ]
+        for y in shared:
+            with pytest.raises(af.GraphError, match="through which no gradient goes"):
+                af.gradients(af.sum(y), w)

@@ -40,6 +40,22 @@ async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
         assert not session._runs.memory_turns._waiting  # type: ignore[union-attr]
 
 
+async def test_what_a_run_draws_does_not_depend_on_whether_it_is_done_again() -> None:
+    """Nor does what later ones draw: there they went by how many runs had been done again."""
+    with af.Graph(seed=7) as graph:
+        x = af.placeholder("float32", (None,))
+        y = holds(x + af.random.uniform((100_000,), dtype="float32"))
+    found = []
+    for limit in (None, 2 * LIMIT):
+        async with af.Session(graph, memory_limit=limit, regions=False) as session, asyncio.timeout(PATIENCE_S):
+            runs = [_sum_of(session, y, {x: LARGE}) for _ in range(8)]
+            found.append([*await asyncio.gather(*runs), await _sum_of(session, y, {x: LARGE})])
+            begun = session._runs.begun
+    assert begun > len(found[0])
+    assert len(set(found[0])) == len(found[0])
+    assert found[1] == found[0]
+
+
 async def test_a_run_that_is_done_again_is_alone() -> None:
     """The last that waits, too: what begins meanwhile queues behind it."""
     turns, order = MemoryTurns(), []

@@ -327,11 +327,15 @@ class Runs:
         self, start: Callable[..., Run], plan: Plan, timeout: float | None, asked_s: float
     ) -> list[Value]:
         """The values of a run that is done again, alone, if it passes the memory limit beside others."""
+        number: int | None = None
 
         async def attempt() -> list[Value]:
+            nonlocal number
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
-            return await start(has_age=True).wait()
+            run = start(has_age=True, number=number)
+            number = run.number  # it draws the same again, and later runs what they draw in any case
+            return await run.wait()
 
         assert self.memory_turns is not None
         waits = partial(in_time, timeout, asked_s, "runs that it does not fit into memory with did not end")
@@ -386,6 +390,7 @@ class Runs:
         priority: int = 0,
         name: str = "",
         on_end: Callable[[Run], None] | None = None,
+        number: int | None = None,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
             raise SessionClosedError(self.closed or self.drained)
@@ -393,7 +398,7 @@ class Runs:
         plan.used = self.begun
         run = Run(
             plan,
-            number=self.begun + self.numbered_from,
+            number=self.begun + self.numbered_from if number is None else number,
             devices=self._devices,
             turn=self._turn,
             options=self._options,
@@ -407,7 +412,7 @@ class Runs:
             context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
         )
         run.part.priority = priority
-        if is_part:
+        if is_part or number is not None:
             self.numbered_from -= 1  # the numbers of runs, and so what they draw, depend on no batch
         elif trace is not None and trace.order is not None:
             trace.order.run = run.number
