@@ -17,7 +17,7 @@ import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
@@ -244,6 +244,19 @@ class MemoryAccount:
     def count(self, array: Buffer, label: str) -> None:
         """Count an array that owns its memory, as `track` does, whatever the limit."""
         self._watch(array, array.nbytes, label)
+
+    def uncounted(self, values: Iterable[object]) -> list[Buffer]:
+        """The buffers behind what is fed to a run that are not counted yet; `forget` them when it has ended."""
+        arrays = [value for value in values if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES]
+        return [owner for owner in map(owner_of, arrays) if id(owner) not in self._live]
+
+    def forget(self, buffers: Iterable[Buffer]) -> None:
+        """Count them no longer, as they are the caller's, who may keep them or feed them again."""
+        with self._lock:
+            self._settle()
+            for buffer in buffers:
+                watch = self._live.pop(id(buffer), None)
+                self.at_most -= 0 if watch is None else watch.nbytes
 
     def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
         """The ``n`` largest buffers that are counted and alive, largest first."""

@@ -20,6 +20,7 @@ from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
+    from asyncflow.devices.swap import SwapManager
     from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Kernel, Value
 
@@ -206,6 +207,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         d2h: the stream of copies to host memory.
         memory: the bytes it holds, and their limit.
         swapping: the mover of saved values, away and back; None if nothing does.
+        pacing: measures what iterations of loops take, where a limit asks for it and `swapping` does not.
         asynchronous: the device itself, if a kernel's result is there only in the order of its stream, not when it
             returns.
         threads: how many long kernels it computes at the same time, in any order; 1 where a stream has them all.
@@ -214,6 +216,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
 
     asynchronous: AsynchronousDevice | None = None
     swapping: Swapping | None = None
+    pacing: SwapManager | None = None
     xp: ModuleType = np
     memory: MemoryAccount
     threads: int = 1

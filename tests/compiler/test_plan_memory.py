@@ -101,7 +101,7 @@ async def test_what_does_not_fit_is_computed_again(share: float, regions: bool) 
     """The same bits, within the limit, which is predicted.
 
     Without regions a gradient's iterations may begin ahead of one another, as kernels happen to end, and would hold
-    what they make of saved values: they run one by one where there is no memory for that.
+    what they make of saved values: they begin as there is room.
     """
     usual = await train(regions=regions, memory_limit=1 << 30, loop_batching=False)
     limit = int(share * usual.peak)
@@ -112,6 +112,29 @@ async def test_what_does_not_fit_is_computed_again(share: float, regions: bool) 
     assert 0.75 * planned.held <= less.peak <= 1.01 * planned.held
     for one, other in zip(less.values, usual.values, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("build", [loop, nested])
+@pytest.mark.parametrize("ys", [1, 2])
+async def test_iterations_begin_as_there_is_room_where_sizes_are_not_known(build: Any, ys: int) -> None:
+    """With little more than one at a time takes; of several gradients, too.
+
+    They ran ahead of one another, as far as `parallel_iterations` let them, and held twice as much and more.
+    """
+    side = 64
+
+    async def peak(limit: int, **options: Any) -> int:
+        with af.Graph():
+            x, w = af.placeholder("float32", (None, side)), af.placeholder("float32", (side, side))
+            y = build(x, w, **options)
+            grads = [af.gradients(af.sum(z), [x, w]) for z in (y, af.sin(y))[:ys]]
+            fed = np.random.default_rng(0).normal(size=(side, side)).astype(np.float32) / 20
+            async with af.Session(memory_limit=limit, regions=False, loop_batching=False) as session:
+                await session.run(grads, {x: fed, w: fed})
+                return session.statistics().memory["cpu:0"].peak
+
+    limit = int(1.15 * await peak(1 << 30, parallel_iterations=1))
+    assert await peak(limit) <= limit
 
 
 async def test_more_memory_never_takes_longer() -> None:

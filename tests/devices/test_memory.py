@@ -240,3 +240,21 @@ def test_a_store_is_looked_through_before_the_limit_counts_as_passed() -> None:
             held.append(np.ones(400))
             account.track(State(held), "others")
     assert 100_000 < caught.value.used < 120_000
+
+
+def test_what_was_fed_is_forgotten_and_what_was_there_is_not() -> None:
+    """By its buffer, whatever view of it is tracked; once, though it may be freed later."""
+    account = MemoryAccount("cpu:0", 1 << 20)
+    made, fed, small = np.ones(10_000), np.ones(20_000), np.ones(3)
+    account.track(made)
+    found = account.uncounted([made, fed[5:], small, 3.0])
+    assert [id(buffer) for buffer in found] == [id(fed)]
+    account.track(fed.reshape(100, 200))
+    assert account.used == made.nbytes + fed.nbytes
+    account.forget(found)
+    account.forget(found)
+    assert account.used == made.nbytes
+    del fed, found
+    assert account.used == made.nbytes
+    del made
+    assert account.used == 0

@@ -40,6 +40,17 @@ async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
         assert not session._runs.memory_turns._waiting  # type: ignore[union-attr]
 
 
+async def test_what_those_are_fed_that_wait_takes_no_room(graph: af.Graph) -> None:
+    """An array of the first attempt held it, and so it counted: then no run found room, whoever was alone."""
+    x = af.placeholder("float32", (None,))
+    rows = af.TensorArray("float32", 1).write(0, x)
+    total = af.sum(holds(x)) + af.sum(rows.read(0))
+    async with af.Session(graph, memory_limit=4 * LIMIT // 3, regions=False) as session, asyncio.timeout(PATIENCE_S):
+        assert await asyncio.gather(*(session.run(total, {x: LARGE}) for _ in range(4))) == [300_000.0] * 4
+        assert session._runs.begun > 4
+        assert session.statistics().used_bytes["cpu:0"] == 0
+
+
 async def test_what_a_run_draws_does_not_depend_on_whether_it_is_done_again() -> None:
     """Nor does what later ones draw: there they went by how many runs had been done again."""
     with af.Graph(seed=7) as graph:

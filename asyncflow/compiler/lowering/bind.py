@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 
 from asyncflow.autodiff.row_gradients import READ_ROWS, RowGradient
-from asyncflow.autodiff.saved_values import SAVE
+from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.plan import Partition, PlanFrame
@@ -77,8 +77,8 @@ class Binding:
             layout = Layout(nodes.get(device.name, ()), frames, self.streams, bind, bind_region)
             fetched = {node: position for node, position in positions.items() if node.device == device.name}
             partitions.append(layout.build(device.name, fetched, len(positions)))
-            if device.swapping is not None and device.memory.limit is not None:
-                _watch_iterations(partitions[-1].frames, device.memory)
+            if device.pacing is not None or (device.swapping is not None and device.memory.limit is not None):
+                _watch_iterations(partitions[-1].frames, device)
         return partitions
 
     def kernel(self, device: Device, node: Node) -> Kernel:
@@ -125,16 +125,17 @@ class Binding:
         return code, bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
 
 
-def _watch_iterations(frames: Mapping[FramePath, PlanFrame], memory: MemoryAccount) -> None:
-    """Has the loops ask for memory that move saved values."""
+def _watch_iterations(frames: Mapping[FramePath, PlanFrame], device: Device) -> None:
+    """Has the loops ask for memory that move saved values; where nothing moves, all that save or read any."""
+    everywhere = device.pacing is not None
+    asking = []
     for path, frame in frames.items():
-        within = [other for at, other in frames.items() if at != path and at[: len(path)] == path]
-        if path and _asks_for_memory(frame) and not any(map(_asks_for_memory, within)):
-            frame.working_set = WorkingSet(memory)
-
-
-def _asks_for_memory(frame: PlanFrame) -> bool:
-    return asks_for_memory([node for planned in frame.nodes for node in (planned.source, *planned.region_nodes())])
+        nodes = [node for planned in frame.nodes for node in (planned.source, *planned.region_nodes())]
+        if path and (any(x.op in (SAVE, READ_SAVED) for x in nodes) if everywhere else asks_for_memory(nodes)):
+            asking.append(path)
+    for path in asking:
+        if everywhere or not any(other != path and other[: len(path)] == path for other in asking):
+            frames[path].working_set = WorkingSet(device.memory)
 
 
 def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:

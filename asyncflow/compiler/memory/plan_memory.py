@@ -237,8 +237,6 @@ def _planned(
     unknown = [each for each in candidates if not each.iterations]
     for each in unknown:
         share = max(room - known, room / 2) / len(unknown)
-        if asked is None:
-            each.hold_back()
         yield each.keep_first(share) if asked is None else f"{each.unknown}; {_ALL[asked]}"
         room -= share
     total = known
@@ -263,8 +261,6 @@ def _planned(
         )
         if is_changed or not (asked or each.loop.swap_memory):
             each.apply(way)
-        if asked is None and room < total + each.ahead:
-            each.hold_back()
         yield planned
 
 
@@ -311,22 +307,6 @@ class _Candidate:
             if fits(way, figures):
                 return way
         return choose_way(figures)
-
-    @property
-    def ahead(self) -> int:
-        """Bytes that iterations of a gradient may make ahead of the ones before them, where nothing holds them back.
-
-        Without a region a gradient's iteration makes all that depends on saved values alone before its own gradient is
-        there: about as much as they are.
-        """
-        windows = [min(loop.parallel_iterations, self.iterations) for loop in self.gradients]
-        return 0 if self.device.swapping is not None else sum(windows) * self.savings[0].nbytes
-
-    def hold_back(self) -> None:
-        """Has gradients run one iteration at a time, if nobody else sees to it that there is memory for more."""
-        if self.device.swapping is None:
-            for loop in self.gradients:
-                loop.attrs = {**loop.attrs, "parallel_iterations": 1}
 
     @property
     def unknown(self) -> str:

@@ -9,7 +9,7 @@ from asyncflow.devices.cpu.lanes import Lanes
 from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.memory import MemoryAccount, spill_advice
 from asyncflow.devices.protocol import Capabilities, Device, LogicalDevice
-from asyncflow.devices.swap import Space
+from asyncflow.devices.swap import Space, SwapManager
 from asyncflow.streams.cpu.stream import ThreadStream
 
 NS_PER_HANDOVER = 30_000.0
@@ -62,6 +62,8 @@ class CpuDevice(LogicalDevice[ThreadStream]):
                 spaces = [Space("disk")]
                 self.swapping = CpuSwapping(self.memory, spaces, spill_directory, self.d2h, self.h2d)
                 self.memory.advise = self.swapping.advice
+            else:
+                self.pacing = SwapManager(self.memory, ())
 
     async def aclose(self, grace_s: float) -> bool:
         """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""

@@ -19,7 +19,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.memory import Buffer, MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans, recording
 from asyncflow.errors import DeviceLostError, KernelError
 from asyncflow.graph.op import KernelContext
@@ -82,6 +82,8 @@ class Executor:
     is_driven: bool = field(default=False, init=False)
     """Whether somebody is inside `drive`."""
     failures: list[tuple[int, int, BaseException]] = field(default_factory=list, init=False)
+    _fed: Sequence[Buffer] = field(default=(), init=False)
+    """What it is fed, and is counted only as long as it goes on."""
     _swapping: Swapping | None = field(init=False)
     _throttled: bool = field(default=False, init=False)
     lacks_memory: bool = field(default=False, init=False)
@@ -117,6 +119,8 @@ class Executor:
     def start(self, fed: Sequence[Value]) -> None:
         """Delivers its part of what the plan is fed, and drives as far as the current turn allows."""
         feeds = list(map(fed.__getitem__, self.scheduler.partition.feed_indexes))
+        if self.device.memory.limit is not None:
+            self._fed = self.device.memory.uncounted(feeds)
         try:
             if self.asynchronous is None:
                 self._begin(feeds)
@@ -266,9 +270,11 @@ class Executor:
         device, swapping = self.asynchronous, self._swapping
         if device is not None and device.throttle(self._resume):
             return True
-        if swapping is None:
-            return False
         asks, self.scheduler.asks = self.scheduler.asks, []
+        if swapping is None:
+            if asks and self.device.pacing is not None:
+                self.device.pacing.asks(self.run.number, asks)
+            return False
         lacks, self.lacks_memory = self.lacks_memory, False
         run = self.run.number if lacks or (asks and swapping.lacks(self.run.number, *asks)) else None
         return swapping.throttle(self._resume, self.run.turn.loop, run)
@@ -376,7 +382,11 @@ class Executor:
             self._coroutines.close()
         if self._swapping is not None:
             self._swapping.leave(self.run.number)
-        del self.run, self._ports, self._regions, self._coroutines, self._waits
+        elif self.device.pacing is not None:
+            self.device.pacing.leaves(self.run.number)
+        if self._fed:
+            self.device.memory.forget(self._fed)
+        del self.run, self._fed, self._ports, self._regions, self._coroutines, self._waits
 
     # -- launching -----------------------------------------------------------------------------------------------
 
