@@ -139,7 +139,7 @@ def vertex_map(
             traced = [_traced(each, tensors, lift_parts=lift_parts, share=share) for each in functions]
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
-            raise GraphError(f"vertex_map: {reason}") from None
+            raise GraphError(f"vertex_map computes many vertices at once, but {reason}") from None
 
 
 def _traced(

@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a coroutine function": (lambda: declared(coroutine), "coroutine is a coroutine function; make it an op"),
     "an op that awaits": (
         lambda: af.vertex_map(scatters(lambda v: waits(v.pull())), CHAINS, ROWS),
-        r"waits \(waits\) .*built at",
+        r"computes many vertices at once, but .*waits \(waits\) .*built at",
     ),
     "a variable": (
         lambda: af.vertex_map(scatters(lambda v: af.Variable(ROWS[0], name="w").assign_add(v.pull())), CHAINS, ROWS),
