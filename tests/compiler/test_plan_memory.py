@@ -249,6 +249,15 @@ async def test_where_only_a_run_knows_how_many_iterations_there_are_those_that_f
         np.testing.assert_array_equal(one, other)
 
 
+async def test_where_there_is_no_room_no_iteration_keeps_its_values() -> None:
+    """There were a negative number of them, and the number of a checkpoint was wrong."""
+    with af.Graph():
+        x, w = (af.placeholder("float32", (SIDE, SIDE)) for _ in range(2))
+        grads = af.gradients(af.sum(of_unknown_length(x, w)), [x, w])
+        async with af.Session(memory_limit=VALUE) as session:
+            assert "; the first 0 keep 512.0 KiB each" in session.plan(grads, [x, w]).explain(memory=True)
+
+
 async def test_why_nothing_is_predicted_is_said() -> None:
     def of_any_rows(x: af.Tensor, w: af.Tensor) -> af.Tensor:
         return loop(af.boolean_mask(x, x[:, 0] > -9), w) if hasattr(af, "boolean_mask") else loop(x[x[:, 0] > -9], w)

@@ -319,7 +319,7 @@ class _Candidate:
         Those behind them run again in segments of 1, 2, 3, ... iterations, unless it takes less time to move values.
         """
         nbytes = self.savings[0].nbytes
-        kept = int(_KEPT * room / nbytes)
+        kept = max(0, int(_KEPT * room / nbytes))
         says = self.unknown
         if self.loop.swap_memory and self.device.swapping is not None:
             return f"{says}; values of 64 KiB move from the first byte on, as was asked"

@@ -119,10 +119,10 @@ class Executor:
     def start(self, fed: Sequence[Value]) -> None:
         """Delivers its part of what the plan is fed, and drives as far as the current turn allows."""
         feeds = list(map(fed.__getitem__, self.scheduler.partition.feed_indexes))
-        if self.device.memory.limit is not None:
-            self._fed = self.device.memory.uncounted(feeds)
         try:
             if self.asynchronous is None:
+                if self._swapping is not None or self.device.pacing is not None:  # it has a limit
+                    self._fed = self.device.memory.uncounted(feeds)
                 self._begin(feeds)
             else:
                 if self.asynchronous.charge is not None:
