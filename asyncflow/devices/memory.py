@@ -479,8 +479,8 @@ def owner_of(value: npt.NDArray[np.generic]) -> Buffer:
 def spill_advice() -> str:
     """The advice for a CPU whose memory is short and that has no file."""
     return (
-        'or let gradients run iterations again, with saved_values="recompute"; or give spill_directory=, to which values '
-        "of 64 KiB and more go that loops save for gradients"
+        'or let gradients run iterations again, with saved_values="recompute"; or give spill_directory=, to which '
+        "values of 64 KiB and more go that loops save for gradients"
     )
 
 

@@ -427,8 +427,8 @@ class SwapManager:
         group, lap = self.group(key), self._lap
         most, used = self._account.lap()
         if lap is not None and lap.group is group and len(sets) == 1 and group.sets == sets:
-            ahead = self._ahead - lap.ahead
-            sets[0].measured(most - lap.used - ahead, self._account.total - lap.total - ahead)
+            ahead, is_alone = self._ahead - lap.ahead, len(self._groups) < 2 and len(self._ages) < 2
+            sets[0].measured(most - lap.used - ahead, self._account.total - lap.total - ahead, is_alone=is_alone)
         group.sets = sets
         for working_set in sets:
             group.largest = max(group.largest, working_set.most)
