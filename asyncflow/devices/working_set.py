@@ -50,13 +50,13 @@ class WorkingSet:
         is_measured: they can be relied upon.
     """
 
-    __slots__ = ("_account", "_count", "_is_exact", "_is_shared", "is_measured", "most", "total")
+    __slots__ = ("_account", "_count", "_is_beside", "_is_shared", "is_measured", "most", "total")
 
     def __init__(self, account: Account) -> None:
         self.most = self.total = 0
         self._account = account
         self._count = 0
-        self._is_shared = self._is_exact = self.is_measured = False
+        self._is_beside = self._is_shared = self.is_measured = False
 
     def expected(self, largest: int) -> int:
         """The most, guessed before a few were measured, where `largest` is what is known of other loops."""
@@ -76,12 +76,13 @@ class WorkingSet:
     def measured(self, most: int, total: int, *, is_alone: bool = True) -> None:
         """So many bytes were taken since the last iteration began that was by itself.
 
-        If other runs took some of it (not `is_alone`), it is too much, and stands until something better is known.
+        If other runs took some of it (not `is_alone`), it is too much, and stands until a run is alone.
         """
-        if not self._is_shared and (is_alone or not self._is_exact):
-            if is_alone and not self._is_exact:
+        if not self._is_shared:
+            if is_alone and self._is_beside and total:
                 self.most = self.total = self._count = 0
-                self._is_exact = True
+                self._is_beside = False
+            self._is_beside |= not is_alone
             self.most, self.total = max(self.most, most), max(self.total, total)
             self._count += 1
             self.is_measured = self._count >= _MEASURED
