@@ -23,7 +23,8 @@ def _constant_kernel(xp: Namespace, *, value: Array) -> Kernel:
     return lambda: stored
 
 
-PLACEHOLDER = define("placeholder", _spec_attr)
+PLACEHOLDER = define("placeholder", lambda *, spec, is_lent=False: spec)
+"""A value to feed; if it `is_lent`, a loop of the run may write to it, and gives it back as it was if it fails."""
 PARAMETER = define("parameter", _spec_attr)
 CONSTANT = define("constant", _constant_spec, _constant_kernel, is_total=True, traits=OPAQUE)
 IDENTITY = define(

@@ -14,8 +14,8 @@ from functools import cached_property
 from asyncflow.control.body import join_captures
 from asyncflow.control.while_loop import install_pooling, while_loop
 from asyncflow.errors import GraphError, LoopIdentity, user_location
-from asyncflow.graph.build import as_tensor, placeholder
-from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.build import apply, as_tensor, placeholder
+from asyncflow.graph.builtin import CONSTANT, PLACEHOLDER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
@@ -171,13 +171,15 @@ class SharedLoop(SharedCode):
         feeds = tuple(value.tensor for value in given.values())
         return given, feeds, shape(feeds[0])[0]
 
-    def _given(self, *, is_one: bool = False) -> dict[int, LiftedValue]:
-        """Placeholders for the inputs, by their places."""
+    def _given(self, *, is_one: bool = False, is_lent: bool = False) -> dict[int, LiftedValue]:
+        """Placeholders for the inputs, by their places; whether variables are in slabs that may be written to."""
         given = {}
         for place, has_rows in zip(self._places, self.has_rows, strict=True):
             x = self._body.inputs[place]
             is_many = has_rows and not is_one
-            given[place] = LiftedValue(placeholder(x.dtype, (None, *(x.shape or ())) if is_many else x.shape), is_many)
+            spec = Spec(x.dtype, (None, *(x.shape or ())) if is_many else x.shape)
+            (value,) = apply(PLACEHOLDER, spec=spec, is_lent=is_lent and place < self.n_vars)
+            given[place] = LiftedValue(value, is_many)
         return given
 
     def _known(self, part: Subgraph, given: Mapping[int, LiftedValue]) -> dict[Tensor, LiftedValue]:
@@ -193,7 +195,7 @@ class SharedLoop(SharedCode):
 
     def _stepping(self, *, is_one: bool) -> BodyProgram:
         with Graph() as graph:
-            given = self._given(is_one=is_one)
+            given = self._given(is_one=is_one, is_lent=not is_one)
             inputs = tuple(value.tensor for value in given.values())
             most = placeholder("int64", ())
             count = None if is_one else shape(inputs[0])[0]

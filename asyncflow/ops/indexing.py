@@ -18,12 +18,13 @@ from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import uint64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import KERNELS, NEW, OPAQUE, VIEW, Op, define
+from asyncflow.graph.op import KERNELS, NEW, VIEW, Memory, Op, Traits, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import PASS, elements, free, moving
+from asyncflow.ops.in_place import OwnBuffer, writable
 from asyncflow.ops.keys import (
     ELLIPSIS,
     Key,
@@ -217,9 +218,10 @@ def _added_spec(x: Spec, values: Spec, *indices: Spec, key: Key) -> Spec:
 def _update_kernel(xp: Namespace, *, key: Key) -> Kernel:
     _, build = compile_key(key)
 
-    def kernel(x: Array, values: Array, *indices: Array) -> Array:
-        result = np.array(x)
-        result[build(*indices)] = values
+    def kernel(x: Array, values: Array, *indices: Array, own: Array | OwnBuffer | None = None) -> Array:
+        index = build(*indices)
+        result = writable(np, x, index, own)
+        result[index] = values
         return result
 
     def device_kernel(x: Array, values: Array, *indices: Array) -> Array:
@@ -229,20 +231,22 @@ def _update_kernel(xp: Namespace, *, key: Key) -> Kernel:
         result[device_index(xp, build(*indices))] = xp.asarray(values)
         return result
 
+    kernel.takes_own = True  # type: ignore[attr-defined]
     return kernel if xp is np else device_kernel
 
 
 def _add_kernel(xp: Namespace, *, key: Key) -> Kernel:
     static, build = compile_key(key)
 
-    def basic(x: Array, values: Array) -> Array:
-        result = xp.array(x)
+    def basic(x: Array, values: Array, own: Array | OwnBuffer | None = None) -> Array:
+        result = writable(xp, x, static, own)
         result[static] += values
         return result
 
-    def kernel(x: Array, values: Array, *indices: Array) -> Array:
-        result = np.array(x)
-        add_at(np, result, build(*indices), values)
+    def kernel(x: Array, values: Array, *indices: Array, own: Array | OwnBuffer | None = None) -> Array:
+        index = build(*indices)
+        result = writable(np, x, index, own)
+        add_at(np, result, index, values)
         return result
 
     def device_kernel(x: Array, values: Array, *indices: Array) -> Array:
@@ -252,6 +256,7 @@ def _add_kernel(xp: Namespace, *, key: Key) -> Kernel:
         add_at(xp, result, device_index(xp, build(*indices)), values)
         return result
 
+    basic.takes_own = kernel.takes_own = True  # type: ignore[attr-defined]
     if static is not None:
         return basic
     return kernel if xp is np else device_kernel
@@ -261,11 +266,12 @@ def _changed_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: o
     return PASS * elements(outputs[0]) + moving((), inputs[1:])
 
 
+_COPIES = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 INDEX_UPDATE = define(
-    "index_update", _changed_spec, _update_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE
+    "index_update", _changed_spec, _update_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=_COPIES
 )
 INDEX_ADD = define(
-    "index_add", _added_spec, _add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE
+    "index_add", _added_spec, _add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=_COPIES
 )
 
 

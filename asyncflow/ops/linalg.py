@@ -13,7 +13,7 @@ from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import NEW, OPAQUE, Op, define
+from asyncflow.graph.op import NEW, OPAQUE, Memory, Op, Traits, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
@@ -334,7 +334,9 @@ def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     return lambda *xs: product(*(x.astype(float32) for x in xs)).astype(dtype)
 
 
-EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=OPAQUE)
+_LOOKS = Traits(Memory.VIEW, is_capturable=False, is_cheap=False)
+"""Of one operand it is a view."""
+EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=_LOOKS)
 
 
 def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:

@@ -83,13 +83,15 @@ class RowGroup(Generic[A]):
         self._own = [place for place, own in enumerate(has_rows) if own]
         self._n_vars, self._most = n_vars, most
         self._slabs: list[Array] = []
+        self._lent: list[Array] = []
         self._stores: list[Array] = []
         self._room = self._row_size = 0
         self._owners: Array | None = np.empty(0, np.int64) if is_watched else None
 
     def inputs(self, first: int, end: int) -> list[Array]:
-        """The inputs of a range of rows: parts of slabs, which the next change of rows may write to."""
-        return self.with_rows(self.rows[first], [slab[first:end] for slab in self._slabs])
+        """The inputs of a range of rows: parts of slabs, which a step or the next change of rows may write to."""
+        self._lent = [slab[first:end] for slab in self._slabs]
+        return self.with_rows(self.rows[first], self._lent)
 
     def values(self, row: int) -> list[Array]:
         """Copies of the inputs of one row."""
@@ -141,11 +143,17 @@ class RowGroup(Generic[A]):
     def write(self, following: Sequence[Array]) -> bool:
         """Takes the next variables of all rows; whether they have become of other shapes."""
         rows = len(self.rows)
+        pairs = enumerate(zip(following, self._lent, strict=False))
+        there = {place for place, (values, mine) in pairs if values is mine and len(values) == rows}
         # What is a view may look into a slab that is written to before it.
-        following = [values if values.base is None else values.copy() for values in following]
+        following = [
+            values if values.base is None or place in there else values.copy() for place, values in enumerate(following)
+        ]
         has_changed = False
         for place, values in enumerate(following):
             slab = self._slabs[place]
+            if place in there:
+                continue
             if values.shape[1:] == slab.shape[1:]:
                 slab[:rows] = values
             else:

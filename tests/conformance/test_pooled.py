@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tracemalloc
 from functools import partial
 from math import inf
 from random import Random
@@ -523,6 +524,90 @@ async def test_variables_that_grow(open_session: OpenSession) -> None:
             expected = np.append(expected, expected.sum() + value.sum())
         assert last.tolist() == expected.tolist()
     assert counts.largest > 1
+
+
+ROOM, WIDTH = 8, 4
+"""Of a cache."""
+ASK, KEY = np.random.default_rng(0).normal(size=(2, WIDTH, WIDTH)) / WIDTH**0.5
+
+
+def decoded(prompt: np.ndarray[Any, Any], n: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The last output and the cache."""
+    x, cache = prompt[-1], np.zeros((ROOM, WIDTH))
+    cache[: len(prompt)] = prompt @ KEY
+    for at in range(len(prompt), len(prompt) + n):
+        cache[at] = x @ KEY
+        cache[0] += x * 0.1
+        scores = np.exp(cache[: at + 1] @ (x @ ASK))
+        x = np.tanh(scores / scores.sum() @ cache[: at + 1])
+    return x, cache
+
+
+@pytest.mark.parametrize("debug", [False, True])
+async def test_f18_caches_of_different_lengths_are_filled_together(open_session: OpenSession, debug: bool) -> None:
+    """Each as it is filled alone, whoever comes, is cancelled, or fails as there is no room."""
+
+    def step(at: af.Tensor, x: af.Tensor, cache: af.Tensor) -> tuple[af.Tensor, ...]:
+        cache = af.index_add(af.index_update(cache, at, x @ KEY), 0, x * 0.1)
+        scores = af.where(af.arange(ROOM) <= at, cache @ (x @ ASK), -np.inf)
+        x = af.where(at == ROOM - 1, np.nan, af.softmax(scores) @ cache)
+        return at + 1, af.tanh(af.check_numerics(x, "it is full")), cache
+
+    with af.Graph() as graph:
+        prompt, n = af.placeholder("float64", (None, WIDTH), name="prompt"), af.placeholder("int64", (), name="n")
+        length = af.shape(prompt)[0]
+        cache = af.index_update(af.zeros((ROOM, WIDTH), dtype="float64"), slice(None, length), prompt @ KEY)
+        start = (length, prompt[-1], cache)
+        fetches = af.while_loop(lambda at, *_: at < length + n, step, start, pool=af.Pool(4), name="decode")[1:]
+    rows = np.random.default_rng(0)
+    asked = [(rows.normal(size=(length, WIDTH)), steps) for length, steps in ((4, 9), (2, 5), (1, 6), (5, 2), (3, 0))]
+    async with open_session(graph, debug=debug) as session:
+        for passes in (0, 3):
+            runs = [asyncio.ensure_future(session.run(fetches, {prompt: x, n: k})) for x, k in (*asked, asked[1])]
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            runs[-1].cancel()
+            failed, *found, _ = await asyncio.gather(*runs, return_exceptions=True)
+            assert isinstance(failed, af.KernelError)
+            assert "it is full" in str(failed)
+            del failed, runs
+            for each, (x, k) in zip(found, asked[1:], strict=True):
+                assert not isinstance(each, BaseException), each
+                for value, expected in zip(each, decoded(x, k), strict=True):
+                    np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-12)
+        assert session.statistics().batches["decode"].largest > 1
+        await others_end()
+        assert session.statistics().runs == 0
+
+
+@pytest.mark.usefixtures("swift")
+async def test_rows_of_caches_are_written_where_they_stand() -> None:
+    """A step makes no other array as large as all of them."""
+    with af.Graph() as graph:
+        x, n = af.placeholder("float64", (64, 64), name="x"), af.placeholder("int64", (), name="n")
+        y = af.while_loop(
+            lambda i, _: i < n,
+            lambda i, cache: (i + 1, af.index_update(cache, i % 64, cache[i % 64] + 1)),
+            (0, x),
+            pool=af.Pool(8),
+        )[1]
+    async with af.Session(graph) as session:
+        start = np.zeros((64, 64))
+
+        async def peak(steps: int) -> int:
+            tracemalloc.reset_peak()
+            first = tracemalloc.get_traced_memory()[0]
+            await asyncio.gather(*(session.run(y, {x: start, n: steps + k}) for k in range(8)))
+            return tracemalloc.get_traced_memory()[1] - first
+
+        await peak(3)
+        tracemalloc.start()
+        try:
+            # Slabs of four rows become some of eight, and nothing else of that size is made.
+            await peak(9)
+            assert await peak(9) < 15 * start.nbytes
+        finally:
+            tracemalloc.stop()
 
 
 async def test_many_lengths_do_not_hold_the_event_loop_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,7 @@ def _products(x: Tensor, v: Tensor) -> list[Tensor]:
         af.tensordot(v[0], v[1], axes=0),
         af.vecdot(x, v),
         af.einsum("ij,j->i", x, v),
+        af.einsum("ij->ji", x),
         af.einsum("ij,kj,j->ik", x, x, v),
     ]
 

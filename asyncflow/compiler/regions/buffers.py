@@ -46,10 +46,12 @@ class Uses:
     Attributes:
         last: for each value in use, the index of the last node that uses its buffer.
         kept: values whose buffers somebody may keep, so that they are never dead.
+        owner: of a view, the value whose buffer it looks into.
     """
 
     last: Mapping[Tensor, int]
     kept: frozenset[Tensor]
+    owner: Mapping[Tensor, Tensor]
 
     def dies_at(self, tensor: Tensor) -> int | None:
         """The index of the node after which the buffer is dead; None if it never is, or nobody uses it."""
@@ -77,7 +79,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
             elif memory is not Memory.NEW:
                 kept.add(buffer)
     kept.update(owner.get(tensor, tensor) for tensor in escaping)
-    return Uses(last, frozenset(kept))
+    return Uses(last, frozenset(kept), owner)
 
 
 def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
@@ -113,6 +115,34 @@ def carried_results(
         and not {in_body, result} & body.kept
         and sum(other is result for other in results) == 1
     )
+
+
+def changed_in_place(
+    variables: Sequence[tuple[Tensor, Tensor, Tensor]],
+    condition: Uses,
+    body: Uses,
+    can_change: Callable[[Tensor], bool],
+) -> list[tuple[int, list[Node]]]:
+    """Loop variables that a body gives back with some elements changed, and the nodes that change them.
+
+    Args:
+        variables: see `carried_results`, as the others.
+        condition: the uses in the predicate.
+        body: the uses in the body, with all results but those that `can_change` escaping.
+        can_change: whether a result is computed by a node of the body that can change its first input.
+    """
+    results = [result for _, _, result in variables]
+    found = []
+    for place, (in_cond, in_body, result) in enumerate(variables):
+        value, nodes = result, []
+        while value is not in_body and can_change(value):
+            nodes.append(value.node)
+            value = value.node.inputs[0]
+        made = {in_body, *(node.outputs[0] for node in nodes)}
+        is_seen = in_cond in condition.kept or made & body.kept or sum(other is result for other in results) > 1
+        if nodes and value is in_body and not is_seen:
+            found.append((place, nodes))
+    return found
 
 
 @dataclass(slots=True)
@@ -151,6 +181,11 @@ class Buffers:
             if dies_here and tensor in self.slots and tensor.spec == node.outputs[0].spec:
                 return self.slots.pop(tensor)
         return None
+
+    def may_change(self, node: Node, index: int) -> bool:
+        """Whether nobody but `node`, at `index`, looks at its first input any more."""
+        x, *others = node.inputs
+        return self.uses.dies_at(x) == index and all(self.uses.owner.get(other, other) is not x for other in others)
 
     def release(self, index: int) -> None:
         """After the node at `index`: buffers that are dead now may be written again."""

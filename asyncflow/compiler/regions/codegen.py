@@ -21,12 +21,20 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncflow.autodiff.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
+from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
-from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
+from asyncflow.compiler.regions.buffers import (
+    Buffers,
+    carried_results,
+    changed_in_place,
+    dead_values,
+    find_uses,
+    writes_to_buffer,
+)
 from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.regions import Region
@@ -37,9 +45,10 @@ from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import KernelContext
+from asyncflow.graph.op import KernelContext, Memory
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.ops.in_place import OwnBuffer
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
 from asyncflow.values import Kernel, Value
 
@@ -57,9 +66,11 @@ _INFIX: dict[Callable[..., object], str] = {
 
 _RESERVED = (
     *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations"),
-    *("PlaceInLine", "claimed"),
+    *("PlaceInLine", "claimed", "OwnBuffer"),
 )
 """Names of the source's own."""
+
+_Found = TypeVar("_Found")
 
 _serial = itertools.count(1)
 
@@ -124,6 +135,8 @@ class RegionGenerator:
     constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
     slots: list[str] = field(default_factory=list)
+    owned: dict[Node, str] = field(default_factory=dict)
+    lent: set[str] = field(default_factory=set)
     needs_context: bool = False
     is_generator: bool = False
     launches: int = 0
@@ -292,10 +305,11 @@ class RegionGenerator:
 
     def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
         """Adds the lines of a node that has a kernel."""
-        kernel, buffers, slot = self.kernel(node), block.buffers, None
+        kernel, buffers, slot, own = self.kernel(node), block.buffers, None, self.owned.get(node)
         n_slots = len(self.slots)
         if buffers is not None and kernel is not None:
-            slot = buffers.slot_for(node, index, kernel, self.new_buffer)
+            own = own if own is not None and buffers.may_change(node, index) else None
+            slot = own or buffers.slot_for(node, index, kernel, self.new_buffer)
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("swapping", self.swapping)
@@ -306,6 +320,7 @@ class RegionGenerator:
             )
             self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, slot)
+        slot = None if own in self.lent else slot
         if node.op.is_async:  # it waits in a line, or would be in no region
             expression = self.granted(node, expression, block)
         targets = [self.name(tensor) for tensor in node.outputs]
@@ -314,7 +329,7 @@ class RegionGenerator:
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
         # Saved values count since they were saved, or came back, and buffers since they were written first.
-        counts = node.op is READ_SAVED or (slot is not None and len(self.slots) == n_slots)
+        counts = node.op is READ_SAVED or (slot not in (None, own) and len(self.slots) == n_slots)
         fresh: list[str] = []
         if self.track is not None and not counts:
             fresh = [y for x, y in zip(node.outputs, targets, strict=True) if not is_small_spec(x.spec)]
@@ -377,7 +392,7 @@ class RegionGenerator:
             self.needs_context = True
             arguments.insert(0, self.context(block))
         if out is not None:
-            arguments.append(f"out={out}")
+            arguments.append(f"{'own' if node in self.owned else 'out'}={out}")
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
 
     def context(self, block: _KnownNames) -> str:
@@ -437,11 +452,17 @@ class RegionGenerator:
             self.phases[-1].counter = counter
         elif follows_loop and not (block.loops and _is_light(condition.nodes) and _is_light(body.nodes)):
             self.part(block)  # as between phases
+        changed = self.in_place(node, self.can_change, changed_in_place)
+        owned = [self.put_owned(node, place, nodes, variables[place], block) for place, nodes in changed]
+        outside, lent = block, [own for own in owned if own in self.lent]
+        if lent:
+            self.line(block, "try:")
+            block = block.deeper()
         inner = _KnownNames((*block.loops, (loop.label, counter)), block.depth + 1)
         self.put_predicate(condition, block, inner)
         self.put_ask(node, inner)
-        carried = self.carried(condition, body, n_vars)
-        read = {*block.escaping, *(x for each in block.nodes for x in each.inputs)}
+        carried = frozenset(self.in_place(node, self.can_write, carried_results))
+        read = {*outside.escaping, *(x for each in outside.nodes for x in each.inputs)}
         kept = [place for place, output in enumerate(node.outputs) if output in read]
         nodes, for_next = needed_to_end(node, kept)
         only = only_node(condition)
@@ -476,9 +497,39 @@ class RegionGenerator:
         self.line(inner, f"{counter} += 1")
         self.checkpoint(inner)
         self.names.update(zip(node.outputs, variables, strict=True))
-        if len(self.slots) > n_slots and not block.loops:
-            self.line(block, f"del {', '.join(self.slots[n_slots:])}")
+        if lent:
+            self.line(outside, "except BaseException:")
+            for own in lent:
+                self.line(block, f"{own}.restore()")
+            self.line(block, "raise")
+        if owned:
+            self.line(outside, f"del {', '.join(owned)}")
+        if len(self.slots) > n_slots and not outside.loops:
+            self.line(outside, f"del {', '.join(self.slots[n_slots:])}")
             self.spare_bytes = spare_bytes
+
+    def put_owned(self, loop: WhileNode, place: int, nodes: Iterable[Node], variable: str, block: _KnownNames) -> str:
+        """A variable for the buffer that nodes of a body may write to in place of a copy.
+
+        It is what the first iteration makes, as the value before it may be anybody's, or else what the run was lent.
+        """
+        own = self.fresh("own", "own")
+        self.owned.update(dict.fromkeys(nodes, own))
+        initial = loop.inputs[place]
+        readers = (each for each in block.nodes if each.op.traits.memory is not Memory.METADATA)
+        read = [*block.escaping, *(x for each in readers for x in each.inputs)]
+        is_lent = (
+            initial.node.op is FEED
+            and initial.node.attrs["is_lent"]
+            and self.track is None  # what counts memory may fail when the loop has ended
+            and block.depth == 1
+            and sum(x is initial for x in read) == 1
+        )
+        if is_lent:
+            self.lent.add(own)
+            self.bound.setdefault("OwnBuffer", OwnBuffer)
+        self.line(block, f"{own} = OwnBuffer({variable})" if is_lent else f"{own} = None")
+        return own
 
     def put_ask(self, node: WhileNode, block: _KnownNames) -> None:
         """Asks for the memory of an iteration."""
@@ -490,19 +541,31 @@ class RegionGenerator:
         self.line(block, f"if lacks(context.run, {working_set}):")
         self.line(block.deeper(), f"budget = yield {working_set}")
 
-    def carried(self, condition: Subgraph, body: Subgraph, n_vars: int) -> frozenset[Tensor]:
-        """The results of a loop body whose buffers take turns with those of its variables."""
+    def in_place(
+        self, loop: WhileNode, can: Callable[[Node], bool], find: Callable[..., Iterable[_Found]]
+    ) -> Iterable[_Found]:
+        """Of the results of a loop's body that are computed by such nodes in it, those that `find` finds."""
         if self.enqueues:
-            return frozenset()
-        members = set(body.nodes)
+            return ()
+        condition, body, members = loop.predicate, loop.body, set(loop.body.nodes)
 
-        def can_write(result: Tensor) -> bool:
-            return result.node in members and writes_to_buffer(result.node, self.kernel(result.node))
+        def may(result: Tensor) -> bool:
+            return result.node in members and can(result.node)
 
-        variables = list(zip(condition.inputs[:n_vars], body.inputs[:n_vars], body.results, strict=True))
+        variables = list(zip(condition.inputs[: loop.n_vars], body.inputs[: loop.n_vars], body.results, strict=True))
         in_cond = find_uses(condition.nodes, condition.results)
-        in_body = find_uses(body.nodes, (result for result in body.results if not can_write(result)))
-        return carried_results(variables, in_cond, in_body, can_write)
+        in_body = find_uses(body.nodes, (result for result in body.results if not may(result)))
+        return find(variables, in_cond, in_body, may)
+
+    def can_write(self, node: Node) -> bool:
+        """Whether a node can write to a buffer that takes turns with another."""
+        return writes_to_buffer(node, self.kernel(node))
+
+    def can_change(self, node: Node) -> bool:
+        """Whether a node can change its first input in place of a copy."""
+        return (
+            node.single and node.outputs[0].shape not in (None, ()) and getattr(self.kernel(node), "takes_own", False)
+        )
 
     def put_predicate(self, condition: Subgraph, block: _KnownNames, inner: _KnownNames) -> None:
         """Adds the head of a loop, with all that decides."""
