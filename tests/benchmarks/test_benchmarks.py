@@ -32,6 +32,7 @@ from benchmarks import (
     nested_loop,
     overload,
     parallel_iterations,
+    pooled_decoder,
     pooled_loop,
     ragged_training,
     run_latency,
@@ -82,6 +83,9 @@ TINY = {
     "overload": lambda: overload.measure(repeats=2, seconds=0.05, times=(5.0,), extent=16, wait_ms=1.0, alone=3),
     "tree_requests": lambda: tree_requests.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, files=8),
     "pooled_loop": lambda: pooled_loop.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, lengths=(1, 4)),
+    "pooled_decoder": lambda: pooled_decoder.measure(
+        repeats=2, width=4, room=8, clients=(1, 2), requests=3, prompts=(1, 4), lengths=(1, 4)
+    ),
     "small_beside_large": lambda: small_beside_large.measure(repeats=2, large=200, small=16, runs=9),
     "loop_gap": lambda: loop_gap.measure(repeats=2, nodes=10, iterations=20),
     "checkpoints": lambda: checkpoints.measure(repeats=2, megabytes=1, variables=2),
