@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from operator import index
+from typing import SupportsIndex
+
 
 def positive_count(value: object, meaning: str) -> int:
-    """``value`` if it is an int of at least 1; ``meaning`` says in the error what it counts.
+    """``value`` if it is an int of at least 1, NumPy's among them; ``meaning`` says in the error what it counts.
 
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
         raise ValueError(f"{meaning} is a positive int, not {value!r}")
-    return value
+    return index(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Never
+from typing import Final, Never, NoReturn
 
 from asyncflow.autodiff.recompute import RECOMPUTED
 from asyncflow.control.body import result_tensor, user_function
@@ -233,6 +233,14 @@ class VertexFunction:
 
     def __repr__(self) -> str:
         return f"vertex function {self.name}"
+
+    def __call__(self, *_: object) -> NoReturn:
+        """A vertex function is not called, but mapped.
+
+        Raises:
+            GraphError: always.
+        """
+        raise GraphError(f"{self} is not called: af.vertex_map({self.name}, graph, pulls) computes it for all vertices")
 
     def trace(self, graph: Graph, label: str, pulls: Mapping[str, Spec]) -> TracedFunction:
         """The function as a body over one vertex; it is called once.

@@ -43,6 +43,10 @@ async def waits(x: Any) -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "called": (
+        lambda: total(af.constant(ROWS)),
+        r"vertex function total is not called: af\.vertex_map\(total, graph, pulls\) computes it for all vertices",
+    ),
     "too few rows": (
         lambda: af.vertex_map(total, CHAINS, ROWS[:7]),
         r"pulls\['x'\] has a row for each vertex, 9; got <Tensor .* float64\[7,3\]>",
