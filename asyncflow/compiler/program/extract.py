@@ -28,7 +28,7 @@ from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.ops.shape import SHAPE
 from asyncflow.state.mutex import LOCK
 
-FEED = Op("feed", lambda *, spec, index, is_lent: spec)
+FEED = Op("feed", lambda *, spec, index, is_lent=False: spec)
 FETCH = Op("fetch", lambda value: ())
 EMIT = Op("emit", lambda *values: (), effects=lambda node: (("stream", Access.WRITE),))
 """Hands the values of one iteration to `Session.stream`."""
@@ -286,7 +286,9 @@ class _Copy:
         return Extract(self.target, fetch_nodes, kept)
 
     def _feed(self, tensor: Tensor, index: int) -> None:
-        attrs = {"spec": tensor.spec, "index": index, "is_lent": tensor.node.attrs.get("is_lent", False)}
+        attrs = {"spec": tensor.spec, "index": index}
+        if tensor.node.attrs.get("is_lent"):
+            attrs["is_lent"] = True
         node = self.target.add_node(FEED, (), attrs, tensor.spec, name="feed", location=tensor.node.location)
         self.tensors[tensor] = node.outputs[0]
         if tensor.node.op is PLACEHOLDER:

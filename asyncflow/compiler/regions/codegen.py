@@ -520,7 +520,7 @@ class RegionGenerator:
         read = [*block.escaping, *(x for each in readers for x in each.inputs)]
         is_lent = (
             initial.node.op is FEED
-            and initial.node.attrs["is_lent"]
+            and initial.node.attrs.get("is_lent", False)
             and self.track is None  # what counts memory may fail when the loop has ended
             and block.depth == 1
             and sum(x is initial for x in read) == 1
