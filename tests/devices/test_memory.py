@@ -158,7 +158,7 @@ def test_a_limit_is_a_positive_int(limit: object) -> None:
 
 
 def test_a_limit_may_be_a_number_of_numpy_s() -> None:
-    assert MemoryAccount("cpu:0", np.int64(5 * KIB)).limit == 5 * KIB
+    assert MemoryAccount("cpu:0", np.int64(5 * KIB)).limit == 5 * KIB  # type: ignore[arg-type]
 
 
 def test_buffers_made_and_freed_by_many_threads_add_up() -> None:
