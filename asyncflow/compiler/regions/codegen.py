@@ -36,6 +36,7 @@ from asyncflow.compiler.regions.buffers import (
     writes_to_buffer,
 )
 from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
+from asyncflow.compiler.regions.memory_order import find_reordered
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.cost import INLINE_LIMIT_NS
@@ -137,6 +138,7 @@ class RegionGenerator:
     slots: list[str] = field(default_factory=list)
     owned: dict[Node, str] = field(default_factory=dict)
     lent: set[str] = field(default_factory=set)
+    reordered: frozenset[Tensor] = frozenset()
     needs_context: bool = False
     is_generator: bool = False
     launches: int = 0
@@ -145,6 +147,7 @@ class RegionGenerator:
     def generate(self, name: str) -> RegionCode:
         """The function, under that name."""
         self.taken.update(dict.fromkeys(_RESERVED, 0))
+        self.reordered = find_reordered(self.region.nodes)
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = _KnownNames()
@@ -309,7 +312,9 @@ class RegionGenerator:
         n_slots = len(self.slots)
         if buffers is not None and kernel is not None:
             own = own if own is not None and buffers.may_change(node, index) else None
-            slot = own or buffers.slot_for(node, index, kernel, self.new_buffer)
+            slot = own
+            if own is None and self.reordered.isdisjoint(node.outputs):
+                slot = buffers.slot_for(node, index, kernel, self.new_buffer)
         if self.swapping is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
             self.bound.setdefault("swapping", self.swapping)
@@ -559,7 +564,7 @@ class RegionGenerator:
 
     def can_write(self, node: Node) -> bool:
         """Whether a node can write to a buffer that takes turns with another."""
-        return writes_to_buffer(node, self.kernel(node))
+        return self.reordered.isdisjoint(node.outputs) and writes_to_buffer(node, self.kernel(node))
 
     def can_change(self, node: Node) -> bool:
         """Whether a node can change its first input in place of a copy."""

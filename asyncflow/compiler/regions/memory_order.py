@@ -1,0 +1,48 @@
+"""Values whose axes may stand in memory in another order than they are counted in, as those of a transpose do.
+
+What is computed of them element by element is of that order, too. Written to a buffer of the usual order it would be the
+same numbers, and yet what products and sums make of it would differ in the last bits from what they make without a
+region: kernels for operands of either order add in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.linalg import EINSUM, MATMUL, MATRIX_TRANSPOSE
+from asyncflow.ops.manipulation import PERMUTE_DIMS
+
+_TURNING = (EINSUM, MATRIX_TRANSPOSE, PERMUTE_DIMS)
+
+
+def find_reordered(nodes: Collection[Node]) -> frozenset[Tensor]:
+    """Those of a region's nodes, and of the bodies in them; what a product gives is of the usual order."""
+    found: set[Tensor] = set()
+    count = -1
+    while len(found) > count:  # a loop variable may be what the iteration before has turned
+        count = len(found)
+        for node in nodes:
+            _add(node, found)
+    return frozenset(found)
+
+
+def _add(node: Node, found: set[Tensor]) -> None:
+    if not isinstance(node, StructuredNode):
+        if node.op in _TURNING or (node.op is not MATMUL and not found.isdisjoint(node.inputs)):
+            found.update(node.outputs)
+        return
+    for body in node.subgraphs:
+        found.update(inner for inner, outer in node.captured(body).items() if outer in found)
+    if isinstance(node, WhileNode):
+        inputs = (node.inputs, node.predicate.inputs, node.body.inputs, node.body.results)
+        results = [*zip(node.outputs, *inputs, strict=False)]
+    else:
+        results = [*zip(node.outputs, *(body.results for body in node.subgraphs), strict=True)]
+    for same in results:
+        if not found.isdisjoint(same):
+            found.update(same)
+    for body in node.subgraphs:
+        for each in body.nodes:
+            _add(each, found)
