@@ -1,7 +1,7 @@
 """Values whose axes may stand in memory in another order than they are counted in, as those of a transpose do.
 
-What is computed of them element by element is of that order, too. Written to a buffer of the usual order it would be the
-same numbers, and yet what products and sums make of it would differ in the last bits from what they make without a
+What is computed of them element by element is of that order, too. Written to a buffer of the usual order it would be
+the same numbers, and yet what products and sums make of it would differ in the last bits from what they make without a
 region: kernels for operands of either order add in different orders.
 """
 
