@@ -31,7 +31,7 @@ def find_reordered(nodes: Collection[Node]) -> frozenset[Tensor]:
 def _add(node: Node, found: set[Tensor]) -> None:
     if not isinstance(node, StructuredNode):
         if node.op in _TURNING or (node.op is not MATMUL and not found.isdisjoint(node.inputs)):
-            found.update(node.outputs)
+            found.update(x for x in node.outputs if x.shape is None or len(x.shape) > 1)
         return
     for body in node.subgraphs:
         found.update(inner for inner, outer in node.captured(body).items() if outer in found)
