@@ -557,6 +557,8 @@ class RegionGenerator:
         def may(result: Tensor) -> bool:
             return result.node in members and can(result.node)
 
+        if not any(map(may, body.results)):
+            return ()
         variables = list(zip(condition.inputs[: loop.n_vars], body.inputs[: loop.n_vars], body.results, strict=True))
         in_cond = find_uses(condition.nodes, condition.results)
         in_body = find_uses(body.nodes, (result for result in body.results if not may(result)))
