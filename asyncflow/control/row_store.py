@@ -18,7 +18,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import READS_STORE, Memory, Traits, define
+from asyncflow.graph.op import NEW_UNCAPTURED, READS_STORE, Memory, Traits, define
 from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
@@ -28,7 +28,6 @@ from asyncflow.values import Kernel, Namespace
 
 _HANDLE = Spec(VARIANT, ())
 
-_KEEPS_NOTHING = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 _LOOKS_AT_SIZE = Traits(Memory.METADATA, is_capturable=False, is_cheap=False)
 
 
@@ -95,7 +94,7 @@ def _new_kernel(xp: Namespace, *, row: Spec) -> Kernel:
 # Two stores made alike are not interchangeable: rows for one must not be written behind those of the other.
 ROW_STORE = define("row_store", _new_spec, _new_kernel, is_random=True, flops=free, host_inputs=(0,))
 APPEND = define(
-    "row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=_KEEPS_NOTHING
+    "row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=NEW_UNCAPTURED
 )
 TAKE = define("row_store_take", _take_spec, lambda xp, **attrs: RowState.take, flops=moving, traits=READS_STORE)
 SLICE = define(

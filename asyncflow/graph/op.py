@@ -51,6 +51,7 @@ class Traits:
 
 
 NEW: Final = Traits(Memory.NEW, is_capturable=True, is_cheap=False)
+NEW_UNCAPTURED: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 VIEW: Final = Traits(Memory.VIEW, is_capturable=True, is_cheap=True)
 WHOLE_VIEW: Final = Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=True)
 METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)

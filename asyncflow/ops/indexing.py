@@ -18,7 +18,7 @@ from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import uint64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import KERNELS, NEW, VIEW, Memory, Op, Traits, define
+from asyncflow.graph.op import KERNELS, NEW, NEW_UNCAPTURED, VIEW, Op, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -266,12 +266,16 @@ def _changed_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: o
     return PASS * elements(outputs[0]) + moving((), inputs[1:])
 
 
-_COPIES = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 INDEX_UPDATE = define(
-    "index_update", _changed_spec, _update_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=_COPIES
+    "index_update",
+    _changed_spec,
+    _update_kernel,
+    flops=_changed_flops,
+    host_inputs=_key_inputs(2),
+    traits=NEW_UNCAPTURED,
 )
 INDEX_ADD = define(
-    "index_add", _added_spec, _add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=_COPIES
+    "index_add", _added_spec, _add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=NEW_UNCAPTURED
 )
 
 

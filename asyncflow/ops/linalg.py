@@ -13,7 +13,7 @@ from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import NEW, OPAQUE, Memory, Op, Traits, define
+from asyncflow.graph.op import NEW, NEW_UNCAPTURED, OPAQUE, Op, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
@@ -330,13 +330,12 @@ def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     # An optimized path contracts pairs with matrix products; for one or two operands it is the plain call.
     product = partial(xp.einsum, subscripts, optimize=True)
     if dtype.name != "bfloat16":
-        return product
+        # Of one operand it may be a view, which would keep the operand's memory.
+        return (lambda x: xp.array(product(x))) if len(_parse(subscripts)[0]) == 1 else product
     return lambda *xs: product(*(x.astype(float32) for x in xs)).astype(dtype)
 
 
-_LOOKS = Traits(Memory.VIEW, is_capturable=False, is_cheap=False)
-"""Of one operand it is a view."""
-EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=_LOOKS)
+EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=NEW_UNCAPTURED)
 
 
 def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:

@@ -15,7 +15,7 @@ from asyncflow.graph.build import apply, as_tensor, constant, is_symbolic
 from asyncflow.graph.dtypes import bool_, dtype_name, int64
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import NEW, Memory, Traits, define, derivative
+from asyncflow.graph.op import NEW, NEW_UNCAPTURED, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.add_at import add_at
@@ -253,7 +253,6 @@ _MANY: Final = 64
 """Rows from which on `reduceat`, which goes down each column of each segment by itself, is slower than whole rows."""
 _FEW: Final = 2
 """Segments that are left are reduced one by one."""
-_COPIES: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 
 
 def _in_turns(operation: np.ufunc, x: Array, starts: Array) -> Array:
@@ -277,7 +276,12 @@ def _in_turns(operation: np.ufunc, x: Array, starts: Array) -> Array:
 
 
 REDUCE_SEGMENTS = define(
-    "reduce_segments", _segments_spec, _segments_kernel, host_inputs=(1,), flops=per_input_element, traits=_COPIES
+    "reduce_segments",
+    _segments_spec,
+    _segments_kernel,
+    host_inputs=(1,),
+    flops=per_input_element,
+    traits=NEW_UNCAPTURED,
 )
 """The sum or the largest of each of several rows that stand side by side; zeros for none."""
 no_row_rule(REDUCE_SEGMENTS, because="it takes the children of a whole batch at once")

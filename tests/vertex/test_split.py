@@ -31,6 +31,19 @@ async def test_a_plan_explains_the_three_parts(lift_parts: bool) -> None:
     assert line.removeprefix("vertex_map/slotted: vertex_map computes ").startswith(PARTS if lift_parts else WHOLE)
 
 
+async def test_a_product_of_what_is_pulled_is_computed_before_the_sets() -> None:
+    @af.vertex_function(state=af.spec("float64", (3,)), children=1)
+    def cell(v: Any) -> None:
+        v.scatter(v.gather(0) + af.einsum("ij,j->i", np.ones((3, 2)), v.pull()))
+
+    with af.Graph() as graph:
+        x: Any = af.placeholder("float64", (None, 2))
+        roots = af.vertex_map(cell, af.InputGraph.chain([2]), x).roots
+    async with af.Session(graph) as session:
+        assert "before the sets einsum; in each set add; after" in session.plan(roots, [x]).explain()
+        assert (await session.run(roots, {x: np.ones((2, 2))})).tolist() == [[4.0] * 3]
+
+
 async def test_views_stay_with_the_sets_that_read_them() -> None:
     """So that gradients of parts of one value are joined in each set, and not for all vertices."""
 
