@@ -249,6 +249,8 @@ class SharedBody(SharedCode):
             ValueError: a result is not as long as it has to be.
         """
         if not self.is_for_many(len(members)):
+            if self._ragged is not None:  # what fails among others fails alone, and not under load only
+                self._ragged.require_own(results, members[0])
             return (results,)
         if self._ragged is not None:
             return self._ragged.parts(results, fed, members)

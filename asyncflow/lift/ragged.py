@@ -222,14 +222,22 @@ class RaggedRows:
             lengths = {axis + 1: self._length(extent, fed, members) for axis, extent in cuts.items()}
             if self.is_packed and not cuts:
                 lengths[0] = len(members)
-            for axis, length in lengths.items():
-                if value.shape[axis] != length:
-                    raise ValueError(
-                        f"result {number} of {self._label} has extent {value.shape[axis]} where there are {length} "
-                        f"rows or members: whose part is whose is not known"
-                    )
+            self._require(number, value, lengths)
         for row, inputs in enumerate(members):
             yield [self._part(value, cuts, row, inputs, fed) for value, cuts in zip(results, self._cuts, strict=True)]
+
+    def require_own(self, results: Sequence[Array], inputs: Sequence[Array]) -> None:
+        """Raises ValueError if a result of a member alone is not as long as it would have to be among others."""
+        for number, (value, cuts) in enumerate(zip(results, self._cuts, strict=True)):
+            self._require(number, value, {axis: inputs[place].shape[of] for axis, (place, of) in cuts.items()})
+
+    def _require(self, number: int, value: Array, lengths: dict[int, int]) -> None:
+        for axis, length in lengths.items():
+            if value.shape[axis] != length:
+                raise ValueError(
+                    f"result {number} of {self._label} has extent {value.shape[axis]} where there are {length} rows or "
+                    f"members: whose part is whose is not known"
+                )
 
     def _length(self, extent: OpenExtent, fed: Sequence[Array], members: Sequence[Sequence[Array]]) -> int:
         """The extent of all members' arguments together."""

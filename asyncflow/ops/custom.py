@@ -225,6 +225,7 @@ class CustomOp(Generic[P]):
 
         def call(*values: Value) -> Value:
             found = of_rows(*(np.asarray(value)[None] for value in values))
+            require_rows((found,) if isinstance(outputs, Spec) else found, 1)
             return found[0] if isinstance(outputs, Spec) else tuple(x[0] for x in found)
 
         return call
@@ -442,6 +443,12 @@ class _Results:
                 f"the function returned {found} value{'s' * (found != 1)}, {_describe(returned)}, and "
                 f"{len(self._specs)} are declared: {error}"
             ) from None
+
+
+def require_rows(results: Sequence[Array], rows: int) -> None:
+    """Raises ValueError if a function of rows did not give one for each."""
+    if any(len(y) != rows for y in results):
+        raise ValueError(f"results have {[len(y) for y in results]} rows, and {rows} were given; return one for each")
 
 
 def _references(value: object) -> int:

@@ -584,22 +584,29 @@ async def test_f20_who_waits_while_a_call_that_nobody_wants_is_compiled(held: He
             np.testing.assert_allclose(found, layer_of(value)[0], rtol=1e-5, atol=1e-6)
 
 
-async def test_f41_a_function_that_gives_other_rows(open_session: OpenSession) -> None:
-    """FAULTS F41: a function of rows that gives too few fails with what it should have given; no row goes astray."""
+@pytest.mark.parametrize("runs", [1, 4])
+@pytest.mark.parametrize(("times", "less"), [(1, 1), (2, 0)])
+async def test_f41_a_function_that_gives_other_rows(
+    open_session: OpenSession, times: int, less: int, runs: int
+) -> None:
+    """FAULTS F41: one of rows that gives too few or too many fails with what it should have given, alone as well."""
 
     @af.op(outputs=af.spec("float32", ()), rows=True, pure=True)
-    def short(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return x.sum(axis=1)[: max(1, len(x) - 1)]
+    def other(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.tile(x.sum(axis=1), times)[less:]
 
     with af.Graph() as graph:
         x = af.placeholder("float32", (2,), name="x")
-        y = af.batched(short, cost="none")(x)
+        y = af.batched(other, cost="none")(x)
     async with open_session(graph) as session:
         found = await asyncio.gather(
-            *(session.run(y, {x: np.full(2, k, np.float32)}) for k in range(4)), return_exceptions=True
+            *(session.run(y, {x: np.full(2, k, np.float32)}) for k in range(runs)), return_exceptions=True
         )
-        for k, result in enumerate(found):
-            assert isinstance(result, af.KernelError) or result == 2 * k
+        for result in found:
+            assert isinstance(result, af.KernelError)
+            assert f"results have [{times - less}] rows, and 1 were given; return one for each" in str(result)
+            assert "test_batched.py" in str(result)
+        del found, result
 
 
 async def test_functions_of_users_get_all_rows_at_once(open_session: OpenSession) -> None:

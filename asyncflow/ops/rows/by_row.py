@@ -30,6 +30,7 @@ from asyncflow.graph.op import (
 from asyncflow.graph.shapes import Shape, format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
+from asyncflow.ops.custom import require_rows
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import shape
@@ -104,8 +105,7 @@ def _kernel(
                 raise
             return stacked(numbers, *inputs)  # which names the row
         results: tuple[Array, ...] = (found,) if single else found
-        if any(len(y) != len(numbers) for y in results):
-            raise ValueError(f"results have {[len(y) for y in results]} rows, and {len(numbers)} were given")
+        require_rows(results, len(numbers))
         return results
 
     return at_once
