@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 
 from asyncflow.errors import (
     ClientDisconnected,
-    DeadlineExceeded,
     DeviceLostError,
     FeedError,
     OutOfMemoryError,
@@ -40,6 +40,8 @@ _TEXTS: Final = {
     504: "the request took too long",
 }
 """Told in place of messages that are for those who run the server: names of nodes and files stand in them."""
+_PLACE: Final = re.compile(r"(?:,|\n *) built at [^\n]*")
+"""Where in the program a tensor is from, in a message."""
 
 
 class ErrorResponse(NamedTuple):
@@ -113,6 +115,7 @@ def error_response(
         overloaded: 429 where clients have limits of their own, or a load balancer tries no other server for 503.
         late: 408 where ``timeout=`` was the client's wish.
         details: send the messages of all errors, with nodes, files and lines of the program: for those who write it.
+            No message has a file or line without it.
 
     Raises:
         TypeError: `error` is none.
@@ -121,8 +124,9 @@ def error_response(
     if not isinstance(given, BaseException):
         raise TypeError(f"error_response takes what was raised; got {brief(given)}")
     status = status_code(error, overloaded=overloaded, late=late)
-    public = details or isinstance(error, FeedError | OverloadedError | DeadlineExceeded)
-    message = str(error) if public else _TEXTS[status]
+    message = str(error) if details or isinstance(error, FeedError | OverloadedError) else _TEXTS[status]
+    if not details:
+        message = _PLACE.sub("", message)
     body = json.dumps({"error": type(error).__name__, "message": message}).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     if status in (429, 503):

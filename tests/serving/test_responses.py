@@ -17,7 +17,7 @@ MADE: dict[type, BaseException] = {
     af.KernelError: af.KernelError("singular", **PLACE),
     af.OutOfMemoryError: af.OutOfMemoryError("no room", requested=2, used=1, limit=1, **PLACE),
     af.OverloadedError: af.OverloadedError("busy", retry_after_s=1.2),
-    af.DeadlineExceeded: af.DeadlineExceeded("late"),
+    af.DeadlineExceeded: af.DeadlineExceeded("late, while these waited:\n  secret/matmul, built at model.py:7"),
 }
 """Those that need more than a message, or whose response depends on it."""
 
@@ -47,9 +47,25 @@ def test_every_public_error_has_a_response(kind: type[af.AsyncflowError]) -> Non
     assert told["error"] == kind.__name__ and told["message"]
     assert headers["content-length"] == str(len(body)) and headers["content-type"] == "application/json"
     assert ("retry-after" in headers) == (status == 503)
-    if kind not in (af.FeedError, af.DeadlineExceeded, af.OverloadedError):
+    if kind not in (af.FeedError, af.OverloadedError):
         assert "secret" not in told["message"]
     assert json.loads(serving.error_response(error, details=True).body)["message"] == str(error)
+
+
+@pytest.mark.parametrize(
+    ("feeds", "told"),
+    [
+        ({"x": [1.0]}, "cannot feed x:0: expected float32[4], got a list: its shape is [1]"),
+        ({}, "these placeholders are needed but not fed; pass them in feeds={...}\n  x:0 float32[4]"),
+    ],
+)
+async def test_clients_are_told_no_lines_of_the_program(feeds: dict[str, list[float]], told: str) -> None:
+    with af.Graph() as graph:
+        y = af.placeholder("float32", (4,), name="x") * 2
+    async with af.Session(graph) as session:
+        with pytest.raises(af.FeedError, match=r"test_responses\.py") as caught:
+            await session.run(y, feeds)
+    assert json.loads(serving.error_response(caught.value).body)["message"] == told
 
 
 def test_there_are_many_public_errors() -> None:
