@@ -339,7 +339,8 @@ def build(most_files: int = 80) -> Starlette:
 
     async def generate(request: Request) -> Response:
         text = await text_of(request)
-        return StreamingResponse(models.generate(text, zlib.crc32(text.encode())), media_type="text/plain")
+        items = await serving.start_stream(request, models.generate(text, zlib.crc32(text.encode())))
+        return StreamingResponse(items, media_type="text/plain")
 
     async def calculate(request: Request) -> Response:
         try:

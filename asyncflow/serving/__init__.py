@@ -32,6 +32,7 @@ from asyncflow.serving.prometheus import PrometheusCollector as PrometheusCollec
 from asyncflow.serving.prometheus import prometheus_collector as prometheus_collector
 from asyncflow.serving.reload import Reload as Reload
 from asyncflow.serving.requests import run_or_disconnect as run_or_disconnect
+from asyncflow.serving.requests import start_stream as start_stream
 from asyncflow.serving.requests import stream_or_stall as stream_or_stall
 from asyncflow.serving.responses import ErrorResponse as ErrorResponse
 from asyncflow.serving.responses import error_response as error_response

@@ -186,6 +186,9 @@ def lifespan(
     grace_s = as_seconds(grace_s, "grace_s")
     if warm_up is not None and not callable(warm_up):
         raise TypeError(f"{_WARM_UP}; got {brief(warm_up)}")
+    given: object = beside  # which callers may get wrong
+    if not isinstance(given, Sequence) or not all(isinstance(each, AbstractAsyncContextManager) for each in given):
+        raise TypeError(f"beside is a list of what `async with` takes, such as Metrics(session); got {brief(given)}")
     return Lifespan(session, warm_up=warm_up, beside=beside, grace_s=grace_s, drain_on=drain_on)
 
 

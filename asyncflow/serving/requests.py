@@ -1,16 +1,19 @@
-"""Runs that end with the request they are for: `run_or_disconnect`, `stream_or_stall`."""
+"""Runs that end with the request they are for: `run_or_disconnect`, `start_stream`, `stream_or_stall`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from typing import Protocol, TypeVar
+from contextlib import aclosing
+from typing import Any, Final, Protocol, TypeVar
 
 from asyncflow.errors import ClientDisconnected, DeadlineExceeded, brief
 from asyncflow.runtime.options import as_seconds
 from asyncflow.serving.responses import Receive
 
 Result = TypeVar("Result")
+
+_NONE: Final = object()
 
 
 class HasReceive(Protocol):
@@ -120,6 +123,45 @@ async def _wait_disconnect(receive: Receive) -> None:
         pass
 
 
+async def start_stream(
+    client: HasReceive | Receive, items: AsyncGenerator[Result, None]
+) -> AsyncGenerator[Result, None]:
+    """Awaits the first item, and returns an iterator over it and the others.
+
+    What fails before it, such as wrong feeds or a session without room, is raised here, where the response has not
+    begun and can have a status of its own: ``StreamingResponse(await serving.start_stream(request, items))``.
+
+    Args:
+        client: as in `run_or_disconnect`.
+        items: such as ``session.stream(...)``; closed at the end.
+
+    Raises:
+        ClientDisconnected: the client has gone; the run was cancelled, and has ended.
+        Exception: the run failed.
+        TypeError: an argument is not that.
+    """
+    _require_generator(items, "start_stream")
+    started = _started(items)
+    await run_or_disconnect(client, anext(started))
+    return started
+
+
+async def _started(items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Gives None once there is an item, or will be none; then all."""
+    async with aclosing(items):
+        first = [await anext(items, _NONE)]
+        yield None
+        if first[0] is not _NONE:
+            yield first.pop()
+            async for item in items:
+                yield item
+
+
+def _require_generator(given: object, what: str) -> None:
+    if not isinstance(given, AsyncGenerator):
+        raise TypeError(f"{what} takes an asynchronous generator, `session.stream(x)`; got {brief(given)}")
+
+
 def stream_or_stall(items: AsyncGenerator[Result, None], stall_timeout_s: float = 30.0) -> AsyncGenerator[Result, None]:
     """Iterates over what a run streams; a consumer that takes too long between two items ends the run.
 
@@ -133,9 +175,7 @@ def stream_or_stall(items: AsyncGenerator[Result, None], stall_timeout_s: float 
         DeadlineExceeded: when the consumer asks after all; the run has ended long since.
         TypeError, ValueError: an argument is not that; at once.
     """
-    given: object = items  # which callers may get wrong
-    if not isinstance(given, AsyncGenerator):
-        raise TypeError(f"stream_or_stall takes an asynchronous generator, `session.stream(x)`; got {brief(given)}")
+    _require_generator(items, "stream_or_stall")
     return _unstalled(items, as_seconds(stall_timeout_s, "stall_timeout_s", may_be_zero=False))
 
 

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 
 from asyncflow import serving
 from examples import server
@@ -32,8 +33,8 @@ async def answer_of(
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[httpx.AsyncClient]:
-    app = server.build(20)
+async def served(app: Starlette | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    app = app or server.build(20)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
@@ -112,6 +113,16 @@ async def test_lines_that_were_not_learned_are_told_apart() -> None:
         scores = await asyncio.gather(*map(models.classify, [*code[-300:], *prose[-300:]]))
     right = sum(score > 0 for score in scores[:300]) + sum(score < 0 for score in scores[300:])
     assert right / 600 > 0.75, right
+
+
+async def test_every_model_answers_503_when_the_server_drains_and_what_is_streamed_too() -> None:
+    app = server.build(20)
+    async with served(app) as client:
+        app.router.lifespan_context.start_drain()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        for path in ("/classify", "/calculate", "/generate"):
+            answer = await client.post(path, content="1 + 1")
+            assert answer.status_code == 503 and "retry-after" in answer.headers
 
 
 async def test_clients_come_and_go_and_nothing_is_left() -> None:

@@ -28,6 +28,8 @@ async def async_nothing() -> None:
         pytest.param(lambda s: parts.lifespan(3), TypeError, "lifespan is made for a Session; got int 3", id="life"),
         pytest.param(lambda s: parts.lifespan(s, grace_s="a"), TypeError, "grace_s is .*; got str 'a'", id="grace"),
         pytest.param(lambda s: parts.lifespan(s, warm_up=3), TypeError, "warm_up is a coroutine .* 3", id="warm_up"),
+        pytest.param(lambda s: parts.lifespan(s, beside=3), TypeError, "beside is a list of .*; got 3", id="beside"),
+        pytest.param(lambda s: parts.lifespan(s, beside=[s, 3]), TypeError, "beside is .*; got .*, 3", id="beside 3"),
         pytest.param(lambda s: parts.livez(None), TypeError, "livez is made for a Lifespan; got None", id="livez"),
         pytest.param(parts.readyz, TypeError, "readyz is made for a Lifespan; got Session", id="readyz"),
         pytest.param(
@@ -44,6 +46,7 @@ async def async_nothing() -> None:
         pytest.param(lambda s: parts.Reload(s, Path(), every_s=0), ValueError, "every_s is .* than 0; got 0", id="0"),
         pytest.param(lambda s: parts.Reload(s, "x", every_s="a"), TypeError, "every_s is .* got str 'a'", id="every"),
         pytest.param(lambda s: parts.error_response(None), TypeError, "what was raised; got None", id="no error"),
+        pytest.param(lambda s: parts.start_stream(s, s.stream).send(None), TypeError, "; got ", id="start"),
         pytest.param(lambda s: parts.stream_or_stall(s.stream), TypeError, r"`session.stream\(x\)`; got", id="items"),
         pytest.param(
             lambda s: parts.stream_or_stall(s.stream("x"), 0), ValueError, "stall_timeout_s is .* got 0", id="stall"

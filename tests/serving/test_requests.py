@@ -180,3 +180,50 @@ async def test_streaming_to_the_end_gives_every_item() -> None:
     async with af.Session(counting.graph) as session:
         items = serving.stream_or_stall(session.stream(counting.item))
         assert [int(item) async for item in items] == list(range(20))
+
+
+@pytest.mark.parametrize("length", [0, 1, 20])
+async def test_a_started_stream_gives_every_item(length: int) -> None:
+    counting = Counting(length, ahead=4)
+    async with af.Session(counting.graph) as session:
+        items = await serving.start_stream(Client().receive, session.stream(counting.item))
+        assert session.statistics().runs == (length > 1)
+        assert [int(item) async for item in items] == list(range(length))
+        assert_baseline(session)
+
+
+async def test_what_fails_before_the_first_item_is_raised_before_a_response_begins() -> None:
+    counting = Counting(1_000_000, ahead=4)
+    async with af.Session(counting.graph, max_runs=1, max_queued=0) as session:
+        items = await serving.start_stream(Client().receive, session.stream(counting.item))
+        with pytest.raises(af.OverloadedError):
+            await serving.start_stream(Client().receive, session.stream(counting.item))
+        await items.aclose()
+        with pytest.raises(af.FeedError):
+            await serving.start_stream(Client().receive, session.stream(counting.item, {counting.item: 1.0}))
+        assert_baseline(session)
+        dropped = await serving.start_stream(Client().receive, session.stream(counting.item))
+        del dropped  # a response that never began
+        gc.collect()
+        await until(lambda: session.statistics().runs == 0)
+        await ticks(2)
+        assert_baseline(session)
+
+
+async def test_f21_a_client_that_goes_before_the_first_item_ends_the_stream() -> None:
+    gate, client = CoroutineGate(), Client()
+    with af.Graph() as graph:
+        x, seen = af.placeholder("int64", ()), []
+
+        def step(i: af.Tensor) -> af.Tensor:
+            seen.append(gate.op(i))
+            return i + 1
+
+        af.while_loop(lambda i: i < 3, step, x)
+    async with af.Session(graph) as session:
+        work = serving.start_stream(client.receive, session.stream(seen[0], {x: ONE}))
+        async with in_flight(work, lambda: gate.started) as request:
+            client.gone.set()
+            with pytest.raises(af.ClientDisconnected):
+                await request
+        assert_baseline(session)
