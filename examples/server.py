@@ -250,7 +250,7 @@ class Recent:
         """Keeps its size."""
         self.batches.append((next(self._numbers), batch.size))
 
-    def pool_stepped(self, function: str, size: int) -> None:
+    def pool_stepped(self, function: str, size: int, steps: int) -> None:
         """Does nothing: the metrics have the rows of the latest step."""
 
 

@@ -81,8 +81,8 @@ class RunObserver(Protocol):
     def batch_ended(self, batch: ObservedBatch) -> None:
         """A call of a batched function has ended."""
 
-    def pool_stepped(self, function: str, size: int) -> None:
-        """A pooled loop was stepped for so many activations."""
+    def pool_stepped(self, function: str, size: int, steps: int) -> None:
+        """A pooled loop was stepped for so many activations, so many times in one go."""
 
 
 def check_observer(observer: object) -> None:
@@ -174,9 +174,9 @@ class Observers:
         batch = ObservedBatch(function, len(members), runs, now - taken_s, now, error)
         self._tell(lambda observer: observer.batch_ended(batch))
 
-    def pool_stepped(self, function: str, size: int) -> None:
-        """Tells of a step of a pooled loop."""
-        self._tell(lambda observer: observer.pool_stepped(function, size))
+    def pool_stepped(self, function: str, size: int, steps: int) -> None:
+        """Tells of steps of a pooled loop."""
+        self._tell(lambda observer: observer.pool_stepped(function, size, steps))
 
     @contextmanager
     def _watched(self, label: str) -> Iterator[ref[ObservedRun]]:

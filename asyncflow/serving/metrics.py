@@ -69,9 +69,9 @@ class _Histogram:
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        self.sum += value
-        self.counts[bisect_left(self.bounds, value)] += 1
+    def observe(self, value: float, times: int = 1) -> None:
+        self.sum += value * times
+        self.counts[bisect_left(self.bounds, value)] += times
 
     def sample(self, labels: Mapping[str, str]) -> Sample:
         bounds = (*self.bounds, float("inf"))
@@ -170,10 +170,10 @@ class Metrics:
         else:
             function.failed += 1
 
-    def pool_stepped(self, function: str, size: int) -> None:
-        """Counts a step of a pooled loop."""
+    def pool_stepped(self, function: str, size: int, steps: int) -> None:
+        """Counts steps of a pooled loop."""
         pool = _labelled(self._pooled, function, self._most_labels, _FunctionCounts)
-        pool.sizes.observe(size)
+        pool.sizes.observe(size, steps)
         pool.last = size
 
     # -- what it tells -------------------------------------------------------------------------------------------

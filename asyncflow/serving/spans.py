@@ -120,7 +120,7 @@ class Spans:
 
         self._hand_over(make)
 
-    def pool_stepped(self, function: str, size: int) -> None:
+    def pool_stepped(self, function: str, size: int, steps: int) -> None:
         """Does nothing: steps are too short, and too many."""
 
     # -- exporting -----------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ async def test_vertices_of_expressions_are_no_rows_of_the_generator() -> None:
     shown: dict[str, list[object]] = {}
 
     class Looking(server.Recent):
-        def pool_stepped(self, function: str, size: int) -> None:
+        def pool_stepped(self, function: str, size: int, steps: int) -> None:
             shown.setdefault(function, []).append(server.live(models, metrics, self, traffic, "ready")["rows"])
 
     async with models.session, metrics, Looking(models.session):

@@ -38,8 +38,8 @@ class Log:
     def batch_ended(self, batch: ObservedBatch) -> None:
         self.batches.append(batch)
 
-    def pool_stepped(self, function: str, size: int) -> None:
-        self.steps.append((function, size))
+    def pool_stepped(self, function: str, size: int, steps: int) -> None:
+        self.steps.extend([(function, size)] * steps)
 
     @property
     def statuses(self) -> list[str]:

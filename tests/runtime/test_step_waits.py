@@ -35,7 +35,7 @@ class Steps:
     def batch_ended(self, batch: ObservedBatch) -> None:
         self.labels.append("batch")
 
-    def pool_stepped(self, function: str, size: int) -> None:
+    def pool_stepped(self, function: str, size: int, steps: int) -> None:
         self.labels.append(function)
 
 

@@ -111,6 +111,19 @@ async def test_batches_and_pools_are_counted() -> None:
     assert values(found, "batch_failures_total") == [0]
 
 
+@pytest.mark.parametrize("activations", [1, 3])
+async def test_every_step_of_a_pool_is_counted(activations: int) -> None:
+    """Also where many are made in one go, as those are of an activation that is alone."""
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (), name="x")
+        y = af.while_loop(lambda i: i < 400, lambda i: i + 1, x, pool=af.Pool(4), name="pool")
+    async with af.Session(graph) as session, serving.Metrics(session) as metrics:
+        await asyncio.gather(*(session.run(y, {x: 0}) for _ in range(activations)))
+        found, counted = metrics.snapshot(), session.statistics().batches["pool"]
+    assert values(found, "pool_size") == [400 * activations] == [counted.members]
+    assert values(found, "executions_total", kind="pool") == [counted.calls]
+
+
 async def test_many_fetches_share_a_label() -> None:
     with af.Graph() as graph:
         fetches = [af.constant(n) + 1 for n in range(10)]

@@ -490,7 +490,7 @@ class Batches(TellingState):
         """Counts calls, or steps, each for so many."""
         self.known_of(shared).count(size, calls=calls, failed=failed)
         if self.runs.observers is not None and not isinstance(shared, SharedBody):
-            self.runs.observers.pool_stepped(shared.label, size)
+            self.runs.observers.pool_stepped(shared.label, size, calls)
 
     def _show(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
         """Tells those who look on of a call that has ended."""
