@@ -13,7 +13,7 @@ from copy import copy
 from functools import cached_property, partial, wraps
 from itertools import starmap
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn, ParamSpec, Self, TypeAlias
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeAlias
 from weakref import WeakValueDictionary
 
 from asyncflow.control.body import refuse_handles, result_tensor
@@ -108,6 +108,14 @@ class SharedCode:
         return found
 
 
+class built_once(cached_property[BodyProgram]):  # noqa: N801 - a decorator
+    """A program of a `SharedCode` that is built when it is first asked for, and for all versions of variables."""
+
+    def __get__(self, code: Any, owner: Any = None) -> Any:
+        """That of the version."""
+        return self if code is None else super().__get__(code.origin)._replace(states=code.states)
+
+
 class SharedBody(SharedCode):
     """The code of one call of a batched function in a graph.
 
@@ -156,7 +164,7 @@ class SharedBody(SharedCode):
     def __repr__(self) -> str:
         return f"<batched {self.label}, at most {self.batch.max_size}>"
 
-    @cached_property
+    @built_once
     def one(self) -> BodyProgram:
         """Over one member."""
         return self._as_written([x.shape for x in self._inputs])

@@ -9,7 +9,6 @@ same over its own values, so that it costs what the loop costs by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 from asyncflow.control.body import join_captures
 from asyncflow.control.while_loop import install_pooling, while_loop
@@ -26,6 +25,7 @@ from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,
     SharedCode,
+    built_once,
     define_shared,
     is_repeatable,
     is_same_for_all,
@@ -101,12 +101,12 @@ class SharedLoop(SharedCode):
         """See the class."""
         return self.check, self.steps, *([self.alone] if self.is_repeatable else ())
 
-    @cached_property
+    @built_once
     def alone(self) -> BodyProgram:
         """See the class."""
         return self._stepping(is_one=True)
 
-    @cached_property
+    @built_once
     def exchange(self) -> BodyProgram:
         """From places, the slabs of all inputs that have rows, and new rows, to slabs of the rows there and the new."""
         with Graph() as graph:
@@ -146,7 +146,7 @@ class SharedLoop(SharedCode):
             program = self._emitting[streamed] = BodyProgram(graph, feeds, (*following, again, *emitted))
         return program._replace(states=self.states)
 
-    @cached_property
+    @built_once
     def several(self) -> BodyProgram:
         """`emitting` nothing, with `SEVERAL` steps: whoever ends with one of them keeps its variables in the others."""
         with Graph() as graph:

@@ -318,3 +318,28 @@ async def test_a_writer_that_begins_while_values_are_loaded(monkeypatch: pytest.
         await session.swap_variables({"w": np.full(2, 5, np.float32)})
         await asked
         assert (await session.run(program.twice)).tolist() == [12, 12]
+
+
+async def test_what_runs_share_is_compiled_beside_the_old_version_and_not_by_the_next_request() -> None:
+    """So the first request of a version takes as long as others do, and as many plans are kept after any number."""
+    with af.Graph() as graph:
+        w, x = af.Variable(np.float64(0), name="w"), af.placeholder("float64", ())
+        y = af.batched(lambda x: x + w, cost="none")(x)
+        pooled = af.while_loop(lambda i, _: i < 3, lambda i, z: (i + 1, z + w), (0, x), pool=af.Pool(4))[1]
+        trees = af.InputGraph.placeholder()
+        cell = af.vertex_function(state=af.spec("float64", ()), children=2)(lambda v: v.scatter(v.gather(0) + w))
+        shared = af.vertex_map(cell, trees, share=True).roots
+        feeds = {x: 1.0, **trees.feeds(af.InputGraph.from_nested((0, 1))[0])}
+    compiled: list[str] = []
+    async with af.Session(graph, dump=lambda name, _: compiled.append(name)) as session:
+        plans = 0
+        for version in range(3):
+            for runs in (1, 2):
+                found = await asyncio.gather(*(session.run([y, pooled, shared], feeds) for _ in range(runs)))
+                assert found == [[1 + version, 1 + 3 * version, [2 * version]]] * runs
+            assert bool(compiled) == (version == 0)
+            plans = plans or session.statistics().plans
+            assert session.statistics().plans == plans
+            await session.swap_variables({w: np.float64(version + 1)})
+            assert compiled
+            compiled.clear()
