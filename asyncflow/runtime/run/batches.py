@@ -26,6 +26,7 @@ from asyncflow.lift.batched import Join, SharedBody, SharedCode, install_gathere
 from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.run.step_waits import StepWaits
+from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
@@ -528,10 +529,10 @@ class Batches(TellingState):
                 continue
             for place, (one, many) in enumerate(zip(alone, found, strict=True)):
                 if not _agree(np.asarray(one), np.asarray(many)):
-                    shapes = ", ".join(str(np.shape(value)) for value in member.inputs)
+                    given = ", ".join(map(describe, member.inputs))
                     _log.warning(
                         "result %d of %s differs for member %d of a call for %d (arguments %s): %r together, %r alone",
-                        *(place, shared.label, row, len(members), shapes, many, one),
+                        *(place, shared.label, row, len(members), given, many, one),
                     )
 
     def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
