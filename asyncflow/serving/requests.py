@@ -31,7 +31,7 @@ async def run_or_disconnect(client: HasReceive | Receive, run: Awaitable[Result]
     first, since what the server sends until the client goes is taken here.
 
     Args:
-        client: a Starlette or FastAPI request, or the ``receive`` that an ASGI application is called with.
+        client: a Starlette or FastAPI request or WebSocket, or the ``receive`` that an ASGI application is called with.
         run: such as ``session.run(...)``, or any other coroutine.
 
     Raises:
@@ -119,7 +119,7 @@ class _DisconnectWatch:
 
 
 async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass
 
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class Client:
     """One connection: ``receive`` and ``send`` of an application, with a body sent already."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: str = "http.disconnect") -> None:
+        self._leaves = leaves
         self.gone = asyncio.Event()
         self.sent: list[Any] = []
         self.can_take = asyncio.Event()
@@ -25,7 +26,7 @@ class Client:
             self._has_body = True
             return {"type": "http.request", "body": b"", "more_body": False}
         await self.gone.wait()
-        return {"type": "http.disconnect"}
+        return {"type": self._leaves}
 
     async def send(self, message: Any) -> None:
         await self.can_take.wait()

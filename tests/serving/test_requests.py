@@ -61,14 +61,15 @@ async def test_f21_a_client_that_waits_gets_its_result() -> None:
         assert_baseline(session)
 
 
-async def test_f21_a_request_of_a_framework_is_told_by_its_receive() -> None:
+@pytest.mark.parametrize("leaves", ["http.disconnect", "websocket.disconnect"])
+async def test_f21_a_request_of_a_framework_is_told_by_its_receive(leaves: str) -> None:
     gated = Gated()
 
     class Request:
         def __init__(self, client: Client) -> None:
             self.receive = client.receive
 
-    client = Client()
+    client = Client(leaves)
     client.gone.set()
     async with af.Session(gated.graph) as session:
         with pytest.raises(af.ClientDisconnected):
