@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from linecache import getline
 from random import Random
 from typing import Any
 
@@ -146,10 +147,13 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
         for number, each in enumerate(found):
             if number == 3:
                 assert isinstance(each, af.KernelError)
-                assert each.node == "vertex_map/checked/sets"
+                assert (each.node, each.tag) == (
+                    "vertex_map/checked/positive",
+                    "vertex_map/checked (sample/vertex)/1/1",
+                )
                 assert "not positive" in str(each)
-                assert each.__cause__ is not None
-                assert "vertex_map/checked (sample/vertex)/1/1" in each.__cause__.__notes__[0]
+                assert "v.scatter(positive(" in getline(each.location.file, each.location.line)
+                assert "in vertex_map/checked/sets (shared_sets), built at " in each.__notes__[0]
             else:
                 assert isinstance(each, list)
                 np.testing.assert_allclose(each[0], [[4.0] * H, [8.0] * H])

@@ -65,6 +65,30 @@ async def test_rows_are_in_the_memory_account() -> None:
         assert session.statistics().memory["cpu:0"].held == 0
 
 
+async def test_a_kept_error_keeps_no_rows_of_others() -> None:
+    """None of others, and of its own those alone that the user's function was given some of."""
+
+    @af.op(outputs=af.spec("float64", (H,)), pure=True)
+    def positive(h: Any) -> Any:
+        if h[0] < 0:
+            raise ValueError("not positive")
+        return h
+
+    @af.vertex_function(state=af.spec("float64", (H,)), children=1)
+    def checked(v: af.Vertex) -> None:
+        v.scatter(positive(af.sum(v.pull()) + v.gather(0)))
+
+    trees = Trees(checked)
+    async with af.Session(trees.graph) as session:
+        runs = [session.run(trees.roots, trees.feeds(500, value)) for value in (1.0, 1.0, -1.0, 1.0)]
+        found = await asyncio.gather(*runs, return_exceptions=True)
+        kept = [each for each in found if isinstance(each, BaseException)]
+        assert [type(each) for each in kept] == [af.KernelError]
+        del found
+        await others_end()
+        assert session.statistics().used_bytes["cpu:0"] <= 500 * (WIDTH + H) * 8
+
+
 async def test_a_run_without_room_for_its_rows() -> None:
     """88: It alone fails; those that came with it have their results."""
     trees = Trees()

@@ -56,6 +56,7 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         _calling(node),
         rows.numbers(),
         *(value.tensor for value in inputs),
+        name=node.name.rpartition("/")[2],
         calls=op.name if is_registered(op) else op,
         arguments=dict(node.attrs),
         has_rows=tuple(value.has_rows for value in inputs),

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryAccount
+from asyncflow.errors import of_firing
 from asyncflow.lift.batched import install_gatherer
 from asyncflow.runtime.run.batches import Batches, common_values
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
@@ -167,8 +168,8 @@ class VertexPool(TellingState):
         try:
             group = await self._in_order(members)
             self.rows.groups.append(group)  # which may be another list by now
-        except Exception as error:
-            failure = error
+        except Exception as error:  # of the graph that is none, and of no node in the function
+            failure = error.__cause__ if isinstance(error.__cause__, Exception) else error
         if failure is not None and len(members) > 1:
             del failure  # and what its frames hold
             for member in members:
@@ -207,17 +208,19 @@ class VertexPool(TellingState):
             self._batches.count_call(self.shared, size, failed=1)
             if size == 1 or not self.shared.is_repeatable:
                 self.rows.remove(groups)
-                self._end([member for group in groups for member in group.members], error)
+                self._end([member for group in groups for member in group.members], of_firing(error))
                 return
-            parts = self.rows.part(groups)
-            self._count(parts)
-            middle = len(parts) // 2
-            for half in (parts[:middle], parts[middle:]):
-                if half:
-                    await self._step(plan, half)
+        else:
+            self._batches.count_call(self.shared, size)
+            self.rows.advance(groups, found)
             return
-        self._batches.count_call(self.shared, size)
-        self.rows.advance(groups, found)
+        # Not while the failure is handled: it would be the context of the next ones, with all that its frames hold.
+        parts = self.rows.part(groups)
+        self._count(parts)
+        middle = len(parts) // 2
+        for half in (parts[:middle], parts[middle:]):
+            if half:
+                await self._step(plan, half)
 
     @property
     def _limit_ns(self) -> int:
@@ -233,12 +236,9 @@ class VertexPool(TellingState):
             self.tell(member, found)
 
     def _end(self, members: Sequence[VertexMember], error: Exception) -> None:
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        if cause is not error:
-            cause.add_note(f"in {self.shared.label}, whose sets are computed with those of other runs: {error}")
         for member in members:
-            self.tell(member, cause)
-        del error, cause  # who is told raises it, and its traceback leads to this frame: that would be a cycle
+            self.tell(member, error)
+        del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
 
 
 class VertexPools:
