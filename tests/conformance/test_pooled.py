@@ -813,6 +813,34 @@ async def test_f48_a_stream_that_is_dropped(open_session: OpenSession, taken: in
         assert session.statistics().runs == 0
 
 
+@pytest.mark.parametrize("pool", [None, af.Pool(4)])
+async def test_a_stream_that_fails_is_told_with_its_own_axis_and_iteration(pool: af.Pool | None) -> None:
+    """What came before it is handed out; a loop with a pool is no other loop."""
+    seen: list[af.Tensor] = []
+    with af.Graph() as graph:
+        row = af.placeholder("int64", (None,), name="row")
+
+        def step(i: af.Tensor) -> af.Tensor:
+            seen.append(row[i])
+            return i + 1
+
+        af.while_loop(lambda i: i < 9, step, 0, pool=pool, parallel_iterations=1, name="loop")
+    async with af.Session(graph) as session:
+
+        async def items(length: int) -> list[object]:
+            found: list[object] = []
+            try:
+                async for item in session.stream(seen[0], {row: np.arange(length)}):
+                    found.append(int(item))  # noqa: PERF401 - what came before a failure is kept
+            except af.KernelError as error:
+                found += [error.reason, error.tag]
+            return found
+
+        every, failed, _ = await asyncio.gather(*map(items, (9, 5, 9)))
+    assert every == [*range(9)]
+    assert failed == [*range(5), "IndexError: index 5 is out of bounds for axis 0 with size 5", "loop/5"]
+
+
 async def test_what_is_deeper_in_a_pooled_loop_is_not_handed_out() -> None:
     inside: list[af.Tensor] = []
     with af.Graph() as graph:

@@ -64,7 +64,8 @@ def name_row(error: IndexError, node: Node, values: Sequence[Value]) -> IndexErr
     axes = positions.axes
     text = re.sub(r"(?<= axis )\d+", lambda axis: str(int(axis[0]) - axes), str(failure(row + 1) or error))
     told = IndexError(text)
-    in_row(told, positions.label, numbers[row].tolist())
+    for each in (told, error):
+        in_row(each, positions.label, numbers[row].tolist())
     return told
 
 

@@ -59,6 +59,8 @@ def as_kernel_error(
     # Our own errors are told by their message alone, another run's `KernelError` and everybody else's with their kind.
     is_ours = isinstance(error, AsyncflowError | TooManyIterations | MemoryLimitExceeded)
     reason = str(error) if is_ours and not isinstance(error, KernelError) else told(error)
+    if body is not None:
+        reason = body.inner.reason  # which may count axes as those of a row
     if isinstance(error, GraphError):
         reason = error.reason  # no line of the user's is on the stack
     kind: type[KernelError] = KernelError
