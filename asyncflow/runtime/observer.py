@@ -27,7 +27,7 @@ _log: Final = logging.getLogger("asyncflow.runtime")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ObservedRun:
-    """One run as observers see it; times are the event loop's, in seconds.
+    """One run as observers see it; times are of ``time.perf_counter``, in seconds, or virtual ones.
 
     Attributes:
         label: the name of the first thing that it fetches.
@@ -50,7 +50,7 @@ class ObservedRun:
 
 
 class ObservedBatch(NamedTuple):
-    """One call of a batched function; times are the event loop's, in seconds.
+    """One call of a batched function; times are of ``time.perf_counter``, in seconds, or virtual ones.
 
     Attributes:
         function: its name in the graph.
@@ -130,13 +130,17 @@ class Observers:
     """The observers of one session.
 
     Args:
-        clock: the session's event loop's.
+        clock: gives nanoseconds; not the event loop's own, which uvloop's goes on by only once in a round.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock_ns = clock
         self._all: list[RunObserver] = []
         self._warned: set[int] = set()
+
+    def now(self) -> float:
+        """The time of an event."""
+        return self._clock_ns() / 1e9
 
     def add(self, observer: RunObserver) -> Callable[[], None]:
         """Tells an observer from now on, until what is returned is called."""
@@ -170,7 +174,7 @@ class Observers:
         """Tells of a call of a batched function, for members with these context variables."""
         members = [context.get(_current) for context in contexts]
         runs = tuple(run for member in members if member is not None and (run := member()) is not None)
-        now = self._clock()
+        now = self.now()
         batch = ObservedBatch(function, len(members), runs, now - taken_s, now, error)
         self._tell(lambda observer: observer.batch_ended(batch))
 
@@ -181,7 +185,7 @@ class Observers:
     @contextmanager
     def _watched(self, label: str) -> Iterator[ref[ObservedRun]]:
         """Tells of a run that is asked for inside, from its beginning to its end."""
-        run = ObservedRun(label, self._clock())
+        run = ObservedRun(label, self.now())
         run.context.run(_current.set, ref(run))
         self._tell(methodcaller("run_began", run))
         error: BaseException | None = None
@@ -191,7 +195,7 @@ class Observers:
             error = raised
             raise
         finally:
-            run.ended_s = self._clock()
+            run.ended_s = self.now()
             run.error, run.status = error, status_of(error)
             self._tell(methodcaller("run_ended", run))
             del run, error  # it has the error, whose traceback leads to this frame: that would be a cycle

@@ -165,7 +165,7 @@ def _require_generator(given: object, what: str) -> None:
 def stream_or_stall(items: AsyncGenerator[Result, None], stall_timeout_s: float = 30.0) -> AsyncGenerator[Result, None]:
     """Iterates over what a run streams; a consumer that takes too long between two items ends the run.
 
-    A slow client holds the run back, and with it the memory of the run: not for ever.
+    A slow client holds the run back, and with it the run's memory and its place among `max_runs`: not for ever.
 
     Args:
         items: such as ``session.stream(...)``; closed at the end.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
+from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_kind
 
@@ -58,7 +59,7 @@ class Spans:
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        self._epoch_ns = time.time_ns() - int(loop.time() * 1e9)
+        self._epoch_ns = time.time_ns() - clock_of(loop)()
         threading.Thread(target=self._export, args=(loop,), name="asyncflow:spans", daemon=True).start()
         self._remove = self._session.observe(self)
         return self
@@ -134,9 +135,9 @@ class Spans:
         self._spans[run] = span
         context.attach(trace.set_span_in_context(span))
 
-    def _ns(self, loop_s: float) -> int:
-        """A time of the event loop as nanoseconds of the epoch."""
-        return self._epoch_ns + int(loop_s * 1e9)
+    def _ns(self, now_s: float) -> int:
+        """A time that is observed as nanoseconds of the epoch."""
+        return self._epoch_ns + int(now_s * 1e9)
 
     def _hand_over(self, work: Callable[[], object]) -> None:
         if self._pending.qsize() < _MOST_PENDING:

@@ -102,6 +102,23 @@ def test_times_are_of_asking_starting_and_ending() -> None:
     assert log.statuses[-1] == "deadline"
 
 
+@pytest.mark.every_loop
+@pytest.mark.parametrize("shares", [False, True])
+async def test_times_go_on_within_a_round_of_the_event_loop(shares: bool) -> None:
+    """As uvloop's own do not: a run that is over at once has begun after it was asked for, and ended after that."""
+    log = Log()
+    with af.Graph() as graph:
+        x = af.placeholder("int64", ())
+        y = af.batched(lambda x: x + 1)(x) if shares else x + 1
+    async with af.Session(graph) as session:
+        session.observe(log)
+        for _ in range(3):
+            await session.run(y, {x: 1})
+    for run in log.ended:
+        assert run.started_s is not None and run.ended_s is not None
+        assert run.asked_s < run.started_s < run.ended_s
+
+
 async def test_what_is_streamed_is_one_run() -> None:
     log = Log()
     inside: Any = None

@@ -361,6 +361,7 @@ class Runs:
             return None
         if self._atomic.claims and self._atomic.holds_up(plan.states):
             return None
+        began_s = 0.0 if self.observers is None else self.observers.now()
         try:
             found = run_single_call(call, self._devices[plan.partitions[0].device], self._quiet, values, limit_ns)
         except OutOfMemoryError:
@@ -371,7 +372,7 @@ class Runs:
             self.begun += 1
             plan.used = self.begun
             if self.observers is not None:
-                start_observed(self._turn.loop.time())
+                start_observed(began_s)
         return found
 
     def _start(
@@ -409,7 +410,7 @@ class Runs:
             on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
             name=name,
-            context=copy_context() if self.observers is None else start_observed(self._turn.loop.time()),
+            context=copy_context() if self.observers is None else start_observed(self.observers.now()),
         )
         run.part.priority = priority
         if is_part or number is not None:

@@ -28,7 +28,7 @@ from asyncflow.graph.feeds import Feeds, as_feeds
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
-from asyncflow.runtime.loop import thread_waits
+from asyncflow.runtime.loop import clock_of, thread_waits
 from asyncflow.runtime.observer import Observers, RunObserver, check_observer
 from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.run.runs import Runs
@@ -318,7 +318,7 @@ class Session(CheckpointedSession, NotPickled):
         check_observer(observer)
         loop = self._bind()
         if self._runs.observers is None:
-            self._runs.observers = Observers(loop.time)
+            self._runs.observers = Observers(clock_of(loop))
         return self._runs.observers.add(observer)
 
     def check_batches(self, share: float) -> None:
