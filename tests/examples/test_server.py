@@ -118,7 +118,9 @@ async def test_lines_that_were_not_learned_are_told_apart() -> None:
 async def test_every_model_answers_503_when_the_server_drains_and_what_is_streamed_too() -> None:
     app = server.build(20)
     async with served(app) as client:
-        app.router.lifespan_context.start_drain()  # type: ignore[attr-defined]
+        life = app.router.lifespan_context
+        assert isinstance(life, serving.Lifespan)
+        life.start_drain()
         await asyncio.sleep(0)
         for path in ("/classify", "/calculate", "/generate"):
             answer = await client.post(path, content="1 + 1")
