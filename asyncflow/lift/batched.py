@@ -13,7 +13,7 @@ from copy import copy
 from functools import cached_property, partial, wraps
 from itertools import starmap
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeAlias
+from typing import Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from asyncflow.control.body import refuse_handles, result_tensor
@@ -73,6 +73,7 @@ class SharedCode:
         self.label = label
         self.states: Mapping[Resource, object] = MappingProxyType({})
         self.origin = self
+        self.built_programs: dict[str, BodyProgram] = {}
         self._resources = variables_of(*bodies)
         self._versions: WeakValueDictionary[tuple[int, ...], Self] = WeakValueDictionary()
 
@@ -108,12 +109,21 @@ class SharedCode:
         return found
 
 
-class built_once(cached_property[BodyProgram]):  # noqa: N801 - a decorator
+Code = TypeVar("Code", bound=SharedCode)
+
+
+class built_once(Generic[Code]):  # noqa: N801 - a decorator
     """A program of a `SharedCode` that is built when it is first asked for, and for all versions of variables."""
 
-    def __get__(self, code: Any, owner: Any = None) -> Any:
+    def __init__(self, build: Callable[[Code], BodyProgram]) -> None:
+        self._build, self._name = build, build.__name__
+
+    def __get__(self, code: Code, owner: type[Code]) -> BodyProgram:
         """That of the version."""
-        return self if code is None else super().__get__(code.origin)._replace(states=code.states)
+        program = code.built_programs.get(self._name)
+        if program is None:
+            program = code.built_programs[self._name] = self._build(code)._replace(states={})
+        return program._replace(states=code.states)
 
 
 class SharedBody(SharedCode):

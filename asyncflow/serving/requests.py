@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing
-from typing import Any, Final, Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from asyncflow.errors import ClientDisconnected, DeadlineExceeded, brief
 from asyncflow.runtime.options import as_seconds
 from asyncflow.serving.responses import Receive
 
 Result = TypeVar("Result")
-
-_NONE: Final = object()
 
 
 class HasReceive(Protocol):
@@ -143,18 +141,21 @@ async def start_stream(
     _require_generator(items, "start_stream")
     started = _started(items)
     await run_or_disconnect(client, anext(started))
-    return started
+    return cast("AsyncGenerator[Result, None]", started)
 
 
-async def _started(items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _started(items: AsyncGenerator[Result, None]) -> AsyncGenerator[Result | None, None]:
     """Gives None once there is an item, or will be none; then all."""
     async with aclosing(items):
-        first = [await anext(items, _NONE)]
+        try:
+            first = [await anext(items)]
+        except StopAsyncIteration:
+            first = []
         yield None
-        if first[0] is not _NONE:
+        while first:
             yield first.pop()
-            async for item in items:
-                yield item
+        async for item in items:
+            yield item
 
 
 def _require_generator(given: object, what: str) -> None:
