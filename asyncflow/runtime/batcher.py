@@ -92,6 +92,8 @@ class CallGroup:
     ended: int = 0
     size: int = 0
     taken_ns: float = 0.0
+    sum_ns: float = 0.0
+    """Of all members that had their results."""
 
 
 @dataclass(slots=True, eq=False)
@@ -352,8 +354,9 @@ class Batcher(Generic[M]):
         group.ended += 1
         group.size += len(call.members)
         group.taken_ns = max(group.taken_ns, taken_ns)
+        group.sum_ns += len(call.members) * taken_ns
         if group.ended == group.calls:
-            costs.observe(group.size, group.taken_ns, group.calls)
+            costs.observe(group.size, group.taken_ns, group.calls, group.sum_ns / group.size)
         costs.returns.answer(len(call.members), now_ns)
         self._free(call)
 

@@ -14,6 +14,9 @@ _MOST_SIZES = 64
 _FRESH = 0.25
 """The weight of a new measurement beside those before it."""
 
+_MOST_GROWN = 2
+"""What takes more than so many times as long as it does on average was held up, and says no more than that."""
+
 _SURE = 3
 """So many measurements of a size make it known; before, it may be better than it seemed."""
 
@@ -23,12 +26,14 @@ _NEWS = 0.1
 EXPLORE = 32
 """One call in so many is of another size than is best, as far as is known: what was slow once may not be any more."""
 
+_SHORT_NS = 1_000_000
+"""Differences of so much may be anything."""
+
 _WORTH_NS = 2_000_000
 """Calls that take less are made whole: to start another is work, too, and what keeps a thread waiting is chance."""
 
 _LATE = 2
-"""Late is who comes after so many times the usual difference from when such ones came."""
-
+"""Late is who comes after so many times the usual difference from when such ones came, and half as long again."""
 
 @dataclass(slots=True)
 class SizeTimes:
@@ -53,7 +58,7 @@ class SizeTimes:
         elif count <= _SURE:  # the first ones were cold
             mean = min(known, taken_ns)
         else:
-            mean = known + _FRESH * (taken_ns - known)
+            mean = known + _FRESH * (min(taken_ns, _MOST_GROWN * known + _SHORT_NS) - known)
         self.taken_ns[size] = mean
         return size
 
@@ -75,10 +80,11 @@ class SizeTimes:
 
 @dataclass(slots=True)
 class _Answered:
-    """Who was answered by one call: how many, since when, when they come late, and how many of them are not back."""
+    """Who was answered by one call: how many, since when, when they are expected, and late, and how many are missing."""
 
     size: int
     since_ns: int
+    due_ns: float
     late_ns: float
     missing: int
 
@@ -104,8 +110,10 @@ class Returns:
         """A call for so many has ended."""
         while self._away and now_ns > self._away[0].late_ns:
             self._learn(self._away.pop(0), now_ns)  # they may never come back
-        late_ns = now_ns + self.taken.predict_ns(size) + _LATE * self.apart.predict_ns(size)
-        self._away.append(_Answered(size, now_ns, late_ns, size))
+        expected_ns = self.taken.predict_ns(size)
+        due_ns = now_ns + expected_ns
+        late_ns = due_ns + max(_LATE * self.apart.predict_ns(size), expected_ns / 2)
+        self._away.append(_Answered(size, now_ns, due_ns, late_ns, size))
 
     def come(self, now_ns: int) -> None:
         """A member has come."""
@@ -122,11 +130,11 @@ class Returns:
         """
         if not self._away:
             return -inf
-        back_ns = max([each.late_ns for each in self._away])
-        if now_ns >= back_ns:
+        late_ns = max([each.late_ns for each in self._away])
+        if now_ns >= late_ns:
             return -inf
         saved_ns = costs.saved_ns(waiting, sum(each.missing for each in self._away), most)
-        return back_ns if back_ns < now_ns + saved_ns else -inf
+        return late_ns if max([each.due_ns for each in self._away]) < now_ns + saved_ns else -inf
 
     def _learn(self, away: _Answered, now_ns: int) -> None:
         expected_ns = self.taken.predict_ns(away.size)
@@ -163,10 +171,19 @@ class CallCosts(SizeTimes):
     _line: tuple[float, float] | None = None
     """Through the times of all sizes but one: what is there whatever the size, and what each adds."""
 
-    def observe(self, size: int, taken_ns: float, parts: int = 1) -> int:
-        """A call of that size took so long, or calls for the parts of it; gives the size that it counts for."""
+    def observe(self, size: int, taken_ns: float, parts: int = 1, mean_ns: float | None = None) -> int:
+        """A call of that size took so long, or calls for the parts of it; gives the size that it counts for.
+
+        Args:
+            size: how many members there were.
+            taken_ns: until the last of them had its results.
+            parts: how many calls that were.
+            mean_ns: how long they waited on average, if that is something else.
+        """
         if self.threads > 1:
-            self._in_parts.setdefault(parts, SizeTimes()).observe(_size_class(size), taken_ns)
+            # Those who have theirs are served while others are computed, which then takes longer for that.
+            weighed_ns = taken_ns if mean_ns is None else (taken_ns + mean_ns) / 2
+            self._in_parts.setdefault(parts, SizeTimes()).observe(_size_class(size), weighed_ns)
         size = SizeTimes.observe(self, size, taken_ns)
         self._line = None
         used = self._used.get(size)
@@ -190,8 +207,8 @@ class CallCosts(SizeTimes):
             alone = np.array([self.predict_ns(size) for size in range(1, most + 1)])
             for count in range(len(self._first), waiting + 1):
                 taken = alone[:count] + self._in_all[: -most - 1 : -1]
-                # Of equals the largest: fewer calls.
-                size = len(taken) - int(taken[::-1].argmin())
+                # The largest, if others are not clearly better: fewer calls, and what was measured differs as much.
+                size = len(taken) if (1 - _NEWS) * taken[-1] <= taken.min() else len(taken) - int(taken[::-1].argmin())
                 self._in_all.append(float(taken[size - 1]))
                 self._first.append(size)
         return self._first[waiting]
