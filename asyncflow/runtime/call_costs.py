@@ -80,7 +80,7 @@ class SizeTimes:
 
 @dataclass(slots=True)
 class _Answered:
-    """Who was answered by one call: how many, since when, when they are expected, and late, and how many are missing."""
+    """Who was answered by one call: how many, since when, when they should be back, and late, and how many are not."""
 
     size: int
     since_ns: int
@@ -111,8 +111,8 @@ class Returns:
         while self._away and now_ns > self._away[0].late_ns:
             self._learn(self._away.pop(0), now_ns)  # they may never come back
         expected_ns = self.taken.predict_ns(size)
-        due_ns = now_ns + expected_ns
-        late_ns = due_ns + max(_LATE * self.apart.predict_ns(size), expected_ns / 2)
+        due_ns = now_ns + expected_ns + _LATE * self.apart.predict_ns(size)
+        late_ns = max(due_ns, now_ns + 1.5 * expected_ns)
         self._away.append(_Answered(size, now_ns, due_ns, late_ns, size))
 
     def come(self, now_ns: int) -> None:

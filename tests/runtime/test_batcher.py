@@ -40,7 +40,7 @@ class InParts(CallCosts):
     def parts(self, size: int, random: Random) -> int:
         return min(self.count, size)
 
-    def observe(self, size: int, taken_ns: float, parts: int = 1) -> int:
+    def observe(self, size: int, taken_ns: float, parts: int = 1, mean_ns: float | None = None) -> int:
         return size
 
 

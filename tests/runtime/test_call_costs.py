@@ -80,6 +80,20 @@ def test_clients_that_ask_again_at_once_share_one_call_instead_of_taking_turns(s
     assert a_second >= 1.15 * 32 / (2 * true_ns(16) / 1e9)  # as two halves would be in turn
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pause_of_all_clients_says_nothing_of_when_they_come_back(seed: int) -> None:
+    server, served = Server(seed), []
+    for client in range(32):
+        server.at(client * 0.3 * MS, client)
+    for begin in (1_000, 4_000):
+        server.serve(begin * MS, think_ns=2 * MS)
+        server.sizes.clear()
+        server.serve((begin + 300) * MS, think_ns=2 * MS)
+        served.append(sum(server.sizes))
+        server.serve((begin + 360) * MS, think_ns=2_600 * MS)
+    assert served[1] >= 0.97 * served[0]
+
+
 def test_a_client_that_is_alone_never_waits() -> None:
     server = Server()
     server.at(0, 0)
@@ -136,6 +150,35 @@ def test_calls_are_cut_where_threads_take_less_for_the_parts_and_whole_again_whe
     assert parts_of(costs, 29, {1: 20 * MS, 2: 23 * MS, 4: 26 * MS}) <= 1.2
 
 
+def test_one_call_that_was_held_up_says_little_of_calls_like_it() -> None:
+    costs = CallCosts(threads=2)
+    assert parts_of(costs, 32, {1: 28 * MS, 2: 20 * MS}) >= 1.9
+    costs.observe(32, 500 * MS, 2)
+    assert parts_of(costs, 32, {1: 28 * MS, 2: 20 * MS}, 20) >= 1.8
+    for _ in range(10):
+        costs.observe(32, 60 * MS, 2)
+    assert parts_of(costs, 32, {1: 28 * MS, 2: 60 * MS}) <= 1.2
+
+
+def test_parts_of_which_the_first_are_served_early_are_worth_a_last_one_that_is_late() -> None:
+    costs, random = CallCosts(threads=2), Random(1)
+    for _ in range(4):
+        costs.observe(32, 28 * MS, 1, 28 * MS)
+        costs.observe(32, 29 * MS, 2, 23 * MS)
+    assert mean(costs.parts(32, random) for _ in range(200)) >= 1.9
+
+
+def test_one_call_goes_before_two_that_are_hardly_better() -> None:
+    costs = CallCosts()
+    for size, taken_ns in ((1, 4.0), (12, 12.2), (20, 15.3), (32, 28.0)):
+        for _ in range(3):
+            costs.observe(size, taken_ns * MS)
+    assert costs.best(32, 32) == 32
+    for _ in range(9):
+        costs.observe(32, 50 * MS)
+    assert costs.best(32, 32) == 20
+
+
 def test_calls_are_whole_where_they_are_short_or_there_is_one_thread() -> None:
     assert parts_of(CallCosts(threads=8), 30, {1: 1 * MS}) == 1
     assert parts_of(CallCosts(), 30, {1: 20 * MS}) == 1
@@ -178,9 +221,9 @@ def test_those_who_wait_are_called_when_the_last_is_back() -> None:
 
 def test_late_ones_are_not_waited_for() -> None:
     batcher = waiting(learnt())
-    assert batcher.wake_ns(0) == 100 + 2 * 10
-    assert not list(batcher.take(119, is_idle=True))
-    (call,) = batcher.take(120, is_idle=True)
+    assert batcher.wake_ns(0) == 100 + 50
+    assert not list(batcher.take(149, is_idle=True))
+    (call,) = batcher.take(150, is_idle=True)
     assert len(call.members) == 2
 
 
