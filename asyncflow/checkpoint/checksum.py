@@ -9,8 +9,7 @@ changes that cancel out in a sum, go unnoticed: to find those, too, the bytes wo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -20,28 +19,15 @@ COLUMNS: Final = 513
 
 _WORD: Final = np.dtype("<u8")
 
-Checksum: TypeAlias = Callable[[memoryview, int], int]
-"""The sum of what came before, whose sum is given, and a chunk."""
-
 
 def column_sums_crc32(chunk: memoryview, before: int) -> int:
-    """See the module."""
-    return _sums_crc32(chunk, before, COLUMNS, (0,))
-
-
-def row_and_column_sums_crc32(chunk: memoryview, before: int) -> int:
-    """That of format 2, of rows as long as a page: slower by what it takes to go through the bytes again."""
-    return _sums_crc32(chunk, before, 512, (1, 0))
-
-
-def _sums_crc32(chunk: memoryview, before: int, columns: int, axes: tuple[int, ...]) -> int:
-    row_bytes = columns * _WORD.itemsize
+    """The sum of what came before, whose sum is given, and a chunk."""
+    row_bytes = COLUMNS * _WORD.itemsize
     for begin in range(0, len(chunk), BLOCK):
         block = chunk[begin : begin + BLOCK]
         whole = len(block) // row_bytes * row_bytes
         if whole:
-            rows = np.frombuffer(block[:whole], _WORD).reshape(-1, columns)
-            for axis in axes:
-                before = zlib.crc32(np.add.reduce(rows, axis=axis).astype(_WORD, copy=False), before)
+            rows = np.frombuffer(block[:whole], _WORD).reshape(-1, COLUMNS)
+            before = zlib.crc32(np.add.reduce(rows).astype(_WORD, copy=False), before)
         before = zlib.crc32(block[whole:], before)
     return before

@@ -14,12 +14,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from asyncflow.checkpoint.checksum import Checksum, column_sums_crc32, row_and_column_sums_crc32
 from asyncflow.checkpoint.tensor_file import TensorRecord
 from asyncflow.errors import CheckpointError, brief
 from asyncflow.streams.beside import giving_way
@@ -28,32 +26,8 @@ NAME: Final = "manifest.json"
 _KIND = re.compile(r"[a-z]+")
 _CHECKSUM: Final = b',\n "checksum": "%08x"\n}\n'
 """The end of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileFormat:
-    """How files of one format are written.
-
-    Attributes:
-        checksum: of the bytes of an array.
-        alignment: the first array of a file begins at a multiple of so many bytes. Those that lie there as they do in
-            memory are copied a tenth faster.
-    """
-
-    checksum: Checksum
-    alignment: int
-
-
 FORMAT: Final = "asyncflow checkpoint 3"
-
-FORMATS: Final[Mapping[str, FileFormat]] = MappingProxyType(
-    {
-        FORMAT: FileFormat(column_sums_crc32, 64),
-        "asyncflow checkpoint 2": FileFormat(row_and_column_sums_crc32, 8),
-        "asyncflow checkpoint 1": FileFormat(zlib.crc32, 8),
-    }
-)
-"""All that are read, the one that is written first."""
+"""The format of the manifest and of the files of arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +82,6 @@ class Manifest:
         random: None if it was not saved: of some variables alone.
         states: by name.
         versions: of the libraries that wrote it.
-        format: says how its files are written.
     """
 
     step: int
@@ -116,12 +89,6 @@ class Manifest:
     random: RandomState | None
     states: Mapping[str, StateRecord]
     versions: Mapping[str, str] = field(default_factory=dict)
-    format: str = FORMAT
-
-    @property
-    def file_format(self) -> FileFormat:
-        """How its files are written."""
-        return FORMATS[self.format]
 
     def files(self) -> dict[str, list[TensorRecord]]:
         """The arrays in each file."""
@@ -137,7 +104,7 @@ class Manifest:
         text = "\n".join(
             [
                 "{",
-                f' "format": {json.dumps(self.format)},',
+                f' "format": {json.dumps(FORMAT)},',
                 f' "step": {self.step},',
                 f' "graph": {json.dumps(self.graph)},',
                 f' "random": {json.dumps(self.random and asdict(self.random))},',
@@ -169,13 +136,12 @@ def read_manifest(path: Path) -> Manifest:
     written = FORMAT
     try:
         written = json.loads(raw)["format"]
-        if _sealed(raw[: -len(_CHECKSUM % 0)]) == raw:
+        if written == FORMAT and _sealed(raw[: -len(_CHECKSUM % 0)]) == raw:
             return _parsed(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # it is no JSON, or not what is written here
-    if written not in tuple(FORMATS):
-        known = ", ".join(map(repr, sorted(FORMATS)))
-        raise CheckpointError(f"{file}: is of the format {brief(written)}; this version of asyncflow reads {known}")
+    if written != FORMAT:
+        raise CheckpointError(f"{file}: is of the format {brief(written)}; this version of asyncflow reads {FORMAT!r}")
     raise CheckpointError(f"{file}: is damaged: it is not what was written; take another step, or a copy of this one")
 
 
@@ -196,10 +162,7 @@ def _parsed(raw: bytes) -> Manifest:
         None if random is None else RandomState(**random),
         states,
         content["versions"],
-        content["format"],
     )
-    if manifest.format not in FORMATS:
-        raise ValueError
     if not all(_KIND.fullmatch(x.kind) for x in states.values()):
         raise ValueError  # a kind is part of a file's name
     numbers = [manifest.step, *(() if manifest.random is None else (manifest.random.seed, manifest.random.runs))]

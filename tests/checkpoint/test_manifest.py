@@ -86,14 +86,13 @@ def test_what_makes_no_sense_is_refused_whatever_its_checksum(
         read_manifest(path)
 
 
-def test_a_format_to_come_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [2, 4])
+def test_another_format_is_named(number: int, tmp_path: Path) -> None:
     path = write(tmp_path, 0, w=1.5)
     file = path / "manifest.json"
-    file.write_bytes(sealed({**json.loads(file.read_bytes()), "format": "asyncflow checkpoint 4"}))
-    known = "'asyncflow checkpoint 1', 'asyncflow checkpoint 2', 'asyncflow checkpoint 3'"
-    with pytest.raises(
-        CheckpointError, match=f"is of the format 'asyncflow checkpoint 4'; this version .* reads {known}$"
-    ):
+    file.write_bytes(sealed({**json.loads(file.read_bytes()), "format": f"asyncflow checkpoint {number}"}))
+    message = rf"is of the format 'asyncflow checkpoint {number}'; this version .* reads 'asyncflow checkpoint 3'$"
+    with pytest.raises(CheckpointError, match=message):
         read_manifest(path)
 
 
