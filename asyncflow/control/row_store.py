@@ -18,7 +18,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import NEW_UNCAPTURED, READS_STORE, Memory, Traits, define
+from asyncflow.graph.op import METADATA_UNCAPTURED, NEW_UNCAPTURED, READS_STORE, define
 from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
@@ -27,8 +27,6 @@ from asyncflow.ops.extents import static_value
 from asyncflow.values import Kernel, Namespace
 
 _HANDLE = Spec(VARIANT, ())
-
-_LOOKS_AT_SIZE = Traits(Memory.METADATA, is_capturable=False, is_cheap=False)
 
 
 def _check_store(store: Spec) -> None:
@@ -106,7 +104,7 @@ SLICE = define(
     traits=READS_STORE,
 )
 SIZE = define(
-    "row_store_size", _size_spec, lambda xp: lambda store: np.int64(store.size), flops=free, traits=_LOOKS_AT_SIZE
+    "row_store_size", _size_spec, lambda xp: lambda store: np.int64(store.size), flops=free, traits=METADATA_UNCAPTURED
 )
 
 

@@ -21,7 +21,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, Access, Effects, Memory, Op, Traits, define
+from asyncflow.graph.op import METADATA_UNCAPTURED, OPAQUE, Access, Effects, Op, Traits, define
 from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -165,7 +165,7 @@ ELEMENT_SHAPE = _array_op(
     lambda index, *, element: Spec(int64, (element.rank,)),
     lambda array, index: array.element_shape(int(index)),
     host_inputs=(1,),
-    traits=Traits(Memory.METADATA, is_capturable=False, is_cheap=False),
+    traits=METADATA_UNCAPTURED,
 )
 """The shape of what a read gives, without reading it: where only that is needed; see `compiler.shape_rules`."""
 UNSTACK = _array_op("unstack", _unstack_spec, ArrayValue.unstack)

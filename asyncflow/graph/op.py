@@ -55,6 +55,7 @@ NEW_UNCAPTURED: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 VIEW: Final = Traits(Memory.VIEW, is_capturable=True, is_cheap=True)
 WHOLE_VIEW: Final = Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=True)
 METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)
+METADATA_UNCAPTURED: Final = Traits(Memory.METADATA, is_capturable=False, is_cheap=False)
 READS_STORE: Final = Traits(Memory.STORE, is_capturable=False, is_cheap=False)
 KERNELS: Final = Traits(Memory.ANY, is_capturable=True, is_cheap=False)
 """Of an op that is made of kernels, and of whose memory nothing is said."""

@@ -15,7 +15,7 @@ from asyncflow.control.tensor_array import READ
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import Memory, Op, Traits, host_inputs, inputs_from, runs_on_host
+from asyncflow.graph.op import METADATA_UNCAPTURED, Op, host_inputs, inputs_from, runs_on_host
 from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.values import Array, Kernel, Namespace, Value
@@ -103,6 +103,6 @@ SHAPE_BY_RULE = Op(
     lambda *sizes, rule: Spec(int64, (None,)),
     _kernel,
     host_inputs=inputs_from(0),
-    traits=Traits(Memory.METADATA, is_capturable=False, is_cheap=False),
+    traits=METADATA_UNCAPTURED,
 )
 """The shape of a value, given those of its node's inputs that are not known beforehand."""
