@@ -11,7 +11,6 @@ from textwrap import fill, indent
 from typing import TypeAlias
 
 import asyncflow as af
-from asyncflow.cli.calibrate import calibrate
 from asyncflow.cli.check import check
 from asyncflow.cli.checkpoint import ACTIONS, checkpoint
 from asyncflow.cli.devices import list_devices
@@ -44,7 +43,7 @@ _FLAGS = {
     "check": ("-h", "--help"),
     "explain": ("-h", "--help"),
     "profile": ("-h", "--help"),
-    "simulate": ("-h", "--help", "--shapes-only", "--calibrate"),
+    "simulate": ("-h", "--help", "--shapes-only"),
 }
 
 _CHECK_EXAMPLES = """\
@@ -98,9 +97,7 @@ examples:
   asyncflow simulate train.py:main --devices "8 x v100, nvlink2" -o trace.html
   asyncflow simulate package.module:step --devices "4 x a100, nvlink3, pcie3" --jitter 0.1 --seed 7
   asyncflow simulate train.py:main --devices "64 x k40, ethernet10" --shapes-only --epochs 3
-
   asyncflow simulate train.py:main --devices "8 x v100, nvlink2" --host c++ --launches nodes
-  asyncflow simulate --calibrate        on a machine with a card: what launching and the rest costs its host
 
 cards: {", ".join(CARDS)}
 links: {", ".join(LINKS)}
@@ -120,8 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: for ``--help``, ``--version`` and arguments that make no sense.
     """
     own, program_arguments = _split(sys.argv[1:] if argv is None else list(argv))
-    if list(own) == ["simulate", "--calibrate"]:
-        return calibrate()
     options = _parser().parse_args(own)
     do: _Action = options.do
     try:
@@ -300,7 +295,7 @@ def _add_simulate(add: _AddCommand) -> None:
         help="run a program on a machine that is not there and predict its times",
         description="Runs a program on simulated devices and virtual time, and prints what it would take on them.",
         usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] [--shapes-only] "
-        "[--host HOST] [--launches HOW] [arguments of the program ...], or asyncflow simulate --calibrate",
+        "[--host HOST] [--launches HOW] [arguments of the program ...]",
         epilog=_SIMULATE_EXAMPLES,
     )
     simulated.set_defaults(do=_simulate, refuse=simulated.error)

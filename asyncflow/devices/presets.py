@@ -15,7 +15,7 @@ A time that no datasheet has, the same for every NVIDIA card: ``kernel_s`` 2 µs
 Graphs" measures 2.9 µs for a kernel of half a million elements on V100; the smallest are a little shorter.
 
 Hosts are no cards: what the thread that launches takes for each thing it does was fitted to times measured on this
-runtime by ``asyncflow simulate --calibrate``, on the date that stands with it. The figures are a second fit, to the
+runtime by ``python -m benchmarks.host_costs``, on the date that stands with it. The figures are a second fit, to the
 times of the third such run, after graphs had been counted otherwise: a captured region counts as a call of a graph
 only, no longer as a call of a region too.
 """
@@ -184,7 +184,7 @@ HOSTS: Mapping[str, Host] = {
             copy_s=64e-6,
             event_s=3.2e-6,
             delivery_s=14e-6,
-            source="a refit of the times of the third asyncflow simulate --calibrate of 2026-11-22, with captured "
+            source="a refit of the times of the third benchmarks.host_costs of 2026-11-22, with captured "
             "regions counted as graphs only: Python 3.12, CuPy 14.2, NVIDIA H100 in a virtual machine on an Intel "
             "Xeon; a second machine gave 1.5 times as much for a launch, and 0.7 of it for a region",
         ),

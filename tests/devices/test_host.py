@@ -144,7 +144,7 @@ def test_a_hazard_in_a_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hosts_say_what_they_are_and_where_the_figures_come_from() -> None:
     assert next(iter(HOSTS.values())) is DEFAULT_HOST is host_named("asyncflow")
-    assert "simulate --calibrate of 20" in DEFAULT_HOST.source and not DEFAULT_HOST.thread_a_device
+    assert "benchmarks.host_costs of 20" in DEFAULT_HOST.source and not DEFAULT_HOST.thread_a_device
     for host in HOSTS.values():
         assert host.source and host.launches in LAUNCHES
         assert all(0 < getattr(host, name) < 1e-3 for name in COSTS)

@@ -1,4 +1,4 @@
-"""``asyncflow simulate --calibrate``: what the host takes for each thing that it does, measured on a card.
+"""What does the host take for each thing that it does? ``python -m benchmarks.host_costs``, on a card.
 
 Small programs, each of which makes the host do much of one thing, run on a real card, and once more on a simulated one,
 which counts what the host was asked to do. The costs are those that explain the processor's time of all programs best,
@@ -8,6 +8,7 @@ by least squares of relative errors. Time of the processor, not of the clock: wh
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,13 +86,13 @@ class Measured:
         return sum(costs[f"{call}_s"] * count for call, count in self.calls.items())
 
 
-def calibrate() -> int:
+def main() -> int:
     """Measures, prints the costs as `asyncflow.devices.presets` has them, and gives the exit code."""
     card = next(device for device in available_devices() if device.name.startswith(_KINDS[1]))
     if not card.available:
         print(
-            f"asyncflow simulate --calibrate: error: {card.detail.removeprefix('off: ')}; what launching costs is "
-            "measured on a card, and any will do"
+            f"benchmarks.host_costs: error: {card.detail.removeprefix('off: ')}; what launching costs is measured on a "
+            "card, and any will do"
         )
         return 2
     print(format_costs(measure(), card.detail))
@@ -122,7 +123,7 @@ def format_costs(measured: list[Measured], card: str) -> str:
     """The costs, ready for `asyncflow.devices.presets`, and how well they explain each program."""
     costs = fitted(measured)
     lines = [f"{name}={costs[name] * 1e6:.2g}e-6," for name in COSTS]
-    lines.append(f'source="asyncflow simulate --calibrate, {date.today()}: {hardware.processor()}, {card}",')
+    lines.append(f'source="python -m benchmarks.host_costs, {date.today()}: {hardware.processor()}, {card}",')
     lines.append("")
     for each in measured:
         share = each.explained_s(costs) / each.seconds
@@ -294,3 +295,7 @@ _PROGRAMS: tuple[_Make, ...] = (
     *(_launches, _nodes, _views, _steps, _primitives, _events, _feeds, _fetches, _hops, _cut_loop, _training, _runs),
     *(_graphs, _buffers),
 )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
