@@ -16,13 +16,14 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import KERNELS, OPAQUE, define, inputs_from
+from asyncflow.graph.op import KERNELS, define, inputs_from
 from asyncflow.graph.operators import install
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.datatypes import astype
+from asyncflow.ops.datatypes import astype, broadcast_arrays
 from asyncflow.ops.extents import Extent, ExtentsLike, shape_reader, split_extents, static_value, template_shape
+from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind, same
 
 if TYPE_CHECKING:
@@ -356,23 +357,6 @@ def triu(x: TensorLike, /, *, k: int = 0) -> Tensor:
     return apply(TRIU, x, k=k)[0]
 
 
-def _meshgrid_spec(*inputs: Spec, indexing: str) -> tuple[Spec, ...]:
-    for x in inputs:
-        if x.rank not in (0, 1, None):
-            raise ShapeError(f"takes vectors, not {x}")
-    dims = [None if x.shape is None else (x.shape or (1,))[0] for x in inputs]
-    if indexing == "xy" and len(dims) > 1:
-        dims[:2] = dims[1::-1]
-    return tuple(Spec(x.dtype, tuple(dims)) for x in inputs)
-
-
-def _meshgrid_kernel(xp: Namespace, *, indexing: str) -> Kernel:
-    return lambda *arrays: tuple(xp.meshgrid(*arrays, indexing=indexing))
-
-
-MESHGRID = define("meshgrid", _meshgrid_spec, _meshgrid_kernel, rows="row by row", traits=OPAQUE)
-
-
 def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[Tensor]:
     """Coordinate grids of vectors: one tensor a vector, all of the shape their extents span.
 
@@ -382,7 +366,16 @@ def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[
     """
     if indexing not in ("xy", "ij"):
         raise GraphError(f"meshgrid(indexing={indexing!r}): indexing must be 'xy' or 'ij'")
-    return list(apply(MESHGRID, *arrays, indexing=indexing)) if arrays else []
+    with graph_for(*arrays):
+        vectors = [as_tensor(x) for x in arrays]
+        for x in vectors:
+            if x.ndim not in (0, 1, None):
+                raise ShapeError(f"meshgrid: takes vectors, not {x!r}")
+        axes = list(range(len(vectors)))
+        if indexing == "xy":
+            axes[:2] = axes[1::-1]
+        columns = [reshape(x, (-1,) + (1,) * (len(axes) - 1 - axis)) for x, axis in zip(vectors, axes, strict=True)]
+        return broadcast_arrays(*columns)
 
 
 # -- from other arrays -----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from asyncflow.ops.in_place import OwnBuffer, writable
 from asyncflow.ops.keys import (
     ELLIPSIS,
     Key,
+    along,
     compile_key,
     device_index,
     encode,
@@ -99,6 +100,24 @@ def getitem(x: TensorLike, key: object, /) -> Tensor:
             # NumPy gives a Python str for one element of a string array; with an ellipsis it stays an array.
             entries = (*entries, ELLIPSIS)
         return apply(GETITEM, tensor, *indices, key=entries)[0]
+
+
+def sliced(x: Tensor, axis: int, start: int | Tensor | None, stop: int | Tensor | None) -> Tensor:
+    """``x[start:stop]`` along `axis`; bounds may be integer scalar tensors."""
+    tensors: list[Tensor] = []
+    bounds: list[object] = []
+    for bound in (start, stop):
+        if bound is None or isinstance(bound, int):
+            bounds.append(bound)
+        else:
+            bounds.append(("input", len(tensors)))
+            tensors.append(bound)
+    return apply(GETITEM, x, *tensors, key=along(axis, ("slice", *bounds, None)))[0]
+
+
+def at_position(x: Tensor, axis: int, position: int) -> Tensor:
+    """The slice of `x` at one position along `axis`, without that axis."""
+    return apply(GETITEM, x, key=along(axis, ("int", position)))[0]
 
 
 # -- take, gather ----------------------------------------------------------------------------------------------------

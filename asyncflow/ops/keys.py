@@ -35,6 +35,13 @@ Key: TypeAlias = tuple[Entry, ...]
 
 ELLIPSIS: Entry = ("ellipsis",)
 NEWAXIS: Entry = ("newaxis",)
+WHOLE: Entry = ("slice", None, None, None)
+"""Takes an axis whole."""
+
+
+def along(axis: int, entry: Entry) -> Key:
+    """The key that indexes one axis, of a value of whatever rank."""
+    return (ELLIPSIS, entry, *(WHOLE,) * (-1 - axis)) if axis < 0 else (*(WHOLE,) * axis, entry)
 
 
 # -- from Python -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
 from asyncflow.ops.cost import PASS, elements, per_input_element
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.manipulation import view_op
+from asyncflow.ops.manipulation import moveaxis, view_op
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 from asyncflow.values import Array, Kernel, Namespace
 
@@ -215,12 +215,16 @@ def vecdot(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
     Args:
         x1: numbers, of rank 1 or higher.
         x2: likewise.
-        axis: the one along which the vectors lie.
+        axis: the one along which the vectors lie; below 0 where a rank is not known.
 
     Raises:
-        ShapeError: the extents along `axis` differ.
+        ShapeError: the extents along `axis` differ, or it is not below 0 and a rank is not known.
     """
-    return _apply_product(VECDOT, x1, x2, axis=static_int(axis, "axis"))
+    at = static_int(axis, "axis")
+    with graph_for(x1, x2):
+        if at >= 0:  # where ranks differ, that is another axis of each
+            x1, x2, at = moveaxis(x1, at, -1), moveaxis(x2, at, -1), -1
+        return _apply_product(VECDOT, x1, x2, axis=at)
 
 
 # -- einsum ----------------------------------------------------------------------------------------------------------

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Literal
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import float64
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import OPAQUE, define
-from asyncflow.graph.shapes import broadcast, format_shape, normalize_axis
-from asyncflow.graph.spec import Spec
-from asyncflow.ops.axes import Axes, as_axes, replaced, static_int
+from asyncflow.graph.shapes import format_shape, normalize_axis
+from asyncflow.ops.axes import Axes, as_axes, static_int
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.decompositions import svdvals
 from asyncflow.ops.elementwise import abs, multiply, pow, sqrt, square
 from asyncflow.ops.logic import equal, not_equal
-from asyncflow.ops.manipulation import expand_dims
-from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind
+from asyncflow.ops.manipulation import concat, expand_dims
+from asyncflow.ops.promotion import kind_of, promote_operands, require_kind
 from asyncflow.ops.searching import where
+from asyncflow.ops.splitting import split
 from asyncflow.ops.statistical import max, min, sum
-from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, ord: float = 2) -> Tensor:
@@ -113,29 +110,6 @@ def outer(x1: TensorLike, x2: TensorLike, /) -> Tensor:
         return multiply(left[:, None], right[None, :])
 
 
-def _cross_spec(x1: Spec, x2: Spec, *, axis: int) -> Spec:
-    dtype = promoted_dtype(x.dtype for x in (x1, x2))
-    for x in (x1, x2):
-        require_kind(x, "iufc", "numbers")
-        if x.shape is not None and x.shape[normalize_axis(axis, len(x.shape))] not in (3, None):
-            raise ShapeError(f"vectors have 3 elements, along axis {axis}; got {format_shape(x.shape)}")
-    return Spec(dtype, replaced(broadcast((x1.shape, x2.shape)), axis, 3))
-
-
-def _cross_kernel(xp: Namespace, *, axis: int) -> Kernel:
-    def kernel(x1: Array, x2: Array) -> Value:
-        for x in (x1, x2):
-            if x.shape[axis] != 3:
-                raise ValueError(f"vectors have 3 elements, along axis {axis}; got shape {x.shape}")
-        on1, on2 = (partial(xp.roll, x, axis=axis) for x in (x1, x2))
-        return on1(-1) * on2(-2) - on1(-2) * on2(-1)
-
-    return kernel
-
-
-CROSS = define("cross", _cross_spec, _cross_kernel, rows="axis", traits=OPAQUE)
-
-
 def cross(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
     """The cross product of vectors of 3 elements along `axis`; the other axes broadcast.
 
@@ -147,4 +121,12 @@ def cross(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
     Raises:
         ShapeError: another number of elements; where it is not known, the run fails instead.
     """
-    return apply(CROSS, *promote_operands(x1, x2), axis=static_int(axis, "axis"))[0]
+    at = static_int(axis, "axis")
+    with graph_for(x1, x2):
+        operands = promote_operands(x1, x2)
+        for x in operands:
+            require_kind(x.spec, "iufc", "numbers")
+            if x.shape is not None and x.shape[normalize_axis(at, len(x.shape))] not in (3, None):
+                raise ShapeError(f"cross: vectors have 3 elements, along axis {at}; got {format_shape(x.shape)}")
+        (a, b, c), (d, e, f) = (split(x, (1, 1, 1), axis=at) for x in operands)
+        return concat([b * f - c * e, c * d - a * f, a * e - b * d], axis=at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Final, Literal
@@ -11,15 +10,16 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, graph_for
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.dtypes import bool_, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, define
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.axes import Axes, as_axes, flat_extent, reduced, require_elements, static_int
+from asyncflow.ops.axes import Axes, flat_extent, reduced, require_elements, static_int
 from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
+from asyncflow.ops.statistical import sum
 from asyncflow.values import Array, Kernel, Namespace
 
 # -- extremes --------------------------------------------------------------------------------------------------------
@@ -72,17 +72,6 @@ def argmin(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False)
 # -- nonzero elements ------------------------------------------------------------------------------------------------
 
 
-def _count_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
-    require_kind(x, "biufcT", "numbers, booleans and strings")
-    return Spec(int64, reduced(x.shape, axis, keepdims))
-
-
-def _count_kernel(xp: Namespace, *, axis: Axes, keepdims: bool) -> Kernel:
-    total = operator.methodcaller("sum", axis=axis, dtype=int64, keepdims=keepdims)
-    # `count_nonzero` itself gives a Python int on NumPy and has no keepdims on CuPy.
-    return lambda x: total(x.astype(bool))
-
-
 def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
     require_kind(x, "biufcT", "numbers, booleans and strings")
     if not x.rank:
@@ -91,9 +80,6 @@ def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
     return (Spec(int64, (extent,)),) * x.rank
 
 
-COUNT_NONZERO = define(
-    "count_nonzero", _count_spec, _count_kernel, flops=per_input_element, rows="axes", traits=KERNELS
-)
 NONZERO = define(
     "nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per_input_element, rows="as found", runs_on_host=True
 )
@@ -107,7 +93,7 @@ def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False
         axis: one axis, several, or None for all.
         keepdims: leave reduced axes in the shape, with extent 1.
     """
-    return apply(COUNT_NONZERO, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
+    return sum(astype(x, bool_), axis=axis, keepdims=keepdims)
 
 
 def nonzero(x: TensorLike, /) -> tuple[Tensor, ...]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from asyncflow.errors import ShapeError
-from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import bool_
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import KERNELS, define
-from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, static_int
+from asyncflow.ops.axes import Axes, as_axes, reduced, static_int
+from asyncflow.ops.elementwise import subtract
+from asyncflow.ops.indexing import sliced
+from asyncflow.ops.logic import not_equal
 from asyncflow.ops.manipulation import concat
-from asyncflow.ops.promotion import require_kind
+from asyncflow.ops.promotion import kind_of, require_kind
 from asyncflow.ops.statistical import method_reduction
 
 
@@ -48,19 +47,6 @@ def any(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tenso
     return apply(ANY, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
 
 
-def _diff_spec(x: Spec, *, axis: int, n: int) -> Spec:
-    require_kind(x, "biufc", "numbers and booleans")
-    if n < 0:
-        raise ShapeError(f"n must be 0 or more, got {n}")
-    if x.shape is None:
-        return x
-    extent = x.shape[normalize_axis(axis, len(x.shape))]
-    return Spec(x.dtype, replaced(x.shape, axis, None if extent is None else extent - n if extent > n else 0))
-
-
-DIFF = define("diff", _diff_spec, lambda xp, *, axis, n: partial(xp.diff, n=n, axis=axis), rows="axis", traits=KERNELS)
-
-
 def diff(
     x: TensorLike, /, *, axis: int = -1, n: int = 1, prepend: TensorLike | None = None, append: TensorLike | None = None
 ) -> Tensor:
@@ -74,6 +60,13 @@ def diff(
         append: put behind `x` along `axis` first; same rank as `x`.
     """
     parts = [part for part in (prepend, x, append) if part is not None]
-    at = static_int(axis, "axis")
-    joined = concat(parts, axis=at) if len(parts) > 1 else x
-    return apply(DIFF, joined, axis=at, n=static_int(n, "n"))[0]
+    at, times = static_int(axis, "axis"), static_int(n, "n")
+    if times < 0:
+        raise ShapeError(f"diff: n must be 0 or more, got {times}")
+    with graph_for(*parts):
+        found = concat(parts, axis=at) if len(parts) > 1 else as_tensor(x)
+        require_kind(found.spec, "biufc", "numbers and booleans")
+        difference = not_equal if kind_of(found.dtype) == "b" else subtract
+        for _ in range(times):
+            found = difference(sliced(found, at, 1, None), sliced(found, at, None, -1))
+        return found

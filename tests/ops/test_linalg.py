@@ -190,6 +190,7 @@ def test_matmul_refuses_shapes(a: Any, b: Any, message: Any) -> None:
         (lambda x: linalg.tensordot(x, x, axes=ONE_SIDED), GraphError, "an int or two sequences"),
         (lambda x: linalg.tensordot(x, x, axes=1), ShapeError, "found 3 and 2"),
         (lambda x: linalg.vecdot(x, indexing.getitem(x, (slice(None), slice(2)))), ShapeError, "found 3 and 2"),
+        (lambda x: linalg.vecdot(placeholder("float64"), x, axis=0), ShapeError, "unknown rank"),
         (lambda x: linalg.einsum("i..,i", x, x), GraphError, "letters, commas"),
         (lambda x: linalg.einsum("i......", x), GraphError, "letters, commas"),
         (lambda x: linalg.einsum("i...->i", x), GraphError, r"must hold '\.\.\.': it stands for 1 axes"),

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
-from asyncflow.ops.creation import ARANGE, EYE, FULL, FULL_LIKE, LINSPACE, MESHGRID, TRIL, TRIU, linspace, tril, triu
+from asyncflow.ops.creation import ARANGE, EYE, FULL, FULL_LIKE, LINSPACE, TRIL, TRIU, linspace, tril, triu
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
-from asyncflow.ops.derivatives.shapes import shape_of
-from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.promotion import real_dtype
 from asyncflow.ops.statistical import sum as sum_of
 
@@ -39,15 +37,3 @@ gradient_of_first(TRIL, lambda node, grad: tril(grad, k=node.attrs["k"]))
 
 
 gradient_of_first(TRIU, lambda node, grad: triu(grad, k=node.attrs["k"]))
-
-
-@derivative(MESHGRID)
-def _meshgrid(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    rank = len(node.inputs)
-    own_axis = list(range(rank))
-    if node.attrs["indexing"] == "xy":
-        own_axis[:2] = own_axis[1::-1]
-    return [
-        None if grad is None else reshape(sum_of(grad, axis=tuple({*range(rank)} - {axis})), shape_of(x))
-        for grad, x, axis in zip(grads, node.inputs, own_axis, strict=True)
-    ]

@@ -1,4 +1,4 @@
-"""Derivatives of inverses, determinants, equations and decompositions, and of the cross product.
+"""Derivatives of inverses, determinants, equations and decompositions.
 
 For complex values they are in the convention of `asyncflow.ops.derivatives.elementwise`. Those of decompositions are
 from Giles, "An extended collection of matrix derivative results" (2008), with the complex and rectangular cases as in
@@ -18,13 +18,11 @@ from asyncflow.ops import decompositions as d
 from asyncflow.ops.creation import tril, triu
 from asyncflow.ops.decompositions import adjoint, eigh, inv, svd
 from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
-from asyncflow.ops.derivatives.elementwise import reaching
 from asyncflow.ops.derivatives.shapes import ensure_shape, sum_to_like
 from asyncflow.ops.diagonals import diagonal
 from asyncflow.ops.elementwise import imag, negative, reciprocal, square
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import expand_dims
-from asyncflow.ops.norms import CROSS, cross
 from asyncflow.ops.searching import where
 
 not_differentiable(d.MATRIX_RANK, because="a rank is an integer")
@@ -209,15 +207,3 @@ def _pinv(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     right = turned @ y @ reached
     found = (left - x @ (y @ left)) + (right - (right @ y) @ x) - turned @ grad @ turned
     return [ensure_shape(found, x.shape)]
-
-
-# -- products of vectors ---------------------------------------------------------------------------------------------
-
-
-@derivative(CROSS)
-def _cross(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    x1, x2 = node.inputs
-    axis = node.attrs["axis"]
-    by_x1 = reaching(x1, lambda: sum_to_like(cross(conjugated(x2), grad, axis=axis), x1))
-    by_x2 = reaching(x2, lambda: sum_to_like(cross(grad, conjugated(x1), axis=axis), x2))
-    return [by_x1, by_x2]

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first
-from asyncflow.ops.derivatives.indexing import sliced
+from asyncflow.graph.op import Op, derivative, gradient_of_first
 from asyncflow.ops.derivatives.shapes import ensure_shape, extent_of, shape_of, zeros_of
 from asyncflow.ops.elementwise import real
 from asyncflow.ops.fft import FFT, IFFT, IRFFT, OPPOSITE, RFFT
+from asyncflow.ops.indexing import sliced
 from asyncflow.ops.manipulation import concat
-from asyncflow.ops.promotion import same
-from asyncflow.values import Array, Kernel, Namespace
 
 
 def _fitted(node: Node, grad: Tensor) -> Tensor:
@@ -50,29 +48,11 @@ def _rfft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [_fitted(node, real(found))]
 
 
-def _doubled_kernel(xp: Namespace, *, axis: int, is_even: bool) -> Kernel:
-    def kernel(x: Array) -> Array:
-        result = x * 2
-        at = (slice(None),) * (axis % x.ndim)
-        for end in (slice(1), slice(-1, None))[: 1 + is_even]:
-            result[(*at, end)] = x[(*at, end)]
-        return result
-
-    return kernel
-
-
-DOUBLED = define("doubled_between_ends", same, _doubled_kernel, rows="axis", traits=OPAQUE)
-"""Its input with all but the first element along an axis, and of an even transform the last, twice as large.
-
-These two stand for themselves in the half that `irfft` takes, and each other one for two.
-"""
-
-
-gradient_of_first(DOUBLED, lambda node, grad: apply(DOUBLED, grad, **node.attrs)[0])
-
-
 @derivative(IRFFT)
 def _irfft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Elements of the half that `irfft` takes stand for two each, but the first, and of an even transform the last."""
     n, axis = node.attrs["n"], node.attrs["axis"]
-    half = apply(DOUBLED, _inverse(RFFT, node, grad), axis=axis, is_even=n is None or n % 2 == 0)[0]
-    return [_fitted(node, half)]
+    half = _inverse(RFFT, node, grad)
+    end = -1 if n is None or n % 2 == 0 else None
+    parts = [sliced(half, axis, None, 1), 2 * sliced(half, axis, 1, end)]
+    return [_fitted(node, concat(parts if end is None else [*parts, sliced(half, axis, end, None)], axis=axis))]

@@ -8,38 +8,15 @@ from asyncflow.graph.build import apply, constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative
 from asyncflow.ops.creation import arange, zeros
-from asyncflow.ops.derivatives.scatter import WHOLE, scatter_along_axis, scatter_to
+from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
 from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_ALONG_AXIS
-from asyncflow.ops.keys import ELLIPSIS, Key
+from asyncflow.ops.keys import Key, along
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape, size
 from asyncflow.ops.windows import DYNAMIC_SLICE
-
-
-def along(axis: int, entry: tuple[object, ...]) -> Key:
-    """The key that indexes one axis, of a value of whatever rank."""
-    return (ELLIPSIS, entry, *(WHOLE,) * (-1 - axis)) if axis < 0 else (*(WHOLE,) * axis, entry)
-
-
-def sliced(x: Tensor, axis: int, start: int | Tensor | None, stop: int | Tensor | None) -> Tensor:
-    """``x[start:stop]`` along `axis`; bounds may be integer scalar tensors."""
-    tensors: list[Tensor] = []
-    bounds: list[object] = []
-    for bound in (start, stop):
-        if bound is None or isinstance(bound, int):
-            bounds.append(bound)
-        else:
-            bounds.append(("input", len(tensors)))
-            tensors.append(bound)
-    return apply(GETITEM, x, *tensors, key=along(axis, ("slice", *bounds, None)))[0]
-
-
-def at_position(x: Tensor, axis: int, position: int) -> Tensor:
-    """The slice of `x` at one position along `axis`, without that axis."""
-    return apply(GETITEM, x, key=along(axis, ("int", position)))[0]
 
 
 @derivative(GETITEM)

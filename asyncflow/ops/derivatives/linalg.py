@@ -14,25 +14,26 @@ from string import ascii_letters
 
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first, inputs_from
-from asyncflow.graph.shapes import Shape, merge, normalize_axis
+from asyncflow.graph.shapes import Shape, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
 from asyncflow.ops.cost import elements
 from asyncflow.ops.creation import eye
+from asyncflow.ops.datatypes import broadcast_to
 from asyncflow.ops.derivatives.datatypes import conjugated
 from asyncflow.ops.derivatives.elementwise import reaching
-from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
+from asyncflow.ops.derivatives.shapes import shape_of, sum_to, sum_to_like
 from asyncflow.ops.extents import (
-    ExtentsLike,
     apply_to_shape,
-    brought_to_shape,
-    in_given_shape,
     shape_reader,
     template_shape,
 )
-from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot, vecdot
+from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot
+from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.promotion import promoted_dtype
+from asyncflow.ops.searching import where
+from asyncflow.ops.shape import extent_of
 from asyncflow.values import Array, Kernel, Namespace
 
 # -- transposes that find out at run time how their operands are shaped ----------------------------------------------
@@ -224,61 +225,29 @@ def _tensordot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 # -- vecdot ----------------------------------------------------------------------------------------------------------
 
 
-def _find_vecdot_left(xp: Namespace, grad: Array, y: Array, shape: tuple[int, ...], *, axis: int) -> Array:
-    at = normalize_axis(axis, len(shape))
-    target = (*shape[:at], *shape[at + 1 :], shape[at])
-    found = xp.asarray(grad)[..., None] * xp.moveaxis(y, axis, -1)
-    return xp.moveaxis(_summed_to(xp, found, target), -1, at)
-
-
-def _find_vecdot_right(xp: Namespace, x: Array, grad: Array, shape: tuple[int, ...], *, axis: int) -> Array:
-    return _find_vecdot_left(xp, grad, x, shape, axis=axis)
-
-
-VECDOT_LEFT = _transpose_op("vecdot_left", _find_vecdot_left)
-"""The gradient of `x`, given that of the sum of ``x * y`` along an axis, and `y`."""
-VECDOT_RIGHT = _transpose_op("vecdot_right", _find_vecdot_right)
-"""The gradient of `y`, given `x` and the gradient of the sum of ``x * y`` along an axis."""
-_product_rules(VECDOT_LEFT, VECDOT_RIGHT, lambda x, y, axis: vecdot(conjugated(x), y, axis=axis), "axis")
-
-
 @derivative(linalg.VECDOT)
 def _vecdot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
-    axis = node.attrs["axis"]
-
-    def left() -> Tensor:
-        return conjugated(_apply_transpose(VECDOT_LEFT, grad, conjugated(y), x, axis=axis))
-
-    return [reaching(x, left), reaching(y, lambda: _apply_transpose(VECDOT_RIGHT, x, grad, y, axis=axis))]
+    reached = expand_dims(grad, axis=node.attrs["axis"])  # which is counted from the last, as ranks may differ
+    return [
+        reaching(x, lambda: sum_to_like(conjugated(reached) * y, x)),
+        reaching(y, lambda: sum_to_like(x * reached, y)),
+    ]
 
 
 # -- einsum ----------------------------------------------------------------------------------------------------------
 
 
-def _fit_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
-    read = shape_reader(shape)
+def fit_to(x: Tensor, extents: Sequence[int | Tensor]) -> Tensor:
+    """`x` summed over its axes that are to have extent 1, and repeated along its own of extent 1."""
 
-    def fit(x: Array, *sizes: Array) -> Array:
-        target = read(sizes)
-        if x.shape == target:
-            return x
-        axes = tuple(i for i, extent in enumerate(target) if extent == 1 != x.shape[i])
-        return xp.broadcast_to(xp.sum(x, axis=axes, keepdims=True) if axes else x, target)
+    def kept(axis: int, extent: int | Tensor) -> int | Tensor:
+        own = extent_of(x, axis)
+        if isinstance(extent, int):
+            return 1 if extent == 1 else own
+        return where(equal(extent, 1), 1, own)
 
-    return fit
-
-
-FIT_TO = define("fit_to", in_given_shape, _fit_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
-"""The sum over axes that are to have extent 1, repeated along axes that have: both ways of broadcasting undone."""
-
-
-def fit_to(x: Tensor, shape: ExtentsLike) -> Tensor:
-    """`x` summed over the axes of extent 1 in `shape`, of its own rank, and repeated along its own of extent 1."""
-    return brought_to_shape(FIT_TO, x, shape)
-
-
-gradient_of_first(FIT_TO, lambda node, grad: fit_to(grad, shape_of(node.inputs[0])))
+    return broadcast_to(sum_to(x, [kept(*each) for each in enumerate(extents)]), extents)
 
 
 @derivative(linalg.EINSUM)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float32, int64
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from, not_differentiable
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.shapes import Shape, normalize_axis
 from asyncflow.ops import manipulation as m
-from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import per_input_element
-from asyncflow.ops.creation import zeros_like
+from asyncflow.ops.creation import arange, zeros_like
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
-from asyncflow.ops.derivatives.indexing import at_position, sliced
+from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, ensure_shape, extent_of, shape_of, zeros_of
 from asyncflow.ops.elementwise import negative
-from asyncflow.ops.extents import apply_to_shape, in_given_shape, shape_reader, template_shape
+from asyncflow.ops.extents import apply_to_shape, in_given_shape, shape_reader
+from asyncflow.ops.indexing import at_position, sliced
+from asyncflow.ops.keys import along
 from asyncflow.ops.padding import PAD, inner_key
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.splitting import SPLIT
@@ -160,65 +157,21 @@ gradient_of_first(m.TILE, lambda node, grad: sum_tiles(grad, node.attrs["repetit
 gradient_of_first(SUM_TILES, lambda node, grad: m.tile(grad, node.attrs["repetitions"]))
 
 
-def _sum_repeats_spec(x: Spec, *rest: Spec, repeats: int | None, axis: int | None, shape: Shape) -> Spec:
-    return Spec(x.dtype, template_shape(shape, rest if repeats is not None else rest[1:]))
-
-
-def _sum_repeats_kernel(xp: Namespace, *, repeats: int | None, axis: int | None, shape: Shape) -> Kernel:
-    read = shape_reader(shape)
-    times = repeats or 0  # of no use where they are counted
-
-    def equally(x: Array, *sizes: Array) -> Array:
-        target = read(sizes)
-        dims, at = ((math.prod(target),), 0) if axis is None else (target, axis % len(target))
-        apart = x.reshape((*dims[: at + 1], times, *dims[at + 1 :]))
-        return _summed(apart, at + 1).reshape(target)
-
-    def counted(x: Array, counts: Array, *sizes: Array) -> Array:
-        target = read(sizes)
-        dims, at = ((math.prod(target),), 0) if axis is None else (target, axis % len(target))
-        result = xp.zeros(dims, dtype=x.dtype)
-        sources = np.repeat(np.arange(dims[at]), counts.astype(int64))
-        add_at(xp, result, (slice(None),) * at + (xp.asarray(sources),), x)
-        return result.reshape(target)
-
-    return counted if repeats is None else equally
-
-
-SUM_REPEATS = define(
-    "sum_repeats",
-    _sum_repeats_spec,
-    _sum_repeats_kernel,
-    flops=per_input_element,
-    host_inputs=inputs_from(1),
-    traits=OPAQUE,
-)
-
-
-def sum_repeats(x: Tensor, repeats: int | Tensor, shape: Extents, *, axis: int | None) -> Tensor:
-    """The sums of the repeats in `x` of each element of a value of `shape`: the transpose of `repeat`.
-
-    Args:
-        x: what `repeat` gave, or a gradient of it.
-        repeats: how often each element is there.
-        shape: of the value that was repeated.
-        axis: along which; None if it was flattened.
-    """
-    if isinstance(repeats, int):
-        return apply_to_shape(SUM_REPEATS, shape, x, repeats=repeats, axis=axis)
-    return apply_to_shape(SUM_REPEATS, shape, x, repeats, repeats=None, axis=axis)
-
-
 @derivative(m.REPEAT)
 def _repeat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *counts = node.inputs
-    repeats = counts[0] if counts else node.attrs["repeats"]
-    return [sum_repeats(grad, repeats, shape_of(x), axis=node.attrs["axis"]), *[None] * len(counts)]
+    found = ensure_shape(_repeats_summed(x, grad, counts[0] if counts else None, **node.attrs), x.shape)
+    return [found, *[None] * len(counts)]
 
 
-@derivative(SUM_REPEATS)
-def _sum_repeats(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    attrs = node.attrs
-    attributes = {"repeats": attrs["repeats"], "axis": attrs["axis"]}
-    counts = node.inputs[1:2] if attrs["repeats"] is None else []
-    return [apply(m.REPEAT, grad, *counts, **attributes)[0], *[None] * (len(node.inputs) - 1)]
+def _repeats_summed(x: Tensor, grad: Tensor, counts: Tensor | None, *, repeats: int | None, axis: int | None) -> Tensor:
+    """The sum of what reaches the repeats of each element of `x`, along `axis`; None if it was flattened."""
+    if repeats is not None and (axis is None or x.ndim is not None):
+        dims = [_size(x)] if axis is None else [extent_of(x, at) for at in range(x.ndim or 0)]
+        behind = 1 + normalize_axis(axis or 0, len(dims))
+        apart = m.reshape(grad, (*dims[:behind], repeats, *dims[behind:]))
+        return m.reshape(sum_(apart, axis=behind), shape_of(x))
+    sources = m.repeat(arange(_size(x) if axis is None else extent_of(x, axis)), repeats if counts is None else counts)
+    if axis is None:
+        return m.reshape(scatter_to(grad, along(0, ("input", 0)), [sources], _size(x)), shape_of(x))
+    return scatter_to(grad, along(axis, ("input", 0)), [sources], shape_of(x), known=x.shape)

@@ -12,7 +12,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import PASS, elements
 from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.derivatives.datatypes import conjugated
-from asyncflow.ops.derivatives.indexing import sliced
+from asyncflow.ops.indexing import sliced
 from asyncflow.ops.manipulation import concat
 from asyncflow.values import Array, Kernel, Namespace
 

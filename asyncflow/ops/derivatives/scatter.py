@@ -25,7 +25,7 @@ from asyncflow.ops.creation import arange
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import ExtentsLike, apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.indexing import GETITEM, take_along_axis
-from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
+from asyncflow.ops.keys import ELLIPSIS, WHOLE, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
 from asyncflow.ops.manipulation import concat, reshape
 from asyncflow.ops.shape import shape as shape_tensor
 from asyncflow.values import Array, Index, Kernel, Namespace
@@ -34,9 +34,6 @@ T = TypeVar("T")
 
 _MANY = 2048
 """Fewer values are added as they come: finding out where each goes would take longer."""
-
-WHOLE = ("slice", None, None, None)
-"""The entry of a key that takes an axis whole."""
 
 # -- at keys ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Derivative of `where`; positions and counts have none."""
+"""Derivative of `where`; positions have none."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from asyncflow.graph.build import constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops.derivatives.shapes import sum_to_like
-from asyncflow.ops.searching import ARGMAX, ARGMIN, COUNT_NONZERO, NONZERO, SEARCHSORTED, WHERE, where
+from asyncflow.ops.searching import ARGMAX, ARGMIN, NONZERO, SEARCHSORTED, WHERE, where
 
 not_differentiable(ARGMAX, ARGMIN, NONZERO, SEARCHSORTED, because="positions are integers")
-not_differentiable(COUNT_NONZERO, because="a count is an integer")
 
 
 @derivative(WHERE)

@@ -19,11 +19,10 @@ from asyncflow.ops.axes import Axes, normalize_axes
 from asyncflow.ops.creation import ones_like
 from asyncflow.ops.datatypes import astype, broadcast_to
 from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
-from asyncflow.ops.derivatives.indexing import sliced
 from asyncflow.ops.derivatives.recurrence import linear_recurrence, shifted
 from asyncflow.ops.derivatives.shapes import shape_of
 from asyncflow.ops.elementwise import maximum
-from asyncflow.ops.indexing import gather
+from asyncflow.ops.indexing import gather, sliced
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import expand_dims, flip, reshape
 from asyncflow.ops.promotion import real_dtype

@@ -11,18 +11,14 @@ from asyncflow.graph.shapes import Shape, is_static, size_of
 from asyncflow.ops import creation
 from asyncflow.ops.datatypes import BROADCAST_TO, astype, broadcast_to
 from asyncflow.ops.derivatives.linalg import (
-    FIT_TO,
     MATMUL_LEFT,
     MATMUL_RIGHT,
     TENSORDOT_LEFT,
     TENSORDOT_RIGHT,
-    VECDOT_LEFT,
-    VECDOT_RIGHT,
 )
-from asyncflow.ops.derivatives.manipulation import SUM_REPEATS, SUM_TILES
+from asyncflow.ops.derivatives.manipulation import SUM_TILES
 from asyncflow.ops.derivatives.scatter import sizes_of
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE, ENSURE_SHAPE, SUM_TO
-from asyncflow.ops.derivatives.utility import DIFF_TRANSPOSE
 from asyncflow.ops.elementwise import abs, floor_divide
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import RESHAPE, RESHAPE_TO, concat, expand_dims, reshape
@@ -48,7 +44,7 @@ def _vector(rows: RowAxis, extents: Tensor) -> Tensor:
     return concat([expand_dims(rows.count), astype(extents, int64)])
 
 
-@row_rule(BROADCAST_TO, FIT_TO, SUM_TO, CHECK_SHAPE)
+@row_rule(BROADCAST_TO, SUM_TO, CHECK_SHAPE)
 def _to_shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     x, *sizes = inputs
     template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
@@ -100,14 +96,6 @@ def _full_like(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
     return [broadcast_to(rows.raised(value, x.rank), extents)]
 
 
-@row_rule(DIFF_TRANSPOSE)
-def _along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    x, *sizes = inputs
-    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
-    axis = node.attrs["axis"]
-    return apply(node.op, x.tensor, *open_ones, axis=axis + (axis >= 0), n=node.attrs["n"], shape=template)
-
-
 @row_rule(SUM_TILES)
 def _sum_tiles(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     x, *sizes = inputs
@@ -119,21 +107,7 @@ def _sum_tiles(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
     return apply(SUM_TILES, x.tensor, *open_ones, repetitions=each, shape=template)
 
 
-@row_rule(SUM_REPEATS)
-def _sum_repeats(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    repeats, axis = node.attrs["repeats"], node.attrs["axis"]
-    x, *rest = inputs
-    counts, sizes = ([], rest) if repeats is not None else (rest[:1], rest[1:])
-    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
-    if axis is None or template is None:
-        return row_by_row(node, rows, inputs)
-    given = fixed(node, counts, "numbers of repeats")
-    return apply(
-        SUM_REPEATS, rows.spread(x), *given, *open_ones, repeats=repeats, axis=axis + (axis >= 0), shape=template
-    )
-
-
-@row_rule(MATMUL_LEFT, MATMUL_RIGHT, TENSORDOT_LEFT, TENSORDOT_RIGHT, VECDOT_LEFT, VECDOT_RIGHT)
+@row_rule(MATMUL_LEFT, MATMUL_RIGHT, TENSORDOT_LEFT, TENSORDOT_RIGHT)
 def _sized_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     fixed(node, sizes_of(inputs, node.attrs["shape"]), "a shape")
     return row_by_row(node, rows, inputs)

@@ -15,10 +15,9 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import arange
-from asyncflow.ops.derivatives.indexing import along
-from asyncflow.ops.derivatives.scatter import SCATTER_ALONG_AXIS, SCATTER_TO, WHOLE, parts_of, sizes_of
+from asyncflow.ops.derivatives.scatter import SCATTER_ALONG_AXIS, SCATTER_TO, parts_of, sizes_of
 from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_ALONG_AXIS
-from asyncflow.ops.keys import Key, place_of_positions
+from asyncflow.ops.keys import WHOLE, Key, along, place_of_positions
 from asyncflow.ops.manipulation import expand_dims, moveaxis
 from asyncflow.ops.nn import EMBEDDING
 from asyncflow.ops.rows.axes import behind
