@@ -10,14 +10,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import Shape, is_static, size_of
 from asyncflow.ops import creation
 from asyncflow.ops.datatypes import BROADCAST_TO, astype, broadcast_to
-from asyncflow.ops.derivatives.linalg import (
-    MATMUL_LEFT,
-    MATMUL_RIGHT,
-    TENSORDOT_LEFT,
-    TENSORDOT_RIGHT,
-)
 from asyncflow.ops.derivatives.manipulation import SUM_TILES
-from asyncflow.ops.derivatives.scatter import sizes_of
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE, ENSURE_SHAPE, SUM_TO
 from asyncflow.ops.elementwise import abs, floor_divide
 from asyncflow.ops.logic import equal
@@ -105,12 +98,6 @@ def _sum_tiles(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         return row_by_row(node, rows, inputs)
     each = (1,) * (1 + rank - len(repetitions)) + repetitions
     return apply(SUM_TILES, x.tensor, *open_ones, repetitions=each, shape=template)
-
-
-@row_rule(MATMUL_LEFT, MATMUL_RIGHT, TENSORDOT_LEFT, TENSORDOT_RIGHT)
-def _sized_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    fixed(node, sizes_of(inputs, node.attrs["shape"]), "a shape")
-    return row_by_row(node, rows, inputs)
 
 
 @row_rule(creation.ARANGE)
