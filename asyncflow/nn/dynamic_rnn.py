@@ -17,9 +17,9 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
-from asyncflow.nn.packing import Packing, first_rows, packing, place_rows, reshaped, take_rows
+from asyncflow.nn.packing import Packing, first_rows, packing, place_rows, reshaped
 from asyncflow.ops.elementwise import add
-from asyncflow.ops.indexing import getitem
+from asyncflow.ops.indexing import gather, getitem
 from asyncflow.ops.logic import less
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.shape import extent_of
@@ -229,7 +229,7 @@ class _RnnLoop:
         """Adds the loop; gives the outputs and the last state."""
         packed, state = self.packed, self.sequences.state
         if packed is not None:
-            state = [take_rows(x, packed.descending) for x in state]
+            state = [gather(x, packed.descending) for x in state]
         arrays = [
             TensorArray(kind.dtype, self.count, element_shape=kind.element_shape)
             for kind in [*self.ended, *self.outputs]

@@ -19,9 +19,11 @@ from asyncflow.graph.spec import Spec
 from asyncflow.nn.masks import as_lengths, sequence_mask
 from asyncflow.ops.checks import assert_that
 from asyncflow.ops.cost import free, moving
+from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
+from asyncflow.ops.keys import along
 from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.rows.by_row import row_by_row
@@ -33,31 +35,7 @@ from asyncflow.ops.utility import all
 from asyncflow.values import Array, Kernel, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------
-# Each is the derivative of the other. That no row is named twice makes both a plain copy; `gather` has to expect that
-# gradients of one row add up, which costs many times as much.
-
-
-def _take_spec(x: Spec, rows: Spec) -> Spec:
-    return Spec(x.dtype, None if x.shape is None or rows.shape is None else (rows.shape[0], *x.shape[1:]))
-
-
-def _take_kernel(xp: Namespace) -> Kernel:
-    return lambda x, rows: xp.take(x, rows, axis=0)
-
-
-def _place_spec(values: Spec, rows: Spec, *size: Spec, extent: Shape) -> Spec:
-    return _pad_spec(values, *size, extent=extent)
-
-
-def _place_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
-    read = shape_reader(extent)
-
-    def place(values: Array, rows: Array, *size: Array) -> Array:
-        result = xp.zeros((*read(size), *values.shape[1:]), dtype=values.dtype)
-        result[rows] = values
-        return result
-
-    return place
+# Each is the derivative of the other.
 
 
 def _first_spec(x: Spec, like: Spec) -> Spec:
@@ -67,10 +45,6 @@ def _first_spec(x: Spec, like: Spec) -> Spec:
 def _pad_spec(values: Spec, *size: Spec, extent: Shape) -> Spec:
     whole = template_shape(extent, size)
     return Spec(values.dtype, None if values.shape is None or whole is None else (*whole, *values.shape[1:]))
-
-
-TAKE_ROWS = define("take_rows", _take_spec, _take_kernel, flops=moving, traits=OPAQUE)
-PLACE_ROWS = define("place_rows", _place_spec, _place_kernel, flops=moving, host_inputs=inputs_from(2), traits=OPAQUE)
 
 
 def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
@@ -92,7 +66,7 @@ FIRST_ROWS = define("first_rows", _first_spec, lambda xp: lambda x, like: x[: le
 PAD_ROWS = define("pad_rows", _pad_spec, _pad_kernel, flops=moving, host_inputs=inputs_from(1), traits=OPAQUE)
 
 
-row_rule(TAKE_ROWS, PLACE_ROWS, FIRST_ROWS, PAD_ROWS)(row_by_row)
+row_rule(FIRST_ROWS, PAD_ROWS)(row_by_row)
 
 
 def first_rows(x: Tensor, like: Tensor) -> Tensor:
@@ -110,24 +84,10 @@ def _first_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 gradient_of_first(PAD_ROWS, lambda node, grad: first_rows(grad, node.inputs[0]))
 
 
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """``x[rows]``, where no row is named twice."""
-    return apply(TAKE_ROWS, x, rows)[0]
-
-
 def place_rows(values: Tensor, rows: Tensor, extent: Extent) -> Tensor:
-    """Zeros with `extent` rows, but ``values[i]`` in row ``rows[i]``; no row is named twice."""
-    template, size = split_extents((extent,))
-    return apply(PLACE_ROWS, values, rows, *size, extent=template)[0]
-
-
-@derivative(TAKE_ROWS)
-def _take_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    x, rows = node.inputs
-    return place_rows(grad, rows, extent_of(x, 0)), None
-
-
-gradient_of_first(PLACE_ROWS, lambda node, grad: take_rows(grad, node.inputs[1]))
+    """Zeros with `extent` rows, but ``values[i]`` in row ``rows[i]``."""
+    rest = [extent_of(values, axis) for axis in range(1, values.ndim or 1)]
+    return scatter_to(values, along(0, ("input", 0)), [rows], (extent, *rest))
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -157,7 +117,7 @@ class Packing:
 
     def pack(self, x: Tensor) -> Tensor:
         """``(steps, batch, ...)`` without what lies past the ends: ``(rows, ...)``."""
-        return take_rows(reshaped(x, (self.steps * self.batch,), 2), self.rows)
+        return gather(reshaped(x, (self.steps * self.batch,), 2), self.rows)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """``(steps, batch, ...)``, with zeros past the ends."""

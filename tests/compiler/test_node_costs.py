@@ -12,7 +12,7 @@ import asyncflow as af
 from asyncflow.compiler.placement.node_costs import NodeCosts, assumed_ns, estimate_region
 from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.graph.op import registered_ops
-from asyncflow.nn.packing import first_rows, place_rows, take_rows
+from asyncflow.nn.packing import first_rows, place_rows
 from asyncflow.ops.cost import free, moving, moving_all, per_input_element, several_passes, sorting
 
 ANY_SHAPES = (free, moving, moving_all, per_input_element, several_passes, sorting)
@@ -28,7 +28,11 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
     over_axes = [af.tensordot(x, y, axes=axes) for axes in contracted]
     products += over_axes if x.shape is not None else over_axes[:3]  # else listed axes have no gradient
     read = [x[i], af.take(x, rows, axis=2), af.take_along_axis(x, af.astype(y, "int64"), axis=2), x[..., ::2, None]]
-    changed = [af.index_add(x, 0, y[0]), af.index_update(x, i, y[0]), place_rows(take_rows(x, rows), rows, rows[0])]
+    changed = [
+        af.index_add(x, 0, y[0]),
+        af.index_update(x, i, y[0]),
+        place_rows(af.take(x, rows, axis=0), rows, rows[0]),
+    ]
     read.append(first_rows(x, y))
     nn = [af.sigmoid(x), af.silu(x), af.softplus(x), af.gelu(x), af.erf(x), af.cumulative_prod(x, axis=2)]
     shaped = [*af.broadcast_arrays(x, y), af.broadcast_to(x, (2, 2, 2)), af.sort(x), af.sum(x)]

@@ -25,7 +25,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host
 from asyncflow.lift.branches import JOIN_ROWS, split_rows
 from asyncflow.nn.losses import softmax_cross_entropy
-from asyncflow.nn.packing import first_rows, place_rows, take_rows
+from asyncflow.nn.packing import first_rows, place_rows
 from asyncflow.ops import nn as ops_nn
 from asyncflow.ops.derivatives.linalg import fit_to
 from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
@@ -200,7 +200,6 @@ def _indexing(x: Tensor, n: Tensor) -> list[Tensor]:
         af.index_add(x, slice(0, n[0]), 1.0),
         af.scatter_add(x, n[:2] % 2, x),
         ops_nn.embedding(x, n % 2),
-        take_rows(x, n[:2] % 2),
         place_rows(x, n[:2], 4),
         first_rows(x, n[:1]),
         af.dynamic_slice(x, [n[1], n[2] % 2], [2, 2]),
