@@ -68,6 +68,18 @@ def parse_graph(
     return graph
 
 
+def parse_value(text: str) -> object:
+    """The value of an attr that has this text (`asyncflow.graph.text.Printer.value`); none that names a resource.
+
+    Raises:
+        GraphError: there is none.
+    """
+    parser = _Parser(text, "", {}, NOTHING_GIVEN)
+    value: object = parser.value()
+    parser.want(parser.kind == "end", "nothing more")
+    return value
+
+
 def _op_of(name: str, given: Op | HasOp) -> Op:
     op = getattr(given, "op", given)
     if not isinstance(op, Op):
@@ -176,7 +188,7 @@ class _Parser(Tokens):
                 raise self.expected("an attr's name", start, name)
             self.check(name not in attrs, f"attr {name!r} is given twice", start)
             self.expect("=")
-            attrs[name] = self._value()
+            attrs[name] = self.value()
         self.expect("}")
         return attrs
 
@@ -265,7 +277,8 @@ class _Parser(Tokens):
 
     # -- values --------------------------------------------------------------------------------------------------
 
-    def _value(self) -> Any:
+    def value(self) -> Any:
+        """The value that comes next."""
         start, kind = self.offset, self.kind
         if kind == "string":
             return self.name("string", "")
@@ -285,17 +298,17 @@ class _Parser(Tokens):
         self.take()
         self.deeper("lists, tuples and dicts")
         is_tuple, is_dict = opening == "(", opening == "{"
-        found, comma = self.until(_CLOSING[opening], self._item if is_dict else self._value)
+        found, comma = self.until(_CLOSING[opening], self._item if is_dict else self.value)
         self.depth -= 1
         self.check(not is_tuple or len(found) != 1 or comma, "a tuple of one item needs a comma after it: (1,)", start)
         self.check(not is_dict or len(dict(found)) == len(found), _KEYS, start)
         return dict(found) if is_dict else tuple(found) if is_tuple else found
 
     def _item(self) -> tuple[object, object]:
-        start, key = self.offset, self._value()
+        start, key = self.offset, self.value()
         self.check(type(key) in KEY_TYPES, _KEYS, start)
         self.expect(":")
-        return key, self._value()
+        return key, self.value()
 
     def _named(self) -> Any:
         start, name = self.offset, self.take()
@@ -306,7 +319,7 @@ class _Parser(Tokens):
         if name in _CALLS:
             make, count = _CALLS[name]
             self.expect("(")
-            items, _ = self.until(")", self._value)
+            items, _ = self.until(")", self.value)
             self.check(len(items) == count, f"{name} takes {count} values, found {len(items)}", start)
             self.check(make is not complex or set(map(type, items)) == {float}, "complex takes two floats", start)
             return make(*items)
@@ -342,7 +355,7 @@ class _Parser(Tokens):
         if 0 not in (spec.shape or ()):
             self.expect(",")
             is_encoded = self.skip("base64")
-            data = self.name("string", "base64 data in quotes") if is_encoded else self._value()
+            data = self.name("string", "base64 data in quotes") if is_encoded else self.value()
         self.expect(")")
         array = self.located(start, partial(read_array, data=data, is_encoded=is_encoded), spec)
         if is_scalar and (array.shape or array.dtype == string):

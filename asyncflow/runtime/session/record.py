@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple, TypedDict, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -19,10 +18,9 @@ from asyncflow.compiler.program.kernels import Resolve
 from asyncflow.compiler.program.request import Fetch
 from asyncflow.errors import GraphError, ReplayError
 from asyncflow.graph import nest
-from asyncflow.graph.array_text import encode, python_values, read_array
-from asyncflow.graph.dtypes import as_dtype, dtype_name, string
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.parse import parse_value
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
@@ -38,7 +36,7 @@ from asyncflow.values import Array, Nest, Value
 _V = TypeVar("_V")
 _W = TypeVar("_W")
 
-_FORMAT: Final = "asyncflow record 2"
+_FORMAT: Final = "asyncflow record 3"
 
 _KINDS: Final = (
     dict.fromkeys(("graph", "why_no_graph", "status"), str)
@@ -130,8 +128,8 @@ class Record:
             if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT!r}")
             for name in ("feeds", "variables"):
-                found[name] = _each(_read, found[name])
-            found["tables"] = {name: _each(_read, arrays) for name, arrays in found["tables"].items()}
+                found[name] = _each(parse_value, found[name])
+            found["tables"] = {name: _each(parse_value, arrays) for name, arrays in found["tables"].items()}
             found["picks"] = [Pick(*pick) for pick in found["picks"]]
             found["answers"] = {place: _read_answer(*answer) for place, *answer in found["answers"]}
             for name, kind in _KINDS.items():
@@ -258,11 +256,7 @@ def _written_answer(answer: object) -> tuple[str, object]:
     """The kind of an answer, and what it says, as JSON."""
     if answer is COMPUTED or answer is ELSEWHERE:
         return "computed" if answer is COMPUTED else "elsewhere", None
-    if isinstance(answer, RecordedEnd):
-        return "refusal", answer
-    values = answer if isinstance(answer, tuple) else (answer,)
-    texts = [(isinstance(value, np.ndarray), _written(_as_array(value))) for value in values]
-    return ("values" if isinstance(answer, tuple) else "value"), texts
+    return ("refusal", answer) if isinstance(answer, RecordedEnd) else ("value", _written(answer))
 
 
 def _read_answer(kind: str, found: object) -> object:
@@ -270,36 +264,9 @@ def _read_answer(kind: str, found: object) -> object:
         return COMPUTED if kind == "computed" else ELSEWHERE
     if kind == "refusal":
         return RecordedEnd(*cast("tuple[str, str, int]", found))
-    texts = cast("list[tuple[bool, _ArrayText]]", found)
-    arrays = [(is_array, cast("Array", _read(text))) for is_array, text in texts]
-    values = tuple([array if is_array else array[()] for is_array, array in arrays])
-    return values if kind == "values" else values[0]
+    return parse_value(cast("str", found))
 
 
-def _as_array(value: Value) -> Array:
-    return np.asarray(value, string if isinstance(value, str) else None)
-
-
-class _ArrayText(TypedDict):
-    dtype: str
-    shape: Sequence[int | None] | None
-    data: object
-
-
-def _written(value: Array | Spec) -> _ArrayText:
-    """An array as JSON; a spec is one without data."""
-    if isinstance(value, Spec):
-        return {"dtype": dtype_name(value.dtype), "shape": value.shape, "data": None}
-    array = np.asarray(value)
-    data = python_values(array) if array.dtype == string else encode(array)
-    return {"dtype": dtype_name(array.dtype), "shape": list(array.shape), "data": data}
-
-
-def _read(found: _ArrayText) -> Array | Spec:
-    spec = Spec(as_dtype(found["dtype"]), None if found["shape"] is None else tuple(found["shape"]))
-    if found["data"] is None:
-        return spec
-    if spec.dtype != string:
-        return read_array(spec, found["data"], is_encoded=True)
-    flat = Spec(string, (prod(extent or 0 for extent in spec.shape or ()),))
-    return read_array(flat, found["data"], is_encoded=False).reshape(spec.shape or ())
+def _written(value: object) -> str:
+    """A value as its text, as the attrs of nodes have it."""
+    return Printer().value(value)
