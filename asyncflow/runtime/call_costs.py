@@ -35,6 +35,7 @@ _WORTH_NS = 2_000_000
 _LATE = 2
 """Late is who comes after so many times the usual difference from when such ones came, and half as long again."""
 
+
 @dataclass(slots=True)
 class SizeTimes:
     """How long something takes for so many, as a running mean; one is a size of its own.
