@@ -22,6 +22,7 @@ from asyncflow.runtime.shares import PATIENCE_S
 from tests.conftest import OpenSession
 from tests.others import others_end
 from tests.patience import PATIENCE_S as PATIENCE
+from tests.runtime.work_clock import WorkClock
 
 WEIGHTS = np.linspace(-0.4, 0.4, 9, dtype=np.float32).reshape(3, 3)
 
@@ -111,8 +112,8 @@ async def test_f42_whoever_comes_and_goes(data: st.DataObject) -> None:
 
 @pytest.fixture
 def swift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step takes too long for the event loop, however busy the machine is."""
-    monkeypatch.setattr(pools, "_TURN_NS", 1e15)
+    """No step takes too long for the event loop, and runs asked for at once begin at once, however busy it is."""
+    WorkClock(monkeypatch)
 
 
 @pytest.mark.usefixtures("swift")

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, TypeVar
 
 from tests.fake_cupy.errors import STICKY, CUDADriverError, CUDARuntimeError, DeviceFault, WouldBlockForEverError
@@ -74,7 +74,7 @@ class Item:
 
     def finish(self) -> None:
         self.done = True
-        self.done_ns = time.perf_counter_ns()
+        self.done_ns = perf_counter_ns()
         self.work = None
         self.after = ()
 

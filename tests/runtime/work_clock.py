@@ -1,4 +1,4 @@
-"""The runtime's clocks in the hands of a test: on which thread a firing runs does not depend on the machine."""
+"""The runtime's clocks in the hands of a test: what a session does, and where, does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pytest
+
+_WITH_CLOCKS = ("asyncflow.", "tests.fake_cupy.")
 
 LIGHT_NS = 1_000
 """What a short step of a test's programs takes."""
@@ -25,7 +27,7 @@ class WorkClock:
         self._now_ns = 0
         self._worked = threading.local()
         clocks = {"perf_counter_ns": self._perf_counter_ns, "thread_time_ns": self._thread_time_ns}
-        for module in [module for name, module in sys.modules.items() if name.startswith("asyncflow.")]:
+        for module in [module for name, module in sys.modules.items() if name.startswith(_WITH_CLOCKS)]:
             for name, clock in clocks.items():
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, clock)
