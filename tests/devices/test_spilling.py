@@ -16,6 +16,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.spill import SpillError
+from asyncflow.devices.swapping import Swapping
 from asyncflow.runtime.trace import LATE_COPY
 from tests.patience import PATIENCE_S
 
@@ -69,6 +70,68 @@ async def test_gradients_are_the_same_bits_with_a_file(tmp_path: Path, regions: 
     assert memory.saved == memory.disk == memory.host == 0
     assert memory.held == kept.held
     assert kept.moved_out == 0
+
+
+class SlowDisk:
+    """Writes a value to the spill file where a thread waits for memory, and all while a run has paused for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._changed = threading.Condition()
+        self._left = self._paused = 0
+        write, wait, throttle = os.pwrite, Swapping._wait, Swapping.throttle
+
+        def pwrite(fd: int, data: memoryview, offset: int) -> int:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._left > 0 or self._paused, PATIENCE_S)
+                self._left -= not self._paused
+            return write(fd, data, offset)
+
+        def waits(swapping: Swapping) -> None:
+            self.go_on(1)
+            wait(swapping)
+
+        def throttled(swapping: Swapping, resume: Callable[[], None], *args: Any) -> bool:
+            def resumes() -> None:
+                self._pause(-1)
+                resume()
+
+            self._pause(1)
+            has_paused = throttle(swapping, resumes, *args)
+            self._pause(has_paused - 1)
+            return has_paused
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(Swapping, "_wait", waits)
+        monkeypatch.setattr(Swapping, "throttle", throttled)
+
+    def go_on(self, count: int) -> None:
+        """Writes so many values more."""
+        with self._changed:
+            self._left += count
+            self._changed.notify_all()
+
+    def _pause(self, count: int) -> None:
+        with self._changed:
+            self._paused += count
+            self._changed.notify_all()
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("swap_memory", [True, False])
+async def test_a_slow_disk_makes_a_run_wait_and_not_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regions: bool, swap_memory: bool
+) -> None:
+    """Also where values are computed again: a loop that saves some of them, and then none, asks for memory as well."""
+    with af.Graph():
+        dx, x = program(swap_memory=swap_memory, window=1)
+        expected, kept = await gradient(dx, x, regions=regions, memory_limit=1 << 30)
+        limit, disk = kept.peak * 2 // 3, SlowDisk(monkeypatch)
+        async with af.Session(memory_limit=limit, spill_directory=str(tmp_path), regions=regions) as session:
+            try:
+                result = await session.run(dx, {x: fed()}, timeout=PATIENCE_S)
+            finally:
+                disk.go_on(STEPS)
+    np.testing.assert_array_equal(result, expected)
 
 
 async def test_nothing_moves_while_memory_is_not_short(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.plan import Partition, PlanFrame
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.kernels import (
+    SAVES,
     Resolve,
     asks_for_memory,
     bind_kernel,
@@ -131,7 +132,7 @@ def _watch_iterations(frames: Mapping[FramePath, PlanFrame], device: Device) -> 
     asking = []
     for path, frame in frames.items():
         nodes = [node for planned in frame.nodes for node in (planned.source, *planned.region_nodes())]
-        if path and (any(x.op in (SAVE, READ_SAVED) for x in nodes) if everywhere else asks_for_memory(nodes)):
+        if path and (any(x.op in (*SAVES, READ_SAVED) for x in nodes) if everywhere else asks_for_memory(nodes)):
             asking.append(path)
     for path in asking:
         if everywhere or not any(other != path and other[: len(path)] == path for other in asking):

@@ -52,6 +52,10 @@ def is_small_spec(spec: Spec) -> bool:
     return size is not None and size * spec.dtype.itemsize < SMALL_BYTES
 
 
+SAVES = (SAVE, SAVE_FIRST, CHECKPOINT)
+"""Ops that save their third input, or may: it depends on the number of the iteration, their second."""
+
+
 def waits_for_saved(node: Node) -> Sequence[Tensor] | None:
     """The store, and for a read the number, that say whether `node` has to wait; None if it never does.
 
@@ -59,7 +63,7 @@ def waits_for_saved(node: Node) -> Sequence[Tensor] | None:
     """
     if node.op is READ_SAVED:
         return None if is_small_spec(node.outputs[0].spec) else node.inputs
-    return None if node.op is not SAVE or is_small_spec(node.inputs[2].spec) else node.inputs[:1]
+    return None if node.op not in SAVES or is_small_spec(node.inputs[2].spec) else node.inputs[:1]
 
 
 def asks_for_memory(body: Sequence[Node]) -> bool:
@@ -132,7 +136,7 @@ def bind_launch(
         is_async=node.op.is_async or on_host,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
         keeps_arrays=_keeps_arrays(node),
-        moves_references=node.op in (SAVE, READ_SAVED, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE),
+        moves_references=node.op in (*SAVES, READ_SAVED, SEGMENT_STORE),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=host_inputs(node),
         stays=getattr(node.attrs.get("shared"), "stays", frozenset()),
