@@ -786,7 +786,7 @@ async def test_a_check_says_what_fails_alone(open_session: OpenSession, caplog: 
     async with open_session(graph) as session:
         session.check_batches(1.0)
         assert await asyncio.gather(*(session.run(y, {x: np.float32(k)}) for k in range(3))) == [1, 2, 3]
-        await others_end()
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})  # calls that fail may be among them
     assert sum("fails alone" in message and "nobody else" in message for message in caplog.messages) == 3
 
 
