@@ -19,10 +19,8 @@ from asyncflow.devices.cpu import lanes
 from asyncflow.graph.text import print_graph
 from asyncflow.runtime.batcher import BatchCall, Batcher
 from asyncflow.runtime.call_costs import CallCosts, Returns
-from asyncflow.runtime.run import batches
 from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.runs import Runs
-from asyncflow.runtime.scheduler import turn
 from tests.conftest import OpenSession
 from tests.faults.kernels import DEADLINES_S
 from tests.others import others_end
@@ -59,7 +57,8 @@ class Held(NamedTuple):
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    """Whoever asks for the plan of a call sets the first event, and waits for the second."""
+    """Whoever asks for the plan of a call sets the first event, and waits for the second; no pause divides a call."""
+    WorkClock(monkeypatch)
     found = Held(asyncio.Event(), asyncio.Event())
     plan_of = Runs.plan_of
 
@@ -522,13 +521,9 @@ async def test_f42_members_of_any_fate(open_session: OpenSession, seed: int) -> 
         assert session.statistics().runs == 0
 
 
-async def test_clients_that_ask_again_stay_together(
-    held: Held, sizes: Counter[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_clients_that_ask_again_stay_together(held: Held, sizes: Counter[int]) -> None:
     """One who comes while a call is computed waits for those in it to ask again, and then all share calls."""
     asked, goes_on = held
-    for module in (batches, turn):  # on a busy machine, too, all are back within two passes
-        monkeypatch.setattr(module, "BURST_NS", 10**12)
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y, _ = af.batched(layer, cost="none")(x)

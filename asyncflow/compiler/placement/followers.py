@@ -105,7 +105,7 @@ class _Followers:
         """The value whose place a parameter shares, and why."""
         owner, position = self.owners[node.graph], self.positions[node.outputs[0]]
         if isinstance(owner, WhileNode) and position < owner.n_vars:
-            variable, result = owner.carried[position]
+            variable, result = owner.body.inputs[position], owner.body.results[position]
             if node is not variable.node:
                 return variable, "a loop variable"
             # One that only ever takes the values of others is where it begins.
