@@ -11,7 +11,6 @@ import asyncflow as af
 from asyncflow.semantics import report
 from asyncflow.semantics.report import describe_races
 from tests.conftest import OpenSession
-from tests.patience import PATIENCE_S
 
 
 def unordered() -> af.Graph:
@@ -117,7 +116,6 @@ def test_orders_tell_only_what_races_and_of_that_the_end(monkeypatch: pytest.Mon
 
 def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_MOST_STATES", 150)
-    monkeypatch.setattr(report, "_MOST_SECONDS", PATIENCE_S)  # or it says so that this passed, on a slow machine
     with unordered() as graph:
         variables = [af.Variable(0, name=f"v{k}") for k in range(22)]
         fetches = [[v.assign(1).node, v.read()] for v in variables]
