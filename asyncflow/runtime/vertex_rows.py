@@ -217,7 +217,9 @@ class VertexGroup(Generic[R]):
         return ended
 
     def alone(self, place: RunInGroup[R]) -> VertexGroup[R]:
-        """One of them as a group of its own."""
+        """One of them as a group of its own: this one, where there has never been another."""
+        if place.member.sets.size == len(self.positions):
+            return self
         kept = np.sort(self.positions[place.vertices])
         ranks = np.zeros(len(self.positions) + 1, np.int64)
         ranks[kept + 1] = np.arange(1, len(kept) + 1)

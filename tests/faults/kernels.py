@@ -43,9 +43,10 @@ class ThreadGate:
         self.entered = threading.Event()
         self.opened = threading.Event()
         self.error = error
-        self.op = af.op(outputs=INT, name="thread_gate", cost=SLOW)(self._block)
+        self.op = af.op(outputs=INT, name="thread_gate", cost=SLOW)(self.block)
 
-    def _block(self, x: Any) -> Any:
+    def block(self, x: Any) -> Any:
+        """What the op computes."""
         self.entered.set()
         assert self.opened.wait(PATIENCE_S)
         if self.error is not None:

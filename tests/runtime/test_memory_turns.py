@@ -12,7 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.runtime.run.memory_turns import MemoryTurns
 from tests.conftest import OpenSession
-from tests.faults.kernels import DEADLINES_S, CoroutineGate, ticks, until
+from tests.faults.kernels import DEADLINES_S, SLOW, CoroutineGate, ThreadGate, ticks, until
 from tests.patience import PATIENCE_S
 
 LARGE = np.ones(100_000, np.float32)
@@ -212,3 +212,61 @@ async def test_on_cards_too(open_session: OpenSession) -> None:
         y = holds(x, turns=20)
     async with open_session(graph, memory_limit=4 * LIMIT) as session:
         assert await asyncio.gather(*(_sum_of(session, y, {x: LARGE}) for _ in range(12))) == [200_000.0] * 12
+
+
+@pytest.mark.parametrize("regions", [False, True])
+async def test_what_callers_keep_of_results_takes_no_room(graph: af.Graph, regions: bool) -> None:
+    """It is theirs, as what they feed is: requests of which many results were kept failed one after the other."""
+    x, v = af.placeholder("float32", (None,)), af.Variable(LARGE, name="v")
+    alone, y, kept = x * 3.0, holds(x), []
+    async with af.Session(graph, memory_limit=LIMIT, regions=regions) as session, asyncio.timeout(PATIENCE_S):
+        kept += [await session.run(fetches, {x: LARGE}) for fetches in (alone, y, [y, x]) * 2]
+        kept += await asyncio.gather(*(session.run(y, {x: LARGE}) for _ in range(4)))
+        assert session.statistics().used_bytes["cpu:0"] == 0
+        kept.append(await session.run(v))
+        assert session.statistics().used_bytes["cpu:0"] == LARGE.nbytes  # the variable, and not its copy
+    assert len(kept) == 11
+
+
+@pytest.mark.parametrize("is_map", [False, True])
+async def test_what_is_computed_for_one_who_has_gone_is_waited_for(graph: af.Graph, is_map: bool) -> None:
+    """It holds memory until its thread is done: the next run, alone but for that, failed for good."""
+    gate = ThreadGate()
+
+    @af.op(outputs=lambda v, w: v, pure=True, rows=True, cost=SLOW)
+    def slow(v: Any, w: Any) -> Any:
+        return gate.block(v) + w
+
+    def grown(v: af.Tensor) -> af.Tensor:
+        return slow(v * 2.0, v * 3.0)
+
+    @af.vertex_function(state=af.spec("float32", LARGE.shape), children=1)
+    def cell(v: af.Vertex) -> None:
+        v.scatter(grown(v.pull() + v.gather(0)))
+
+    trees, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, LARGE.size))
+    if is_map:
+        first = second = af.sum(af.vertex_map(cell, trees, x, initial=0.0, share=True).roots)
+    else:
+        first, second = (af.batched(lambda v: af.sum(grown(v)), cost="none")(x[0]) for _ in range(2))
+    structure = trees.feeds(af.InputGraph.chain([1])) if is_map else {}
+    feeds: Any = {x: LARGE[None], **structure}
+
+    async def peak_of(limit: int, *, is_beside: bool) -> int:
+        async with af.Session(graph, memory_limit=limit, regions=False) as session, asyncio.timeout(PATIENCE_S):
+            if is_beside:
+                gone = asyncio.ensure_future(session.run(first, feeds))
+                await until(gate.entered.is_set)
+                gone.cancel()
+                await asyncio.wait([gone])
+            found = asyncio.ensure_future(session.run(second, feeds))
+            await until(lambda: found.done() or session.statistics().memory["cpu:0"].peak > limit)
+            gate.opened.set()
+            assert await found == 5 * LARGE.size
+            return session.statistics().memory["cpu:0"].peak
+
+    gate.opened.set()
+    limit = await peak_of(1 << 30, is_beside=False) * 11 // 10
+    gate.opened.clear()
+    gate.entered.clear()
+    assert await peak_of(limit, is_beside=True) > limit

@@ -105,6 +105,28 @@ async def test_a_run_without_room_for_its_rows() -> None:
         assert not pools_of(session)
 
 
+async def test_rows_stand_there_once_while_a_set_is_computed_in_halves() -> None:
+    """Where memory is short for a set of all, each half finds room: at every halving there was one copy of all more."""
+
+    @af.vertex_function(state=af.spec("float64", (64,)), children=1)
+    def wide(v: af.Vertex) -> None:
+        v.scatter(af.tanh(af.sum(v.pull()) + v.gather(0)))
+
+    trees, lengths = Trees(wide), [4] * 16
+    feeds = {**trees.structure.feeds(af.InputGraph.chain(lengths)), trees.x: np.ones((sum(lengths), WIDTH))}
+    limit, calls = 1 << 30, []
+    for _ in range(2):
+        async with af.Session(trees.graph, memory_limit=limit) as session, asyncio.timeout(PATIENCE_S):
+            await session.run(trees.roots, feeds)
+            found = await asyncio.gather(*(session.run(trees.roots, feeds) for _ in range(16)))
+            assert all(np.array_equal(each, found[0]) for each in found)
+            limit = session.statistics().memory["cpu:0"].peak * 9 // 10
+            calls.append(session.statistics().batches["vertex_map/wide"])
+    assert calls[0].failed == 0
+    assert calls[1].failed
+    assert calls[1].members == calls[0].members + calls[1].failed * 16
+
+
 async def test_nobody_waits_for_the_order_of_a_large_graph() -> None:
     """Small ones go on, and it joins when it is in order; a pool that has it alone waits for it."""
     trees = Trees()

@@ -264,6 +264,11 @@ class Batches(TellingState):
         """How many there are."""
         return f"{len(self.places())} wait or are computed"
 
+    def is_left_over(self) -> bool:
+        """Whether something is still computed, and so held, for members none of which anybody wants any more."""
+        pools = (*self.pools.all(), *self.vertex_pools.all())
+        return any(run.is_stopped for run in self._runs_of.values()) or any(pool.is_left() for pool in pools)
+
     def known_of(self, shared: SharedCode) -> KnownBody:
         """Plans, times and counts of a batched call, or a pooled loop, in all versions of variables."""
         known = self._known.get(shared.origin)

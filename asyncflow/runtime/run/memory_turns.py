@@ -3,8 +3,9 @@
 A run that only computes (no effects, no functions or coroutines of the user's) can be done again. If such a run passes
 the limit beside others of its kind, it is stopped, and done again alone: when the others have ended, in the order in
 which runs were stopped. While one waits, new ones of the kind queue behind it, so none starves. What passes the limit
-alone fails. Those that are waited for compute and end, and wait for nobody; so nobody waits for ever. Runs of other
-kinds never wait here, and what they hold is not waited for: they may be waiting for the very run.
+alone fails. Those that are waited for compute and end, and wait for nobody; so nobody waits for ever. What pools and
+batches still compute for runs that were stopped is waited for, too: it ends by itself. Runs of other kinds never wait
+here, and what they hold is not waited for: they may be waiting for the very run.
 """
 
 from __future__ import annotations
@@ -25,26 +26,30 @@ class MemoryTurns:
 
     _active: int = 0
     _begun: int = 0
-    _is_alone: bool = False
+    is_alone: bool = False
     """Whether the active run is one that is done again."""
     _waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
     async def values(
-        self, attempt: Callable[[], Awaitable[list[Value]]], in_time: Callable[[], AbstractAsyncContextManager[None]]
+        self,
+        attempt: Callable[[], Awaitable[list[Value]]],
+        in_time: Callable[[], AbstractAsyncContextManager[None]],
+        is_left_over: Callable[[], bool] = bool,
     ) -> list[Value]:
         """The result of ``await attempt()``, the first time or the second.
 
         Args:
             attempt: runs.
             in_time: what is waited inside for a turn.
+            is_left_over: whether something is held for runs that have been stopped.
 
         Cancellation: leaves the queue.
 
         Raises:
             OutOfMemoryError: it passes the limit alone.
         """
-        if not (self._waiting or self._is_alone):
-            is_beside = self._active > 0
+        if not (self._waiting or self.is_alone):
+            is_beside = self._active > 0 or is_left_over()
             self._active += 1
             self._begun += 1
             begun = self._begun
@@ -78,7 +83,7 @@ class MemoryTurns:
 
     def _leave(self) -> None:
         self._active -= 1
-        self._is_alone = False
+        self.is_alone = False
         self._wake()
 
     def _wake(self) -> None:
@@ -87,5 +92,5 @@ class MemoryTurns:
         if turn is not None:
             self._waiting.remove(turn)
             self._active = 1
-            self._is_alone = True
+            self.is_alone = True
             turn.set_result(None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -512,6 +512,10 @@ class Pools:
         pool = activation.state = self._pool(key, activation.state.shared)
         pool.join(activation)
 
+    def all(self) -> Iterable[LoopPool]:
+        """Each of them."""
+        return self._pools.values()
+
     def _pool(self, key: Hashable, shared: SharedLoop) -> LoopPool:
         pool = self._pools.get(key)
         if pool is None:
@@ -546,6 +550,7 @@ class Pools:
     def forget(self, key: Hashable) -> None:
         """Nobody is in a pool any more."""
         del self._pools[key]
+        self.batches.runs.tell_ended()
 
 
 def _gather(shared: SharedLoop, inputs: tuple[Array, ...], streamed: tuple[Tensor, ...] = ()) -> Value:

@@ -10,9 +10,12 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from asyncflow.compiler.lowering.single_call import SingleCall, find_single_call
 from asyncflow.compiler.program.request import PlanRequest, tell_watchers
 from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.memory import TRACKED_BYTES
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.lift.batched import BodyProgram, SharedCode
 from asyncflow.runtime.observer import Observers, start_observed
@@ -32,7 +35,7 @@ from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, write_trace
 from asyncflow.runtime.values.copies import CopyThread
 from asyncflow.runtime.values.feeds import at_hand
-from asyncflow.runtime.values.fetches import user_value
+from asyncflow.runtime.values.fetches import is_fresh, user_value
 from asyncflow.runtime.values.foreign_feeds import as_of_now
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
@@ -151,6 +154,8 @@ class Runs:
             if not (waits or plan.read_on_host):
                 fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                 if fetched is not None:
+                    if self.memory_turns is not None:
+                        self._hand_over(fetched)
                     return call.result(plan, fetched, allow_dead=allow_dead)
         ticket = claim = None
         is_whole = False
@@ -170,6 +175,8 @@ class Runs:
                 if plan.single_call is not None and recorder is None and not atomic:
                     fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                     if fetched is not None:
+                        if self.memory_turns is not None:
+                            self._hand_over(fetched)
                         return call.result(plan, fetched, allow_dead=allow_dead)
             if atomic or self._atomic.claims:
                 checked = as_of_now(checked)
@@ -186,6 +193,8 @@ class Runs:
             else:
                 fetched = await self._in_turn(start, plan, timeout, asked_s)
             fetched = await self.copies.of_results(fetched)
+            if self.memory_turns is not None:
+                self._hand_over(fetched)
             is_whole = True
         finally:
             if claim is not None:
@@ -201,6 +210,12 @@ class Runs:
                 if self._ended is not None:
                     self._ended.set()
         return call.result(plan, fetched, allow_dead=allow_dead)
+
+    def _hand_over(self, fetched: Sequence[Value]) -> None:
+        """Has results count no longer: they are the caller's, as what he feeds is."""
+        own = [x for x in fetched if type(x) is np.ndarray and x.nbytes >= TRACKED_BYTES and is_fresh(x)]
+        for device in self._devices.values() if own else ():
+            device.memory.forget(own)
 
     async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
         """Does what `Session.warm_up` promises."""
@@ -328,18 +343,22 @@ class Runs:
     ) -> list[Value]:
         """The values of a run that is done again, alone, if it passes the memory limit beside others."""
         number: int | None = None
+        turns, batches = self.memory_turns, self.batches
+        assert turns is not None and batches is not None
 
         async def attempt() -> list[Value]:
             nonlocal number
+            if turns.is_alone and batches.is_left_over():
+                async with waits():
+                    await self._wait(lambda: self.closed is not None or not batches.is_left_over(), None)
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
             run = start(has_age=True, number=number)
             number = run.number  # it draws the same again, and later runs what they draw in any case
             return await run.wait()
 
-        assert self.memory_turns is not None
         waits = partial(in_time, timeout, asked_s, "runs that it does not fit into memory with did not end")
-        return await self.memory_turns.values(attempt, waits)
+        return await turns.values(attempt, waits, batches.is_left_over)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -437,6 +456,11 @@ class Runs:
             self._ended.set()
         if then is not None:
             then(run)
+
+    def tell_ended(self) -> None:
+        """Has those look again who wait for something to end."""
+        if self._ended is not None:
+            self._ended.set()
 
     async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
         """Calls `act` when no run that touches `states` is in flight; later ones wait until it has returned.
@@ -566,6 +590,7 @@ class Runs:
             run.close()
         if self.batches is not None:
             await self.batches.aclose()
+        self.tell_ended()
         await self._wait(lambda: not self.in_flight, None)
 
     async def _wait(self, is_over: Callable[[], bool], grace_s: float | None) -> None:

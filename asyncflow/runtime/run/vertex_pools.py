@@ -101,12 +101,14 @@ class VertexPool(TellingState):
             self.stepper.place = plan.partitions[0].device
             while True:
                 if steps.turns.is_contended:
-                    there = [*rows.members, *rows.waiting, *self._joining]
+                    there = (*rows.members, *rows.waiting, *self._joining)
                     await steps.begin(self.stepper, [member.part for member in there])
+                    del there  # nobody's rows are kept for longer
                 self._count(rows.drop())
                 if not rows.groups:
-                    for members in self._taken():
-                        await self._join(members)
+                    taken = self._taken()
+                    while taken:
+                        await self._join(taken.pop(0))
                 if rows.groups:
                     # Who has ended with the step before goes on, and others come, while a thread computes this one.
                     if self._ended:
@@ -199,28 +201,33 @@ class VertexPool(TellingState):
 
     async def _step(self, plan: Plan, groups: list[VertexGroup[VertexMember]]) -> None:
         """Computes the next set of each; if that fails, of each half, until the one at fault is alone."""
-        size = sum([len(group.places) for group in groups])
-        try:
-            own = self.rows.inputs(groups)
-            split = self.shared.counts.own
-            found = await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]], self._limit_ns)
-        except Exception as error:
-            self._batches.count_call(self.shared, size, failed=1)
+        to_do = [groups]
+        del groups  # memory may be short: what is to be done again stands there once
+        while to_do:
+            each = to_do.pop()
+            size = sum([len(group.places) for group in each])
+            failure: Exception | None = None
+            try:
+                self.rows.advance(each, await self._found(plan, each))
+            except Exception as error:
+                failure = error
+            self._batches.count_call(self.shared, size, failed=0 if failure is None else 1)
+            if failure is None:
+                continue
             if size == 1 or not self.shared.is_repeatable:
-                self.rows.remove(groups)
-                self._end([member for group in groups for member in group.members], of_firing(error))
-                return
-        else:
-            self._batches.count_call(self.shared, size)
-            self.rows.advance(groups, found)
-            return
-        # Not while the failure is handled: it would be the context of the next ones, with all that its frames hold.
-        parts = self.rows.part(groups)
-        self._count(parts)
-        middle = len(parts) // 2
-        for half in (parts[:middle], parts[middle:]):
-            if half:
-                await self._step(plan, half)
+                self.rows.remove(each)
+                self._end([member for group in each for member in group.members], of_firing(failure))
+                del failure
+                continue
+            del failure  # and what its frames hold, which would be the context of the next one
+            each = self.rows.part(each)
+            self._count(each)
+            middle = len(each) // 2
+            to_do += [half for half in (each[middle:], each[:middle]) if half]
+
+    async def _found(self, plan: Plan, groups: list[VertexGroup[VertexMember]]) -> list[Array]:
+        own, split = self.rows.inputs(groups), self.shared.counts.own
+        return await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]], self._limit_ns)
 
     @property
     def _limit_ns(self) -> int:
@@ -267,6 +274,10 @@ class VertexPools:
         pool.join(member)
         return member
 
+    def all(self) -> Iterable[VertexPool]:
+        """Each of them."""
+        return self._pools.values()
+
     async def plans_of(self, shared: SharedSets) -> tuple[Plan, Plan]:
         """Of its program, and of what puts graphs in order."""
         plans = self._plans.get(shared)
@@ -287,6 +298,7 @@ class VertexPools:
     def forget(self, key: Hashable) -> None:
         """Nobody is in a pool any more."""
         del self._pools[key]
+        self.batches.runs.tell_ended()
 
 
 def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:

@@ -44,8 +44,9 @@ class SessionStatistics(NamedTuple):
         used_bytes: bytes held in the memory of each device, by its name, as ``memory_limit`` counts them. On a CUDA
             device that is all of this session there, in pieces of 512 bytes: values of runs, constants, variables,
             captured CUDA graphs, and values fetched by `on_device`, until the first run after their last reference is
-            gone. On a CPU it is arrays of 4 KiB or more that runs have made; and, with a limit, all that TensorArrays
-            and loops with gradients keep, with what Python takes for each value.
+            gone. On a CPU it is arrays of 4 KiB or more that runs have made. With a limit it is also all that
+            TensorArrays and loops with gradients keep, with what Python takes for each value; and results that a caller
+            has got count no longer.
         memory: of each device, by its name.
         queued: with `max_runs`, runs that wait for their turn.
         refused: with `max_runs`, runs that were not started, because there were too many or it was too late.

@@ -235,6 +235,10 @@ class TellingState(LinedState):
         assert isinstance(place, ToldPlace)
         place.is_gone = True
 
+    def is_left(self) -> bool:
+        """Whether what it computes is for nobody any more."""
+        return all(isinstance(place, ToldPlace) and place.is_gone for place in self.places())
+
     def tell(self, place: ToldPlace, outcome: Sequence[Value] | BaseException) -> None:
         """Has one go on with its results, or with why there are none, unless it was told or has gone."""
         if not (place.is_gone or place.is_called):
