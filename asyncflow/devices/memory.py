@@ -131,6 +131,7 @@ class MemoryAccount:
         "_freed",
         "_lap",
         "_laps",
+        "_lent",
         "_limit",
         "_live",
         "_lock",
@@ -139,6 +140,7 @@ class MemoryAccount:
         "advise",
         "at_most",
         "device",
+        "fed",
         "total",
     )
 
@@ -147,6 +149,9 @@ class MemoryAccount:
 
     total: int
     """Bytes counted so far, those that are free again among them."""
+
+    fed: int
+    """Of these, bytes of what was fed: it counts once a store holds it, and no iteration takes it."""
 
     advise: Callable[[], str]
     """Says, for errors, why more did not move away."""
@@ -166,7 +171,8 @@ class MemoryAccount:
         self._freed: deque[_Watch] = deque()
         self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
         self.at_most = 0
-        self._peak = self._lap = self.total = 0
+        self._peak = self._lap = self.total = self.fed = 0
+        self._lent: set[int] = set()
         self._laps: dict[str, int] = {}
         self._stores = 0
         self._exact = 0
@@ -248,13 +254,16 @@ class MemoryAccount:
     def uncounted(self, values: Iterable[object]) -> list[Buffer]:
         """The buffers behind what is fed to a run that are not counted yet; `forget` them when it has ended."""
         arrays = [value for value in values if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES]
-        return [owner for owner in map(owner_of, arrays) if id(owner) not in self._live]
+        lent = [owner for owner in map(owner_of, arrays) if id(owner) not in self._live]
+        self._lent.update(map(id, lent))
+        return lent
 
     def forget(self, buffers: Iterable[Buffer]) -> None:
         """Count them no longer, as they are the caller's, who may keep them or feed them again."""
         with self._lock:
             self._settle()
             for buffer in buffers:
+                self._lent.discard(id(buffer))
                 watch = self._live.pop(id(buffer), None)
                 self.at_most -= 0 if watch is None else watch.nbytes
 
@@ -344,6 +353,8 @@ class MemoryAccount:
             watch = live[key] = _Watch(owner, freed.append)
             watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, -1
             self.total += nbytes
+            if self._lent and key in self._lent:
+                self.fed += nbytes
             used = self.at_most = self.at_most + nbytes
             if used > self._lap:
                 self._lap = used

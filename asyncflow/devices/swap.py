@@ -427,7 +427,7 @@ class SwapManager:
         group, lap = self.group(key), self._lap
         most, used = self._account.lap()
         if lap is not None and lap.group is group and len(sets) == 1 and group.sets == sets:
-            ahead, is_alone = self._ahead - lap.ahead, len(self._groups) < 2 and len(self._ages) < 2
+            ahead, is_alone = self._ahead + self._account.fed - lap.ahead, len(self._groups) < 2 and len(self._ages) < 2
             sets[0].measured(most - lap.used - ahead, self._account.total - lap.total - ahead, is_alone=is_alone)
         group.sets = sets
         for working_set in sets:
@@ -477,7 +477,7 @@ class SwapManager:
                 self._clear(missing + group.needs - self._leaving, self._youngest_first(), out)
             if self._leaving or elders:
                 return False, orders
-        self._lap = _Lap(group, used, self._account.total, self._ahead)
+        self._lap = _Lap(group, used, self._account.total, self._ahead + self._account.fed)
         return True, orders
 
     def _elders(self, group: SavedGroup) -> list[SavedGroup]:

@@ -37,6 +37,10 @@ class Account(Protocol):
     def total(self) -> int:
         """Bytes it has taken so far, whatever it gave back."""
 
+    @property
+    def fed(self) -> int:
+        """Of these, those of what was fed."""
+
     def lap(self) -> tuple[int, int]:
         """The most bytes it has held at a time since this was asked for last, and those it holds now."""
 

@@ -255,6 +255,7 @@ def test_what_was_fed_is_forgotten_and_what_was_there_is_not() -> None:
     assert [id(buffer) for buffer in found] == [id(fed)]
     account.track(fed.reshape(100, 200))
     assert account.used == made.nbytes + fed.nbytes
+    assert account.fed == fed.nbytes
     account.forget(found)
     account.forget(found)
     assert account.used == made.nbytes

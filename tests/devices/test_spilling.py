@@ -141,6 +141,23 @@ async def test_nothing_moves_while_memory_is_not_short(tmp_path: Path) -> None:
     assert memory.moved_out == 0
 
 
+async def test_nothing_moves_for_what_is_fed(tmp_path: Path) -> None:
+    """It counts from the iteration on that saves it first, which seemed to take all of it, as did each later one."""
+    with af.Graph() as graph:
+        xs, h = af.placeholder("float64", (None, SIDE, SIDE)), af.placeholder("float64", (SIDE, SIDE))
+        _, y = af.while_loop(lambda i, _: i < af.shape(xs)[0], lambda i, v: (i + 1, af.tanh(xs[i] * v)), (0, h))
+        dh = af.gradients(af.sum(y), h)
+    feeds, limit = {xs: np.full((STEPS, SIDE, SIDE), 0.5), h: fed()}, 1 << 30
+    for _ in range(2):
+        async with af.Session(graph, memory_limit=limit, spill_directory=str(tmp_path)) as session:
+            for _ in range(2):
+                await asyncio.wait_for(session.run(dh, feeds), PATIENCE_S)
+            memory = session.statistics().memory["cpu:0"]
+        assert memory.moved_out == 0
+        assert memory.peak > STEPS * VALUE
+        limit = memory.peak * 3 // 2
+
+
 async def test_copies_to_a_file_and_back_are_on_the_timeline(tmp_path: Path) -> None:
     """With the value, its iteration and its bytes; those for which a thread has waited are late."""
     trace = af.Trace()

@@ -51,6 +51,10 @@ class Machine:
     def total(self) -> int:
         return 0
 
+    @property
+    def fed(self) -> int:
+        return 0
+
     def lap(self) -> tuple[int, int]:
         return 0, self.used
 
@@ -264,6 +268,7 @@ class Measured:
     limit: int | None = 100
     used: int = 0
     total: int = 0
+    fed: int = 0
     most: int = 0
 
     @property
@@ -277,6 +282,19 @@ class Measured:
     def iteration(self, most: int, total: int) -> None:
         self.most = max(self.most, self.used + most)
         self.total += total
+
+
+def test_no_iteration_takes_what_was_fed() -> None:
+    """It counts from the one on that saves it first, which took no more than others."""
+    account = Measured()
+    manager, working_set = SwapManager(account, []), WorkingSet(account)
+    manager.asks(1, (working_set,))
+    account.iteration(5 + 30, 9 + 30)
+    account.used, account.fed = account.used + 30, 30
+    manager.asks(1, (working_set,))
+    account.iteration(4, 4)
+    manager.asks(1, (working_set,))
+    assert (working_set.most, working_set.total) == (5, 9)
 
 
 def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
