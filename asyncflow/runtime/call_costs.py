@@ -33,7 +33,10 @@ _WORTH_NS = 2_000_000
 """Calls that take less are made whole: to start another is work, too, and what keeps a thread waiting is chance."""
 
 _LATE = 2
-"""Late is who comes after so many times the usual difference from when such ones came, and half as long again."""
+"""Whoever is to come back is expected with so many times the usual difference from when such ones came."""
+
+_PATIENT = 1.5
+"""Who is waited for has at least so many times as long as such ones take: to give up just before is to lose most."""
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ class Returns:
             self._learn(self._away.pop(0), now_ns)  # they may never come back
         expected_ns = self.taken.predict_ns(size)
         due_ns = now_ns + expected_ns + _LATE * self.apart.predict_ns(size)
-        late_ns = max(due_ns, now_ns + 1.5 * expected_ns)
+        late_ns = max(due_ns, now_ns + _PATIENT * expected_ns)
         self._away.append(_Answered(size, now_ns, due_ns, late_ns, size))
 
     def come(self, now_ns: int) -> None:

@@ -154,8 +154,6 @@ class Runs:
             if not (waits or plan.read_on_host):
                 fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                 if fetched is not None:
-                    if self.memory_turns is not None:
-                        self._hand_over(fetched)
                     return call.result(plan, fetched, allow_dead=allow_dead)
         ticket = claim = None
         is_whole = False
@@ -175,8 +173,6 @@ class Runs:
                 if plan.single_call is not None and recorder is None and not atomic:
                     fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                     if fetched is not None:
-                        if self.memory_turns is not None:
-                            self._hand_over(fetched)
                         return call.result(plan, fetched, allow_dead=allow_dead)
             if atomic or self._atomic.claims:
                 checked = as_of_now(checked)
@@ -285,8 +281,7 @@ class Runs:
                 if ticket is not None and self.admission is not None:
                     self.admission.leave(ticket, self._turn.loop.time())
                 self._calls -= 1
-                if self._ended is not None:
-                    self._ended.set()
+                self.tell_ended()
 
     # -- what a call waits for -----------------------------------------------------------------------------------
 
@@ -370,6 +365,8 @@ class Runs:
         timeout: float | None,
         asked_s: float,
         limit_ns: float = INLINE_LIMIT_NS,
+        *,
+        is_part: bool = False,
     ) -> list[Value] | None:
         """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
         has_own_turn = limit_ns > INLINE_LIMIT_NS
@@ -390,6 +387,10 @@ class Runs:
         if found is not None:
             self.begun += 1
             plan.used = self.begun
+            if is_part:
+                self.numbered_from -= 1  # see `_start`
+            elif self.memory_turns is not None:
+                self._hand_over(found)
             if self.observers is not None:
                 start_observed(began_s)
         return found
@@ -485,9 +486,7 @@ class Runs:
         """The fetched values of a body; None if computing them may take longer than the event loop is to be held."""
         if plan.single_call is None:
             return None
-        found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0, limit_ns)
-        if found is not None:
-            self.numbered_from -= 1  # see `_start`
+        found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0, limit_ns, is_part=True)
         return cast("list[Array] | None", found)
 
     def counted_call(self, plan: Plan) -> CountedCall | None:
