@@ -6,10 +6,12 @@ inputs too: gradients that arrive there go to the user's function, and from ther
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import update_wrapper
 from types import MethodType
+from typing import NamedTuple, TypeAlias
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
@@ -18,7 +20,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.spec import Spec
@@ -40,6 +42,9 @@ def _kernel(xp: Namespace, *, n_outputs: int) -> Kernel:
 CUSTOM_GRADIENT = define("custom_gradient", _infer, _kernel, is_total=True, traits=OPAQUE)
 
 
+Gradients: TypeAlias = "list[Tensor | None]"
+
+
 @dataclass(frozen=True, slots=True)
 class CustomRule:
     """The user's rule by which a node is differentiated.
@@ -49,8 +54,9 @@ class CustomRule:
         grad_fn: what it returned.
         arguments: the nest of each of its arguments.
         results: the nest it returned.
-        captured: tensors its results depend on besides its arguments.
-        variables: variables read in branches and loops of it.
+        captured: tensors its results depend on besides its arguments and its reads of variables.
+        variables: variables that it reads, its branches and loops included.
+        gives_variables: `grad_fn` gives gradients for `variables` too.
     """
 
     name: str
@@ -59,34 +65,92 @@ class CustomRule:
     results: nest.Structure
     captured: tuple[Tensor, ...]
     variables: tuple[Variable, ...]
+    gives_variables: bool
 
-    def gradients(self, grads: Sequence[Tensor | None]) -> Nest:
-        """The gradients that the user's function gives for those of the results."""
-        given = self.results.unflatten(grads)
-        return self.grad_fn(*given) if self.results.kind in (tuple, list) else self.grad_fn(given)
+    def gradients(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Gradients, Gradients]:
+        """Return what the user's function gives for each argument of `node`, and for each of its variables.
+
+        Args:
+            node: of `CUSTOM_GRADIENT`.
+            grads: what reaches its outputs.
+        """
+        given = self.results.unflatten(output_gradients(node.outputs, grads))
+        places = given if self.results.kind in (tuple, list) else (given,)
+        what = f"grad_fn of {self.name}"
+        if self.gives_variables:
+            returned, of_variables = self._pair(node, self.grad_fn(*places, variables=list(self.variables)))
+            reads = [variable.read() for variable in self.variables]
+            found = input_gradients(f"{what}, for variables,", node, reads, [nest.LEAF] * len(reads), of_variables)
+        else:
+            returned, found = self.grad_fn(*places), [None] * len(self.variables)
+        inputs = node.inputs[node.attrs["n_outputs"] :]
+        return input_gradients(what, node, inputs, self.arguments, returned), found
+
+    def _pair(self, node: Node, returned: Nest) -> tuple[Nest, Nest]:
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise GraphError(
+                f"grad_fn of {self.name} takes variables=, so it is to return the gradients of the arguments and a "
+                f"list of those of the variables, (grads, variable_grads); it returned {brief(returned)}"
+                f"\n  differentiates {node.name}, built at {node.location}"
+            )
+        first, second = returned
+        return first, second
+
+
+def custom_rule(node: Node) -> CustomRule | None:
+    """Return the rule by which a node of `CUSTOM_GRADIENT` is differentiated; None for other nodes, or without one."""
+    return node.graph.root.kept_for_gradients.get(node) if node.op is CUSTOM_GRADIENT else None
+
+
+def keep_copied_rule(
+    made: Node,
+    rule: CustomRule,
+    gradients: Callable[[Sequence[Tensor | None]], tuple[Gradients, Gradients]],
+    captured: Iterable[Tensor],
+) -> None:
+    """Give the copy of a node the rule of the original.
+
+    Args:
+        made: the copy.
+        rule: of the original.
+        gradients: gives what `CustomRule.gradients` does.
+        captured: what the copy depends on in place of the rule's own.
+    """
+
+    def grad_fn(*given: Tensor | None, variables: object = ()) -> Nest:
+        found, of_variables = gradients(given)
+        return (found, of_variables) if rule.gives_variables else found
+
+    inputs = made.inputs[made.attrs["n_outputs"] :]
+    results = nest.flatten(made.outputs)[1]
+    made.graph.root.kept_for_gradients[made] = replace(
+        rule, grad_fn=grad_fn, arguments=(nest.LEAF,) * len(inputs), results=results, captured=tuple(captured)
+    )
 
 
 def custom_gradient(fn: Callable[..., object]) -> Callable[..., Nest]:
     """Makes a function that builds part of a graph differentiate as it says itself.
 
     Works in graphs, branches, loop bodies and functions alike, and to any order: what `grad_fn` builds is
-    differentiated like everything else. `grad_fn` is called once for each gradient that is asked for; in a function of
-    one row (`vmap`) once, and what it builds holds for each row.
+    differentiated like everything else. `grad_fn` is called once for each gradient that is asked for. In a function of
+    one row (`vmap`) and for each copy of a piece under `recompute` it is called once; what it builds is then repeated.
 
     Args:
         fn: takes tensors, or nests of them, by position, and static values by name; returns ``(ys, grad_fn)``. `ys` is
             a tensor or a nest. ``grad_fn(*grads)`` takes what reaches each of `ys`, one argument for each if that is a
             tuple or list: zeros where nothing does, None for integers. It returns one gradient for each argument of
             `fn`, of the same nest, dtypes and shapes, in a tuple; None where nothing flows. It may use any tensor that
-            `fn` has built, and call `gradients`: there, no argument depends on another.
+            `fn` has built, and call `gradients`: there, no argument depends on another. If `fn` reads variables and
+            `grad_fn` has a parameter ``variables``, that gets a list of those that `ys` depends on, in the order of
+            their reads. It then returns a pair: the gradients of the arguments, and a list with one for each variable.
 
     Returns:
         A function that takes the same arguments and returns `ys`.
 
     Raises:
         GraphError: `fn` does not return such a pair. From `gradients`: one is asked for that would flow into something
-            else than an argument of `fn` that it uses, which would be lost: a tensor from outside, or a variable. Pass
-            them as arguments, or cut them with `stop_gradient`.
+            else than an argument of `fn` that it uses, which would be lost: a tensor from outside, or a variable for
+            which `grad_fn` gives none. Pass them as arguments, or cut them with `stop_gradient`.
         DTypeError, ShapeError: from `gradients`: what `grad_fn` returns does not fit the arguments.
         ValueError: (in the run, as the cause of a KernelError) the same of shapes that only a run knows.
 
@@ -140,7 +204,8 @@ class _Differentiable:
             captured, variables = _used(outputs, inputs, first)
             passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(self._fn), n_outputs=len(outputs))
             structures = tuple(nest.flatten(x)[1] for x in taken)
-            rule = CustomRule(name, grad_fn, structures, results, captured, variables)
+            gives_variables = bool(variables) and _takes_variables(grad_fn)
+            rule = CustomRule(name, grad_fn, structures, results, captured, variables, gives_variables)
             graph.root.kept_for_gradients[passed[0].node] = rule
             return results.unflatten(passed)
 
@@ -162,6 +227,13 @@ def _pair(name: str, returned: Nest) -> tuple[Nest, Callable[..., Nest]]:
     return ys, grad_fn
 
 
+def _takes_variables(grad_fn: Callable[..., Nest]) -> bool:
+    try:
+        return "variables" in inspect.signature(grad_fn).parameters
+    except ValueError:  # a builtin function without a signature
+        return False
+
+
 def _refuse_arrays(name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
     for tensor in (*inputs, *outputs):
         if tensor.dtype == VARIANT:
@@ -177,7 +249,7 @@ def _used(
     """The tensors and variables that `outputs` depend on besides `inputs`, by the nodes built since number `first`."""
     seen = set(inputs)
     captured: list[Tensor] = []
-    variables: dict[int, Variable] = {}
+    read: list[Node] = []
     stack = list(outputs)
     while stack:
         tensor = stack.pop()
@@ -185,51 +257,99 @@ def _used(
         if tensor in seen or node.op is STOP_GRADIENT:
             continue
         seen.add(tensor)
-        if node.id < first or node.op is PARAMETER or node.op is VARIABLE_READ:
+        if node.id < first or node.op is PARAMETER:
             if carries_gradient(tensor.spec):
                 captured.append(tensor)
             continue
         stack += node.inputs
-        if isinstance(node, StructuredNode):
-            variables.update((variable.serial, variable) for variable in _variables_in(node))
-    return tuple(captured), tuple(variables.values())
+        read += (each for each in (node, *_inside(node)) if each.op is VARIABLE_READ)
+    variables = [each.attrs["variable"] for each in sorted(read, key=lambda each: each.id)]
+    found = {variable.serial: variable for variable in variables if carries_gradient(variable.spec)}
+    return tuple(captured), tuple(found.values())
 
 
-def _variables_in(node: Node) -> Iterable[Variable]:
-    inner = (each for body in node.subgraphs for each in body.walk())
-    return [each.attrs["variable"] for each in inner if each.op is VARIABLE_READ]
+def _inside(node: Node) -> list[Node]:
+    return [each for body in node.subgraphs for each in body.walk()] if isinstance(node, StructuredNode) else []
 
 
 @sweep_rule(CUSTOM_GRADIENT)
 def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
     """Gives what reaches each input of the node, in the current graph."""
-    rule: CustomRule | None = node.graph.root.kept_for_gradients.get(node)
+    rule = custom_rule(node)
     if rule is None:
         raise GraphError(
             f"{node.name} has a gradient of its own, which is not there: the graph was read from text, in which "
             f"functions have no place\n  built at {node.location}"
         )
     lost: list[Tensor | Variable] = [x for x in rule.captured if x in sweep.connected]
-    lost += [x for x in rule.variables if x.serial in sweep.variables]
+    if not rule.gives_variables:
+        lost += [x for x in rule.variables if x.serial in sweep.variables]
     if lost:
+        advice = "let grad_fn take variables=, " if isinstance(lost[0], Variable) else ""
         raise GraphError(
             f"custom_gradient: {rule.name} uses {lost[0]!r}, which is none of its arguments, and a gradient is asked "
-            f"for that would flow there: pass it as an argument, or cut it with af.stop_gradient"
+            f"for that would flow there: pass it as an argument, {advice}or cut it with af.stop_gradient"
             f"\n  built at {node.location}"
         )
-    n_outputs = node.attrs["n_outputs"]
-    inputs = node.inputs[n_outputs:]
-    returned = rule.gradients(output_gradients(node.outputs, grads))
-    found = input_gradients(f"grad_fn of {rule.name}", node, inputs, rule.arguments, returned)
-    return [*[None] * n_outputs, *found]
+    found, of_variables = rule.gradients(node, grads)
+    for variable, grad in zip(rule.variables, of_variables, strict=True):
+        if grad is not None and variable.serial in sweep.variables:
+            sweep.give_variable(variable.serial, grad)
+    return [*[None] * node.attrs["n_outputs"], *found]
 
 
-def traced_gradient(node: Node, rule: CustomRule) -> tuple[Subgraph, list[Tensor | None], list[Tensor | None]]:
-    """The body that the user's function builds in the node's graph; what reaches the outputs there, and the inputs."""
-    back = Subgraph(node.graph, node.graph.root.unique_name(f"{node.name}/gradient"))
-    n_outputs = node.attrs["n_outputs"]
-    grads = [back.add_input(y.spec, "grad") if carries_gradient(y.spec) else None for y in node.outputs]
-    with back:
-        returned = rule.gradients(grads)
-        found = input_gradients(f"grad_fn of {rule.name}", node, node.inputs[n_outputs:], rule.arguments, returned)
-    return back, grads, found
+class TracedGradient(NamedTuple):
+    """Nodes that a user's gradient of one node builds.
+
+    Attributes:
+        body: that holds them; it captures values of the node's graph, and of those around.
+        grads: what reaches each output of the node, in `body`; None for what can have no gradient.
+        found: what reaches each argument.
+        of_variables: what reaches each variable of the rule.
+    """
+
+    body: Subgraph
+    grads: list[Tensor | None]
+    found: list[Tensor | None]
+    of_variables: list[Tensor | None]
+
+    def wanted(self) -> list[Tensor]:
+        """Return the values that it gives, in the order of `found` and `of_variables`."""
+        return [x for x in (*self.found, *self.of_variables) if x is not None]
+
+    def unflatten(self, values: Iterable[Tensor]) -> tuple[Gradients, Gradients]:
+        """Return `found` and `of_variables` with these values in place of those of `wanted`."""
+        rest = iter(values)
+        one, other = ([None if x is None else next(rest) for x in part] for part in (self.found, self.of_variables))
+        return one, other
+
+
+class _TraceBody(Subgraph):
+    """A body that takes values of all graphs around, and leaves these as they are: they may be finished."""
+
+    def import_tensor(self, tensor: Tensor) -> Tensor:
+        """See `Graph.import_tensor`."""
+        if tensor.node.graph is self:
+            return tensor
+        if not self.can_use(tensor.node.graph):
+            return super().import_tensor(tensor)
+        outer = _nearest(self.parent, tensor)
+        if outer not in self.captures:
+            self.captures[outer] = self.add_input(outer.spec, "capture")
+        return self.captures[outer]
+
+
+def _nearest(graph: Graph | None, tensor: Tensor) -> Tensor:
+    """Return what stands for a tensor in the innermost body around that has captured it; it may be itself."""
+    if graph is None or tensor.graph is graph:
+        return tensor
+    outer = _nearest(graph.parent, tensor)
+    return graph.captures.get(outer, outer) if isinstance(graph, Subgraph) else outer
+
+
+def traced_gradient(node: Node, rule: CustomRule) -> TracedGradient:
+    """Return what the user's function builds for the gradient of `node`, in a body in the node's graph."""
+    body = _TraceBody(node.graph, node.graph.root.unique_name(f"{node.name}/gradient"))
+    grads = [body.add_input(y.spec, "grad") if carries_gradient(y.spec) else None for y in node.outputs]
+    with body:
+        return TracedGradient(body, grads, *rule.gradients(node, grads))

@@ -13,6 +13,14 @@ from __future__ import annotations
 from functools import cache, wraps
 from typing import TYPE_CHECKING, ParamSpec
 
+from asyncflow.autodiff.custom_gradient import (
+    CustomRule,
+    Gradients,
+    TracedGradient,
+    custom_rule,
+    keep_copied_rule,
+    traced_gradient,
+)
 from asyncflow.autodiff.random_again import drawn_again, draws, random_key
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.cond import add_cond
@@ -31,7 +39,7 @@ from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
@@ -124,7 +132,8 @@ def _passed(
     inside, given = set(nodes), set(arguments)
     used = dict.fromkeys(x for node in nodes for x in node.inputs if x in given or x.node not in inside)
     own = [x for x in used if x in given and carries_gradient(x.spec)]
-    inputs = list(dict.fromkeys((*own, *used)))
+    unchanged = [x for x in outputs if x in given or x.node not in inside]
+    inputs = list(dict.fromkeys((*own, *used, *unchanged)))
     for x in (*outputs, *inputs):
         if x.dtype == VARIANT:
             raise GraphError(
@@ -205,37 +214,75 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     graph = graph_for()
     count = node.attrs["count"]
     outputs, inputs = node.inputs[:count], node.inputs[count:]
-    nodes = _between(outputs, inputs, cache(_may_run_again))
-    _refuse_inner(node, nodes, sweep)
-    _refuse_changed(node, nodes)
-    # Where a body is lifted in parts, values of another part may have come between what the piece uses and what it is.
+    key = inputs[-1] if node.attrs["is_random"] else None
+    whole = _between(outputs, inputs, cache(_may_run_again))
+    _refuse_inner(node, whole, sweep)
+    _refuse_changed(node, whole)
+    arrived = {place: grad for place, grad in enumerate(grads) if grad is not None}
+    nodes, traces = _needed_again([outputs[place] for place in arrived], inputs, whole, draws_again=key is not None)
     within = set(nodes)
-    used = dict.fromkeys((*inputs, *(x for each in nodes for x in each.inputs if x.node not in within)))
+    # Where a body is lifted in parts, values of another part may have come between what the piece uses and what it is.
+    taken = {x for each in nodes for x in each.inputs if x.node not in within}
+    used = [x for x in dict.fromkeys((*inputs, *taken)) if x in taken]
     differentiable = [x for x in used if carries_gradient(x.spec)]
-    seen = {x: graph.import_tensor(x) for x in inputs}
+    seen = {x: graph.import_tensor(x) for x in inputs if x in taken}
     # Values of their own: two of the forward body may be one here.
     seen.update((x, identity(graph.import_tensor(x))) for x in differentiable)
-    late = inputs[: node.attrs["arguments"]] or differentiable
-    arrived = [grad for grad in grads if grad is not None]
-    seen.update(zip(late, apply(BARRIER, *(seen[x] for x in late), *arrived, count=len(late)), strict=True))
-    copy = _PieceCopy(seen, seen[inputs[-1]] if node.attrs["is_random"] else None)
+    late = [x for x in inputs[: node.attrs["arguments"]] if x in taken] or differentiable
+    if late:
+        behind = apply(BARRIER, *(seen[x] for x in late), *arrived.values(), count=len(late))
+        seen.update(zip(late, behind, strict=True))
+    copy = _PieceCopy(seen, None if key is None else graph.import_tensor(key), traces)
     first = len(graph.nodes)
     for each in nodes:
         copy.add(each, 0)
     wanted = [x for x in differentiable if x in sweep.connected]
     inner = sweep.inside(graph.nodes[first:], [seen[x] for x in wanted], copy.seen)
-    for output, grad in zip(outputs, grads, strict=True):
-        if grad is not None:
-            inner.give(copy.value(output), grad)
+    for place, grad in arrived.items():
+        if outputs[place].node in within:
+            inner.give(copy.value(outputs[place]), grad)
+        else:
+            sweep.give(outputs[place], grad)
     inner.run()
     for serial, variable in sweep.variables.items():
         for grad in inner.contributions(variable):
             sweep.give_variable(serial, grad)
     for x in wanted:
-        grad = inner.gradient(seen[x])
-        if grad is not None:
-            sweep.give(x, grad)
+        found = inner.gradient(seen[x])
+        if found is not None:
+            sweep.give(x, found)
     return [None] * len(node.inputs)
+
+
+def _needed_again(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], whole: Sequence[Node], *, draws_again: bool
+) -> tuple[list[Node], dict[Node, TracedGradient]]:
+    """Return the nodes of a piece that its gradient runs again, and what the user's gradients in it build.
+
+    A gradient that the user has written may use any value of the piece, so values that no output needs run again too.
+
+    Args:
+        outputs: the results of the piece that a gradient has reached.
+        inputs: of the node behind the piece, behind its results.
+        whole: the nodes behind all results of the piece.
+        draws_again: the piece has a key, by which random numbers are drawn again.
+    """
+    first = min((node.id for node in whole), default=0)  # older nodes are no part of the piece
+
+    @cache
+    def is_in(node: Node) -> bool:
+        return node.id >= first and _may_run_again(node) and (draws_again or not any(map(draws, _walk([node]))))
+
+    ends = list(outputs)
+    traces: dict[Node, TracedGradient] = {}
+    while True:
+        nodes = _between(ends, inputs, is_in)
+        rules = {each: custom_rule(each) for each in _walk(nodes) if each not in traces}
+        found = {each: traced_gradient(each, rule) for each, rule in rules.items() if rule is not None}
+        if not found:
+            return nodes, traces
+        traces |= found
+        ends += [x for trace in found.values() for x in trace.body.captures if x.graph is outputs[0].graph]
 
 
 class _PieceCopy:
@@ -243,12 +290,14 @@ class _PieceCopy:
 
     Attributes:
         seen: values of the piece, or that it uses, and what stands for each here.
-        key: of the random numbers; None if the piece draws none.
+        key: of the random numbers; None if they are drawn anew.
+        traces: what gradients of the user's in the piece build, as far as that is known.
     """
 
-    def __init__(self, seen: dict[Tensor, Tensor], key: Tensor | None) -> None:
+    def __init__(self, seen: dict[Tensor, Tensor], key: Tensor | None, traces: Mapping[Node, TracedGradient]) -> None:
         self.seen = seen
         self.key = key
+        self.traces = traces
 
     def value(self, x: Tensor) -> Tensor:
         """A value of the piece, or one from outside, in the current graph."""
@@ -261,8 +310,7 @@ class _PieceCopy:
         with device(node.device):
             if isinstance(node, StructuredNode):
                 outputs: Sequence[Tensor] = self._structured(node, inputs, inside).outputs
-            elif draws(node):
-                assert self.key is not None
+            elif draws(node) and self.key is not None:
                 outputs = drawn_again(node, self.value(self.key), inputs, inside)
             else:
                 outputs = self._plain(node, inputs).outputs
@@ -273,10 +321,29 @@ class _PieceCopy:
         name = node.name.rpartition("/")[2]
         made = graph.add_node(node.op, inputs, node.attrs, node.specs, name=name, location=node.location)
         made.colocated_with = node.colocated_with
-        kept = graph.root.kept_for_gradients
-        if node in kept:
-            kept[made] = kept[node]  # a gradient of the user's
+        rule = custom_rule(node)
+        if rule is not None:
+            trace = self.traces.get(node) or traced_gradient(node, rule)
+            self._keep_rule(made, rule, trace)
         return made
+
+    def _keep_rule(self, made: Node, rule: CustomRule, trace: TracedGradient) -> None:
+        """Gives the copy of a node the user's gradient, over the copies of the values that it uses."""
+        for outer in trace.body.captures:
+            if outer not in self.seen and graph_for().can_use(outer.graph):
+                # Now: gradients of this one are built where the value is not at hand.
+                self.seen[outer] = graph_for().import_tensor(outer)
+
+        def gradients(given: Sequence[Tensor | None]) -> tuple[Gradients, Gradients]:
+            seen = {inner: self.seen.get(outer, outer) for outer, inner in trace.body.captures.items()}
+            arrived = zip(trace.grads, given, strict=True)
+            copy = _PieceCopy(seen | {x: grad for x, grad in arrived if x is not None and grad is not None}, None, {})
+            for each in trace.body.nodes:
+                if each.op is not PARAMETER:
+                    copy.add(each, 0)
+            return trace.unflatten(map(copy.value, trace.wanted()))
+
+        keep_copied_rule(made, rule, gradients, [self.seen.get(x, x) for x in rule.captured])
 
     def _structured(self, node: StructuredNode, inputs: Sequence[Tensor], inside: int) -> Node:
         graph = graph_for()

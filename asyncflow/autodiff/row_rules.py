@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncflow.autodiff import part_sums, row_gradients, saved_values, store_gradients
-from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, CustomRule, traced_gradient
+from asyncflow.autodiff.custom_gradient import (
+    CUSTOM_GRADIENT,
+    Gradients,
+    custom_rule,
+    keep_copied_rule,
+    traced_gradient,
+)
 from asyncflow.autodiff.recompute import BARRIER, RECOMPUTED
 from asyncflow.errors import GraphError
-from asyncflow.graph import nest
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
@@ -20,6 +25,7 @@ from asyncflow.ops.manipulation import concat, moveaxis
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.indexing import row_key, row_parts
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, refuse_part, row_rule
+from asyncflow.ops.statistical import sum as sum_of
 
 
 @row_rule(saved_values.NEW_STORE, saved_values.MOVING_STORE, alike=True)
@@ -108,30 +114,26 @@ def _part_of_sum(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
 @row_rule(CUSTOM_GRADIENT, always=True)
 def _custom(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     """The user's function is asked once, for one row, and what it builds is lifted for each gradient."""
-    rule: CustomRule | None = node.graph.root.kept_for_gradients.get(node)
+    rule = custom_rule(node)
     if rule is None:
         raise CannotLift(f"{node.name} has a gradient of its own, which is not there")
-    back, grads, found = traced_gradient(node, rule)
-    body, n_outputs = rows.body, node.attrs["n_outputs"]
-    used = {inner: body.value(outer) for outer, inner in back.captures.items()}
-    tensors = [rows.spread(x) for x in inputs]
-    outputs = apply(CUSTOM_GRADIENT, *tensors, **node.attrs)
+    trace = traced_gradient(node, rule)
+    body = rows.body
+    used = {inner: body.value(outer) for outer, inner in trace.body.captures.items()}
+    outputs = apply(CUSTOM_GRADIENT, *map(rows.spread, inputs), **node.attrs)
 
-    def gradients_of_rows(*given: Tensor | None) -> tuple[Tensor | None, ...]:
-        arrived = zip(grads, given, strict=True)
+    def gradients_of_rows(given: Sequence[Tensor | None]) -> tuple[Gradients, Gradients]:
+        arrived = zip(trace.grads, given, strict=True)
         known = {x: LiftedValue(grad, True) for x, grad in arrived if x is not None and grad is not None}
         try:
-            results = iter(body.computed(back, {**used, **known}, [x for x in found if x is not None]))
+            results = body.computed(trace.body, {**used, **known}, trace.wanted())
         except CannotLift as reason:
             raise GraphError(f"grad_fn of {rule.name} cannot be computed for several rows at once: {reason}") from None
-        each = [None if x is None else next(results) for x in found]
-        return tuple(None if x is None else rows.spread(x) for x in each)
+        found, of_variables = trace.unflatten(map(rows.spread, results))
+        # A variable is one for all rows.
+        return found, [None if x is None else sum_of(x, axis=0, dtype=x.dtype) for x in of_variables]
 
-    captured = tuple(body.value(x).tensor for x in rule.captured)
-    structures = [nest.flatten(x)[1] for x in tensors[n_outputs:]]
-    node.graph.root.kept_for_gradients[outputs[0].node] = CustomRule(
-        rule.name, gradients_of_rows, tuple(structures), nest.flatten(outputs)[1], captured, rule.variables
-    )
+    keep_copied_rule(outputs[0].node, rule, gradients_of_rows, [body.value(x).tensor for x in rule.captured])
     return outputs
 
 

@@ -260,6 +260,11 @@ class _BodyAtHand(NamedTuple):
     known: dict[Tensor, LiftedValue]
 
     def value(self, x: Tensor) -> LiftedValue:
+        if x.graph is not self.body:
+            graph = graph_for()
+            if not graph.can_use(x.graph):
+                raise CannotLift(f"{x.name} belongs to another row axis, and {self.body.label} does not capture it")
+            return LiftedValue(graph.import_tensor(x), has_rows=False)
         return self.lifting.values(self.body, self.known, [x], among=())[0]
 
     def computed(

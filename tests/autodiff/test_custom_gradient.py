@@ -167,7 +167,9 @@ def test_gradients_into_captured_values_are_refused() -> None:
     with pytest.raises(af.GraphError, match=r"uses <Tensor while/body/capture_constant:0 .* pass it as an argument"):
         af.gradients(in_loop, [x, w])
     reads = af.custom_gradient(lambda x: (x * v, lambda grad: grad))
-    with pytest.raises(af.GraphError, match=r"uses <Tensor .*variable.*, which is none of its arguments"):
+    with pytest.raises(
+        af.GraphError, match=r"uses Variable\(.*which is none of its arguments.*let grad_fn take variables="
+    ):
         af.gradients(reads(x), v)
 
     def read_in_loop(x: Any) -> Any:
@@ -176,6 +178,67 @@ def test_gradients_into_captured_values_are_refused() -> None:
     y = af.custom_gradient(read_in_loop)(x)
     with pytest.raises(af.GraphError, match=r"read_in_loop uses Variable\('.*'\), which is none of its arguments"):
         af.gradients(y, v)
+
+
+# -- variables that the function reads -------------------------------------------------------------------------------
+
+
+async def test_gradients_for_variables(run: Run) -> None:
+    """One for each that the results depend on, in the order of their reads, also of reads in branches and loops."""
+    v, w, unused = af.Variable(3.0, name="v"), af.Variable(5.0, name="w"), af.Variable(7.0, name="unused")
+    given: list[Any] = []
+
+    @af.custom_gradient
+    def product(x: Any) -> Any:
+        af.identity(unused)
+        read = v.read()
+        y = af.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y * w), (0, x * read))[1]
+
+        def grad_fn(grad: Any, variables: Any = None) -> Any:
+            given.append(variables)
+            return grad * 10.0, [grad * read, None if len(given) > 1 else grad * 1000.0]
+
+        return y, grad_fn
+
+    x = af.constant(2.0)
+    y = product(x)
+    slopes = af.gradients(y * 2.0, [x, v, w])
+    assert await run([y, slopes, af.gradients(slopes[1], v)]) == [150.0, [20.0, 6.0, 2000.0], 2.0]
+    assert given == [[v, w]]
+    assert await run(af.gradients(y, [w, unused], unconnected="zero")) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mark", [lambda fn: fn, af.recompute])
+async def test_gradients_for_variables_in_bodies(run: Run, mark: Any) -> None:
+    """In loops and branches, over rows, which share a variable, and in what runs again."""
+    v = af.Variable([3.0, 4.0], name="v")
+
+    @af.custom_gradient
+    def product(x: Any) -> Any:
+        read = af.sin(v)
+        return x * read, lambda grad, variables: (grad * read, [grad * x * 100.0])
+
+    x = af.constant([[1.0, 2.0], [5.0, 6.0], [7.0, 8.0]])
+    rows = mark(af.vmap(lambda row: af.cond(row[0] > 4.0, lambda: product(row), lambda: row)))(x)
+    looped = af.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, mark(product)(y)), (0, x[0]))[1]
+    found = await run([af.gradients(rows, v), *af.gradients(looped, [x, v])])
+    np.testing.assert_array_equal(found[0], [1200.0, 1400.0])
+    s = np.sin([3.0, 4.0])
+    np.testing.assert_allclose(found[1], [[*s**3], [0, 0], [0, 0]])
+    np.testing.assert_allclose(found[2], 300 * s**2 * [1.0, 2.0])
+
+
+def test_gradients_for_variables_that_do_not_fit() -> None:
+    """The message says what to return; variables that are not read leave everything as it is."""
+    v, x = af.Variable(3.0), af.constant(1.0)
+    lone = af.custom_gradient(lambda x: (x * v, lambda grad, variables=None: grad))
+    with pytest.raises(af.GraphError, match=r"takes variables=, so it is to return .*\(grads, variable_grads\)"):
+        af.gradients(lone(x), x)
+    many = af.custom_gradient(lambda x: (x * v, lambda grad, variables=None: (grad, [grad, grad])))
+    with pytest.raises(af.GraphError, match=r"for variables, returns one gradient for each of 1 arg"):
+        af.gradients(many(x), v)
+    none = af.custom_gradient(lambda x: (x * 2.0, lambda grad, variables=None: grad * 3.0))
+    assert af.gradients(none(x), x) is not None
 
 
 @pytest.mark.parametrize("returned", [None, 1.0, (1.0,), (1.0, 2.0), (1.0, 2.0, 3.0)])

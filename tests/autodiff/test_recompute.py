@@ -83,7 +83,65 @@ def of_rows(mark: Marker) -> tuple[list[Any], dict[Any, Any]]:
     return [inside, *slopes(af.vmap(f)(x), x), *slopes(mapped, x, order=1)], {x: VALUES}
 
 
-PROGRAMS = [straight, in_loops_and_branches, with_random_numbers, with_variables, with_nests, of_rows]
+def softened(x: Any) -> Any:
+    """The result needs `e`, and the gradient `t` as well, which is built for it alone."""
+
+    @af.custom_gradient
+    def fn(x: Any) -> Any:
+        e = af.exp(x)
+        t = af.tanh(e)
+        return af.log(1 + e), lambda grad: grad * t * (1 - 1 / (1 + e))
+
+    return fn(x)
+
+
+def with_gradients_of_the_users(mark: Marker) -> tuple[list[Any], dict[Any, Any]]:
+    """Gradients in the piece, a branch, a loop, and rows; of a function whose gradient calls one again."""
+    x = af.placeholder("float64", (4, 4))
+    sine = af.custom_gradient(lambda x: (af.sin(x), lambda grad: grad * cosine(x)))
+    cosine = af.custom_gradient(lambda x: (af.cos(x), lambda grad: -grad * sine(x)))
+
+    @af.custom_gradient
+    def again(a: Any) -> Any:
+        y = repeat(2, lambda b: af.sin(b) * a, a)
+        return y, lambda grad: af.gradients(y, a, grad_ys=grad) * 2.0
+
+    def piece(a: Any) -> Any:
+        b = af.cond(af.sum(a) > -9.0, lambda: softened(a), lambda: a)
+        c = again(a) * af.map_fn(sine, a, lift=False)
+        return b * c
+
+    return slopes(mark(piece)(x), x), {x: VALUES}
+
+
+def passing_through(mark: Marker) -> tuple[list[Any], dict[Any, Any]]:
+    """Arguments, captured values and variables, at the top, in a piece in the piece, and in a loop."""
+    x, w, v = af.placeholder("float64", (4, 4)), af.placeholder("float64", (4, 4)), af.Variable(VALUES + 1, name="v")
+    outside = af.exp(w)
+    inner = mark(lambda a, b: (a, af.sin(b), outside))
+
+    def piece(a: Any, b: Any) -> Any:
+        a, c, d = inner(b, a)
+        return a, c * b, v.read(), d
+
+    def step(i: Any, a: Any, b: Any) -> Any:
+        a, b, c, d = mark(piece)(a, b)
+        return i + 1, a * c, b + d
+
+    a, b = af.while_loop(lambda i, a, b: i < 2, step, (0, x, w))[1:]
+    return slopes(af.sin(a) + b * mark(piece)(x, w)[2], x, w, v), {x: VALUES, w: VALUES.T}
+
+
+PROGRAMS = [
+    straight,
+    in_loops_and_branches,
+    with_random_numbers,
+    with_variables,
+    with_nests,
+    of_rows,
+    with_gradients_of_the_users,
+    passing_through,
+]
 
 
 async def results(program: Program, mark: Marker, **options: Any) -> list[Any]:
@@ -156,12 +214,20 @@ async def test_inner_values_are_not_kept() -> None:
 
 
 async def test_a_loop_saves_the_arguments_alone(graph: af.Graph) -> None:
+    """Also of pieces with gradients of the user's, at any depth; and nothing of what passes through."""
     x, w = af.placeholder("float32", (64, 64)), af.placeholder("float32", (64, 64))
-    f = af.recompute(lambda a: af.tanh(af.softmax(a @ w) @ w + a))
-    slope = af.gradients(repeat(3, f, x), w)
+    pieces = [
+        lambda a: af.tanh(af.softmax(a @ w) @ w + a),
+        lambda a: softened(a @ w) * a,
+        lambda a: af.cond(af.sum(a) > 0, lambda: softened(a @ w) * a, lambda: a @ w),
+    ]
+    slopes = [af.gradients(repeat(3, af.recompute(each), x), w) for each in pieces]
+    passing = af.recompute(lambda a, b: (a, af.tanh(b @ w)))
+    loop = af.while_loop(lambda i, a, b: i < 3, lambda i, a, b: (i + 1, *passing(a * 2, b)), (0, x, x))
+    slopes.append(af.gradients(loop[1:], [x, w]))
     async with af.Session(graph) as session:
-        saved = session.plan(slope, [x, w]).saved
-    assert [each.value for each in saved] == ["while/body/var_1"]
+        saved = [[each.value for each in session.plan(slope, [x, w]).saved] for slope in slopes]
+    assert saved == [["while/body/var_1"], ["while_1/body/var_1"], ["while_2/body/var_1"], ["while_3/body/var_2"]]
 
 
 def test_no_pass_takes_the_copy_for_the_piece(graph: af.Graph) -> None:
@@ -276,6 +342,28 @@ def test_a_variable_that_has_changed_is_not_read_again(graph: af.Graph) -> None:
     af.gradients(y, x)
     v.assign(2.0)
     with pytest.raises(af.GraphError, match=r"reads Variable.*in a branch or loop.* v/assign changes the variable"):
+        af.gradients(y, x)
+
+
+def test_what_a_gradient_of_the_users_loses_is_refused(graph: af.Graph) -> None:
+    """As outside of pieces: a captured tensor is no argument."""
+    x, w = af.placeholder("float64", ()), af.placeholder("float64", ())
+    product = af.custom_gradient(lambda x: (x * w, lambda grad: grad * w))
+    y = af.recompute(lambda a: product(a) * a)(x)
+    af.gradients(y, x)
+    with pytest.raises(af.GraphError, match=r"which is none of its arguments, and a gradient is asked for that"):
+        af.gradients(y, [x, w])
+
+
+def test_a_gradient_of_the_users_is_built_where_one_flows(graph: af.Graph) -> None:
+    def broken(grad: Any) -> Any:
+        raise RuntimeError("no gradient of this")
+
+    x = af.placeholder("float64", ())
+    unwanted = af.custom_gradient(lambda x: (af.sin(x), broken))
+    y, z = af.recompute(lambda a: (unwanted(a), a * a))(x)
+    assert af.gradients(z, x) is not None
+    with pytest.raises(RuntimeError, match="no gradient of this"):
         af.gradients(y, x)
 
 
