@@ -15,11 +15,11 @@ product of parameters half of the sets run, by turns, as on a chessboard: each v
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import environ
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
 import pytest
@@ -27,6 +27,9 @@ import uvloop
 
 from asyncflow.compiler.pipeline import PASSES
 from asyncflow.streams.virtual import VirtualClockLoop
+
+if TYPE_CHECKING:
+    from _pytest.python import CallSpec
 
 LoopFactory: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
 
@@ -112,6 +115,9 @@ ALWAYS = (
 )
 """Each caught faults that no other one did. On the stand-in for CuPy, what nothing orders goes wrong."""
 
+ON_STAND_IN = ALWAYS[-2:]
+"""Those on the stand-in for CuPy, of which each set of parameters runs in one, by turns."""
+
 OTHERS = (
     *(replace(REGIONS, loop=loop) for loop in ("asyncio", "virtual")),
     *(replace(INTERPRETED, loop=loop) for loop in ("uvloop", "virtual")),
@@ -180,51 +186,56 @@ class Selection:
             return tuple(LOOPS)
         return ("asyncio", "uvloop") if self.full or test.get_closest_marker("every_loop") else ("uvloop",)
 
-    def chosen(self, tests: Sequence[pytest.Item]) -> list[pytest.Item]:
-        """Those that run: not all slow ones; unless files were named, not every set of parameters in every cell."""
+    def chosen(self, metafunc: pytest.Metafunc) -> list[CallSpec]:
+        """Return the sets of parameters of a function that run: not all slow ones, and unless files were named, not
+        every set in every cell."""
+        calls = metafunc._calls
         if self.full:
-            return list(tests)
-        sets: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        for test in tests if self.is_thinned else ():
-            if cell := _cell(test):
-                sets[_function(test)].setdefault(_parameters(test, cell), len(sets[_function(test)]))
-        count = Counter(map(_function, tests))
-        slow = Counter[str]()
-        seen: defaultdict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+            return calls
+        test, sets = metafunc.definition, dict[str, int]()
+        for call in calls if self.is_thinned else ():
+            if cell := _cell(call):
+                sets.setdefault(_parameters(call, cell), len(sets))
+        is_halved = self.is_thinned and len(calls) > FEW and not sets and _is_product(test)
+        seen: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        n_slow = 0
 
-        def has_turn(test: pytest.Item) -> bool:
-            if test.get_closest_marker("slow") is None:
-                is_large = self.is_thinned and count[_function(test)] > FEW and not sets[_function(test)]
-                return not is_large or self._is_on_its_half(test, seen)
-            if self.turn is None:
-                return True
-            # Not by chance: of one that has ten cells and sets there is one each time, and another one the next time.
-            slow[_function(test)] += 1
-            return (slow[_function(test)] + crc32(_function(test).encode()) + self.turn) % PARTS == 0
+        def has_turn(call: CallSpec) -> bool:
+            nonlocal n_slow
+            if not _is_slow(test, call):
+                return not is_halved or self._is_on_its_half(test, call, seen)
+            n_slow += 1
+            return self.is_slow_turn(test, n_slow)
 
-        return [test for test in tests if self._is_in_its_cells(test, sets[_function(test)]) and has_turn(test)]
+        return [call for call in calls if self._is_in_its_cells(test, call, sets) and has_turn(call)]
 
-    def _is_on_its_half(self, test: pytest.Item, seen: defaultdict[tuple[str, str], dict[int, int]]) -> bool:
-        """Whether a set of a product of parameters is one of those that run; sets of one list of parameters all are."""
-        lists = [mark.args[0] for mark in test.iter_markers("parametrize")]
-        if len(lists) < 2 or test.path.parent.name == ON_CARDS:
-            return True
-        params, total = cast("pytest.Function", test).callspec.params, self.turn or 0
-        for names in lists:
+    def is_slow_turn(self, test: pytest.Item, number: int) -> bool:
+        """Return True if the slow set of this number has its turn: one of ten each time, and another one next time."""
+        return self.full or self.turn is None or (number + crc32(_function(test).encode()) + self.turn) % PARTS == 0
+
+    def _is_on_its_half(self, test: pytest.Item, call: CallSpec, seen: defaultdict[str, dict[int, int]]) -> bool:
+        """Return True if a set of a product of parameters is one of the half that runs, as on a chessboard."""
+        total = self.turn or 0
+        for mark in test.iter_markers("parametrize"):
+            names = mark.args[0]
             first = names.split(",")[0].strip() if isinstance(names, str) else names[0]
-            places = seen[_function(test), first]
-            total += places.setdefault(id(params[first]), len(places))
+            total += seen[first].setdefault(id(call.params[first]), len(seen[first]))
         return total % 2 == 0
 
-    def _is_in_its_cells(self, test: pytest.Item, sets: Mapping[str, int]) -> bool:
-        """Whether a test runs in its cell, if these are the sets of parameters of its function, in order."""
-        cell, cells = _cell(test), ALWAYS if is_distributed(test) else (REGIONS, INTERPRETED)
+    def _is_in_its_cells(self, test: pytest.Item, call: CallSpec, sets: Mapping[str, int]) -> bool:
+        """Return True if a test runs in its cell, where `sets` numbers the sets of parameters of its function."""
+        cell, cells = _cell(call), ALWAYS if is_distributed(test) else (REGIONS, INTERPRETED)
+        if cell is None or cell not in cells or not sets:
+            return True
+        place, turn = sets[_parameters(call, cell)], self.turn or 0
+        # Tests on the stand-in for CuPy cost several times as much as others: no set runs in both of its cells.
+        if cell in ON_STAND_IN and cell is not ON_STAND_IN[(place + crc32(_function(test).encode()) + turn) % 2]:
+            return False
         count = len(cells) // 2
-        if cell is None or cell not in cells or len(sets) * count < len(cells):
+        if len(sets) * count < len(cells):
             return True
         # The sets go through the cells one after another; products of parameters do not always meet in the same.
-        place = sets[_parameters(test, cell)]
-        first = place * count + place // len(cells) + (self.turn or 0)
+        first = place * count + place // len(cells) + turn
         return (cells.index(cell) - first) % len(cells) < count
 
 
@@ -232,21 +243,28 @@ def is_distributed(test: pytest.Item) -> bool:
     return test.path.parent.name in DISTRIBUTED_ROOMS
 
 
-def _cell(test: pytest.Item) -> Arrangement | None:
-    """In which a test with sessions runs."""
-    if not (isinstance(test, pytest.Function) and hasattr(test, "callspec")):
-        return None
-    cell = test.callspec.params.get("arrangement")
+def _cell(call: CallSpec) -> Arrangement | None:
+    """Return the cell that a test with sessions runs in."""
+    cell = call.params.get("arrangement")
     return cell if isinstance(cell, Arrangement) else None
+
+
+def _is_product(test: pytest.Item) -> bool:
+    """Return True if the parameters are a product of lists; of one list, all sets run."""
+    return len(list(test.iter_markers("parametrize"))) > 1 and test.path.parent.name != ON_CARDS
+
+
+def _is_slow(test: pytest.Item, call: CallSpec) -> bool:
+    return test.get_closest_marker("slow") is not None or any(mark.name == "slow" for mark in call.marks)
 
 
 def _function(test: pytest.Item) -> str:
     return test.nodeid.partition("[")[0]
 
 
-def _parameters(test: pytest.Item, cell: Arrangement) -> str:
-    """All but the cell."""
-    return test.name.replace(str(cell), "")
+def _parameters(call: CallSpec, cell: Arrangement) -> str:
+    """Return the name of a set of parameters, whatever the cell."""
+    return call.id.replace(str(cell), "")
 
 
 def _name(test: pytest.Item) -> str:

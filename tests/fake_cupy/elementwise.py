@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.fake_cupy.arrays import Array
 
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
-OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-w")
 TYPE_NAMES = {
     "bool": "bool",
     "int8": "signed char",
@@ -82,37 +82,56 @@ def parse_one(words: Sequence[str], is_const: bool) -> Parameter:
 
 
 def compiled(source: str, name: str) -> Any:
-    """The function ``run`` of a C++ source, built at most once; kept between processes in the temporary folder.
+    """Return the function ``run`` of a C++ source, built at most once; kept between processes in the temporary folder.
 
     Raises:
         CompileException: it does not compile.
         RuntimeError: this machine has no C++ compiler.
     """
     header = HEADER.read_text()
-    key = hashlib.sha256("\0".join((header, source, *OPTIONS)).encode()).hexdigest()[:32]
+    key = _key(header, source)
     if key in _loaded:
         return _loaded[key]
     folder = Path(tempfile.gettempdir()) / f"asyncflow-fake-cupy-{os.getuid() if hasattr(os, 'getuid') else 0}"
     library = folder / f"{key}.so"
     if not library.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
-        compiler = shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            raise RuntimeError("the fake's ElementwiseKernel needs a C++ compiler (g++ or c++) on the PATH")
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            target = Path(work) / "kernel.so"
-            command = [compiler, *OPTIONS, "-x", "c++", "-", "-o", str(target)]
-            done = subprocess.run(
-                command, input=header + source, capture_output=True, text=True, check=False, timeout=100
-            )
-            if done.returncode:
-                raise CompileException(f"{done.stderr}\n{source}", source, name, OPTIONS, "g++")
-            target.replace(library)
+        _compile(["-shared", "-include", str(_header(folder, header)), "-x", "c++", "-"], source, library, name)
     run = ctypes.CDLL(str(library)).run
     run.argtypes = [ctypes.c_longlong, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_longlong)]
     run.restype = None
     _loaded[key] = run
     return run
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join((*parts, *OPTIONS)).encode()).hexdigest()[:32]
+
+
+def _header(folder: Path, text: str) -> Path:
+    """Return the path of the header, which is there compiled as well: reading it takes four fifths of a compilation."""
+    header = folder / f"{_key(text)}.hpp"
+    compiled_header = header.with_name(f"{header.name}.gch")
+    if not compiled_header.exists():
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as written:
+            written.write(text)
+        Path(written.name).replace(header)
+        _compile(["-x", "c++-header", str(header)], text, compiled_header, HEADER.name)
+    return header
+
+
+def _compile(options: Sequence[str], source: str, target: Path, name: str) -> None:
+    """Compile `source` to the file `target`, which appears as a whole: other processes may want it at the same time."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise RuntimeError("the fake's ElementwiseKernel needs a C++ compiler (g++ or c++) on the PATH")
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        output = Path(work) / "output"
+        command = [compiler, *OPTIONS, *options, "-o", str(output)]
+        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False, timeout=100)
+        if done.returncode:
+            raise CompileException(f"{done.stderr}\n{source}", source, name, OPTIONS, "g++")
+        output.replace(target)
 
 
 class ElementwiseKernel:
