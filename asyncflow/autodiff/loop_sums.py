@@ -126,7 +126,8 @@ class _KeySum(_Sum):
 
     def finished(self, output: Tensor) -> Tensor:
         like = _tensor(self.target)
-        indices = [constant(x.node.attrs["value"]) if is_constant(x) else x for x in self.indices]
+        body = self.value.graph  # its constants are made again; those outside are used, as a run may feed them
+        indices = [constant(x.node.attrs["value"]) if x.graph is body else x for x in self.indices]
         return scatter_to(output, self.key, indices, shape_of(like), known=like.shape)
 
 

@@ -23,7 +23,7 @@ from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_compati
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.extents import static_value
+from asyncflow.ops.known_values import KnownValues, assumed, conclusion, default_value
 from asyncflow.values import Kernel, Namespace
 
 _HANDLE = Spec(VARIANT, ())
@@ -156,7 +156,7 @@ class RowStore(Handle):
         if row.shape is None or not is_static(row.shape):
             raise ShapeError(f"the shape of a row is known in full; got {format_shape(row.shape)}")
         tensor = as_tensor(0 if capacity is None else capacity)
-        fixed = static_value(tensor)
+        fixed = default_value(tensor)
         if fixed is not None and fixed.shape == () and fixed.dtype.kind in "iu" and fixed < 0:
             raise ShapeError(f"the capacity of a RowStore is not negative; got {fixed}")
         self._kind = kind_of(row)
@@ -231,11 +231,10 @@ class RowStore(Handle):
         """
         with graph_for(self.handle):
             bounds = [as_tensor(start), as_tensor(stop)]
-        fixed = [int(value) for value in map(static_value, bounds) if value is not None and not value.shape]
-        count = fixed[1] - fixed[0] if len(fixed) == 2 else None
-        if count is not None and not 0 <= fixed[0] <= fixed[1]:
+        fixed = [int(value) for value in map(default_value, bounds) if value is not None and not value.shape]
+        if len(fixed) == 2 and not 0 <= fixed[0] <= fixed[1]:
             raise ShapeError(f"slice needs 0 <= start <= stop; got {fixed[0]} and {fixed[1]}")
-        return self._apply(SLICE, *bounds, name=name, row=self._row(), count=count)[0]
+        return self._apply(SLICE, *bounds, name=name, row=self._row(), count=assumed(_COUNT, *bounds))[0]
 
     def stack(self, *, name: str | None = None) -> Tensor:
         """All rows; a view."""
@@ -247,6 +246,15 @@ class RowStore(Handle):
 
     def _row(self) -> Spec:
         return Spec(self._kind.dtype, self._kind.row_shape)
+
+
+_COUNT = "number of rows of a slice"
+
+
+@conclusion(_COUNT)
+def _count(known: KnownValues, *bounds: Tensor) -> int | None:
+    values = [int(value) for value in map(known.value, bounds) if value is not None and not value.shape]
+    return values[1] - values[0] if len(values) == 2 else None
 
 
 def _unpack(store: RowStore) -> tuple[tuple[Hashable, ...], tuple[Tensor, ...], RowKind]:

@@ -25,7 +25,7 @@ from asyncflow.graph.op import METADATA_UNCAPTURED, OPAQUE, Access, Effects, Op,
 from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
-from asyncflow.ops.extents import static_value
+from asyncflow.ops.known_values import default_value, static_value
 from asyncflow.values import Array, Kernel, Namespace
 
 ARRAY = Spec(VARIANT, ())
@@ -228,7 +228,7 @@ class TensorArray(Handle):
 
     _kind: ArrayKind
     # Known of this very handle, and forgotten where it passes through a loop or branch: the size, and the elements.
-    _length: int | None
+    _length: int | Tensor | None
     _common: Common
 
     def __init__(
@@ -245,7 +245,7 @@ class TensorArray(Handle):
         if kind.dtype == VARIANT:
             raise DTypeError("elements of a TensorArray are numbers, booleans or strings; keep several arrays instead")
         tensor = as_tensor(size)
-        fixed = static_value(tensor)
+        fixed = default_value(tensor)
         if fixed is not None and fixed.shape == () and fixed.dtype.kind in "iu" and fixed < 0:
             raise ShapeError(f"the size of a TensorArray is not negative; got {fixed}")
         attrs = {
@@ -255,11 +255,11 @@ class TensorArray(Handle):
         }
         self._carry(apply(TENSOR_ARRAY, tensor, name=name, **attrs)[0])
         self._kind = kind
-        self._length = int(fixed) if fixed is not None and not kind.dynamic_size else None
+        self._length = tensor if fixed is not None and fixed.shape == () and not kind.dynamic_size else None
         self._common = None
 
     @classmethod
-    def from_handle(cls, handle: Tensor, kind: ArrayKind, *, length: int | None = None) -> Self:
+    def from_handle(cls, handle: Tensor, kind: ArrayKind, *, length: int | Tensor | None = None) -> Self:
         """The array that the tensor `handle` carries; `length` is its size, if known and fixed."""
         array = cls.__new__(cls)
         array._carry(handle)
@@ -359,7 +359,7 @@ class TensorArray(Handle):
 
     def stack(self, *, name: str | None = None) -> Tensor:
         """All elements, joined along a new first axis. Of no elements, the element shape must be known in full."""
-        return self._apply(STACK, name=name, element=self._element(), length=self._length)[0]
+        return self._apply(STACK, name=name, element=self._element(), length=self._known_length())[0]
 
     def gather(self, indices: TensorLike, *, name: str | None = None) -> Tensor:
         """The elements at `indices` (a vector), joined along a new first axis."""
@@ -393,6 +393,13 @@ class TensorArray(Handle):
         return node
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _known_length(self) -> int | None:
+        """Return the size if it is known; from then on, a run that feeds it has to agree."""
+        if isinstance(self._length, Tensor):
+            value = static_value(self._length)
+            return None if value is None else int(value)
+        return self._length
 
     def _element(self) -> Spec:
         return Spec(self.dtype, self.element_shape)

@@ -18,7 +18,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.axes import check_flag
 from asyncflow.ops.elementwise import add
-from asyncflow.ops.extents import static_value
+from asyncflow.ops.known_values import default_value
 from asyncflow.ops.logic import less, logical_and
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _bounded(
     limit = as_tensor(maximum)
     if limit.dtype.kind not in "iu" or limit.shape not in ((), None):
         raise GraphError(f"maximum_iterations is an integer scalar; got {limit!r}")
-    known = static_value(limit)
+    known = default_value(limit)
     if known is not None and known < 0:
         raise GraphError(f"maximum_iterations is at least 0; got {known}")
     spread = variables.are_spread

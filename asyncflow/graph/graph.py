@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SourceLocation, user_location
 from asyncflow.foreign_names import close_names
+from asyncflow.graph.assumptions import Assumption
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.frames import FramePath
 from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor, is_name
@@ -106,6 +107,7 @@ class Graph(NotPickled):
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
         self.parted: dict[Node, Any] = {}  # of which branch or loop over rows a node was made
+        self.assumptions: dict[Hashable, Assumption] = {}  # of a root graph, bodies included
         self.remarks: dict[str, str] = {}  # how something was built, by its label: for `Plan.explain`
         self.compiled: dict[Hashable, Any] = {}  # what sessions keep for it, which goes when it does
         self._by_name: dict[str, Node] = {}
@@ -216,6 +218,8 @@ class Graph(NotPickled):
                     self.root._taken.pop(each.name, None)
             outputs = {tensor for node in gone for tensor in node.outputs}
             self.shapes = {x: found for x, found in self.shapes.items() if outputs.isdisjoint((x, found))}
+            kept = {key: each for key, each in self.root.assumptions.items() if outputs.isdisjoint(each.tensors)}
+            self.root.assumptions = kept
 
     def renumber(self) -> None:
         """Gives the nodes of a root graph ids in their order again."""

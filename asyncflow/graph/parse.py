@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncflow.errors import GraphError, SourceLocation, told
 from asyncflow.graph.array_text import read_array
+from asyncflow.graph.assumptions import assume
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import as_dtype, string
 from asyncflow.graph.graph import Graph, Subgraph
@@ -120,6 +121,8 @@ class _Parser(Tokens):
         while self.skip("resource"):
             self._declare()
         self._read_nodes(graph)
+        while self.skip("assume"):
+            self._assume()
         self.want(self.kind == "end", "a node such as '%x = ...'")
         for node, references, start in self._loops:
             node.inputs = self._tensors(references, node.graph)
@@ -140,6 +143,19 @@ class _Parser(Tokens):
         fault = f"no resource is given for @{label} ({described}); pass resources={{{label!r}: ...}}"
         self.check(isinstance(self._given.get(label), Resource), fault, start)
         self.resources[label] = self._given[label]
+
+    def _assume(self) -> None:
+        """A conclusion that the graph was built on, from values of any of its bodies."""
+        start, location = self.offset, SourceLocation(self.file or "<text>", self.line, "<text>")
+        rule = self.name("string", "the name of a rule in quotes")
+        references = self._references("(", ")")
+        self.check(bool(references), "it is concluded from no tensor", start)
+        self.expect("=")
+        value = self.value()
+        found = [(self._nodes.get(reference.name), reference) for reference in references]
+        tensors = tuple(self._output(node, reference) for node, reference in found if node is not None)
+        self.check(len(tensors) == len(found), "it is concluded from a node that is not there", start)
+        assume(rule, tensors, value, location)
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ A node is one line: its name, op and inputs (``%split:1`` is output 1), attrs by
 to wait for, the device it is to be ``on``, the node it is placed ``with``, and the specs of its outputs: one, or a
 tuple. Branches and loops are blocks with their inputs, the nodes they run ``after``, and what they ``return``;
 ``%inner = capture %outer`` is a parameter that stands for a tensor outside. A resource is given to the parser, or made
-anew where the text describes it. Where the user built a node is not part
-of the text. Newlines and indentation mean nothing, and ``#`` begins a comment.
+anew where the text describes it. Behind the nodes, ``assume "value" (%n) = array(int64[], 3)`` is a conclusion that
+shapes are built on, so that no run may feed against it. Where the user built a node is not part of the text. Newlines
+and indentation mean nothing, and ``#`` begins a comment.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def print_graph(graph: Graph, *, with_resources: bool = False) -> str:
         GraphError: an attr holds something that has no text form.
     """
     printer = Printer()
-    lines = list(printer.graph_lines(graph))
+    lines = [*printer.graph_lines(graph), *printer.assumption_lines(graph)]
     header = f"graph effects={graph.effects} seed={'none' if graph.seed is None else int(graph.seed)}"
     resources = [
         f"resource @{label} = {printer.resource(resource) if with_resources else quote(repr(resource))}"
@@ -108,6 +109,11 @@ class Printer:
         """The lines of the graph's nodes, with the blocks they hold."""
         for node in graph.nodes:
             yield from self.node_lines(node, indent)
+
+    def assumption_lines(self, graph: Graph) -> Iterator[str]:
+        """The lines of what the graph was built on; see `asyncflow.graph.assumptions`."""
+        for each in graph.assumptions.values():
+            yield f"assume {quote(each.rule)} ({references(each.tensors)}) = {self.value(each.value)}"
 
     def node_lines(self, node: Node, indent: str) -> Iterator[str]:
         """The node's line, and the blocks it holds."""

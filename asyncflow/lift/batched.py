@@ -31,6 +31,7 @@ from asyncflow.lift.lifting import Lifting, lift
 from asyncflow.lift.ragged import OpenExtent, RaggedRows
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.custom import install_batching
+from asyncflow.ops.known_values import static_value
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
@@ -161,8 +162,7 @@ class SharedBody(SharedCode):
         self._body = body
         self._ragged = ragged
         self._inputs = tuple(has_rows)
-        # Constants outside the body are constants of each program.
-        self._constants = {inner: outer.node for outer, inner in body.captures.items() if inner not in has_rows}
+        self._constants = shared_constants({x: outer for outer, x in body.captures.items() if x not in has_rows})
         # At once, so that what cannot be lifted is refused where it is written.
         self.many = self.one if self.is_packed else self._lifted()
 
@@ -304,6 +304,17 @@ class SharedBody(SharedCode):
 
 def _stacked(place: int, xp: Namespace, rows: Sequence[Array]) -> Array:
     return xp.stack(rows)
+
+
+def shared_constants(captured: Mapping[Tensor, Tensor]) -> dict[Tensor, Node]:
+    """Return the constants among what a body captures, by what stands for them in it.
+
+    They are constants of each program, too. Runs with another value cannot share it, so that none may be fed.
+    """
+    found = {inner: outer.node for inner, outer in captured.items() if outer.node.op is CONSTANT}
+    for node in found.values():
+        static_value(node.outputs[0])
+    return found
 
 
 def known_constants(constants: Mapping[Tensor, Node]) -> dict[Tensor, LiftedValue]:

@@ -30,6 +30,7 @@ from asyncflow.lift.batched import (
     is_repeatable,
     is_same_for_all,
     known_constants,
+    shared_constants,
     why_not_shareable,
 )
 from asyncflow.lift.lifting import Lifting, lift
@@ -89,6 +90,7 @@ class SharedLoop(SharedCode):
         self.bodies = condition, body
         self._places = tuple(kept)
         self._condition, self._body = self.bodies
+        self._constants = shared_constants({inner: outer for outer, inner in body.captures.items()})
         self._emitting: dict[tuple[Tensor, ...], BodyProgram] = {}
         self._taking: dict[int, BodyProgram] = {}
         self.check = self._checking()
@@ -183,8 +185,7 @@ class SharedLoop(SharedCode):
         return given
 
     def _known(self, part: Subgraph, given: Mapping[int, LiftedValue]) -> dict[Tensor, LiftedValue]:
-        outer = {inner: outer.node for outer, inner in self._body.captures.items() if outer.node.op is CONSTANT}
-        constants = known_constants(outer)
+        constants = known_constants(self._constants)
         return {x: given[k] if k in given else constants[self._body.inputs[k]] for k, x in enumerate(part.inputs)}
 
     def _checking(self) -> BodyProgram:

@@ -22,7 +22,8 @@ from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype, broadcast_arrays
-from asyncflow.ops.extents import Extent, ExtentsLike, shape_reader, split_extents, static_value, template_shape
+from asyncflow.ops.extents import Extent, ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.known_values import KnownValues, assumed, conclusion, default_value
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind, same
 
@@ -234,15 +235,20 @@ def arange(
     bounds = promote_operands(start, stop, step)
     found = promoted_dtype(bound.dtype for bound in bounds) if dtype is None else as_dtype(dtype)
     with placed_on(device):
-        return apply(ARANGE, *bounds, dtype=found, length=_arange_length(bounds))[0]
+        step_value = default_value(bounds[2])
+        if step_value is not None and step_value.size == 1 and step_value.item() == 0:
+            raise GraphError("arange: the step is 0, so the values never reach the stop")
+        return apply(ARANGE, *bounds, dtype=found, length=assumed(_LENGTH, *bounds))[0]
 
 
-def _arange_length(bounds: tuple[Tensor, ...]) -> int | None:
-    known = [static_value(bound) for bound in bounds]
-    if known[2] is not None and known[2].size == 1 and known[2].item() == 0:
-        raise GraphError("arange: the step is 0, so the values never reach the stop")
-    numbers = [value.item() for value in known if value is not None and value.size == 1 and value.dtype.kind != "c"]
-    if len(numbers) < 3:
+_LENGTH = "length of arange"
+
+
+@conclusion(_LENGTH)
+def _arange_length(known: KnownValues, *bounds: Tensor) -> int | None:
+    values = [known.value(bound) for bound in bounds]
+    numbers = [value.item() for value in values if value is not None and value.size == 1 and value.dtype.kind != "c"]
+    if len(numbers) < 3 or numbers[2] == 0:
         return None
     start, stop, step = numbers
     length: int = math.ceil((stop - start) / step)

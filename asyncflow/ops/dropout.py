@@ -10,7 +10,7 @@ from asyncflow.graph.dtypes import float32
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.datatypes import astype, finfo
 from asyncflow.ops.elementwise import maximum
-from asyncflow.ops.extents import static_value
+from asyncflow.ops.known_values import default_value
 from asyncflow.ops.promotion import is_weak, require_kind
 from asyncflow.ops.random import uniform
 from asyncflow.ops.searching import where
@@ -39,7 +39,7 @@ def dropout(x: TensorLike, /, rate: TensorLike, *, seed: int | None = None, name
         chance = as_tensor(rate, tensor.dtype) if is_weak(rate) else astype(rate, tensor.dtype)
         if chance.ndim not in (0, None):
             raise ShapeError(f"dropout: rate is a scalar, got {chance!r}")
-        known = rate if is_weak(rate) else static_value(as_tensor(rate))
+        known = rate if is_weak(rate) else default_value(as_tensor(rate))
         if known is not None and not np.all((np.asarray(known) >= 0) & (np.asarray(known) <= 1)):
             raise GraphError(f"dropout: rate lies from 0 to 1, got {known}")
         draws = uniform(shape(tensor), dtype=float32, seed=seed, name=name)

@@ -14,12 +14,11 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError, brief
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, is_symbolic
-from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import Op, bound_kernel
-from asyncflow.graph.shapes import Shape, is_static, size_of
+from asyncflow.graph.op import Op
+from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.shape import SHAPE
+from asyncflow.ops.known_values import static_value
 from asyncflow.values import Array
 
 Extent: TypeAlias = "SupportsIndex | Tensor | SupportsTensor"
@@ -56,54 +55,6 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
     items = [_scalar(x) if is_symbolic(x) else _extent(x) for x in listed]
     template = tuple(None if isinstance(item, Tensor) else item for item in items)
     return template, tuple(item for item in items if isinstance(item, Tensor))
-
-
-def static_value(x: Tensor) -> Array | None:
-    """The value of `x`, if known while the graph is built: a constant, also captured, or computed from small ones.
-
-    That is: by operations that depend on nothing else, such as those that make a shape of others. None for all others.
-    """
-    return _static_value(x, {})
-
-
-_LARGEST_FOUND = 64
-"""Elements of a value that is computed while the graph is built: shapes and the like."""
-
-_DEEPEST = 32
-"""The longest chain of operations that is computed."""
-
-
-def _static_value(x: Tensor, found: dict[Tensor, Array | None]) -> Array | None:
-    node = x.node
-    if node.op is CONSTANT:
-        value: Array = node.attrs["value"]
-        return value
-    if node.op is PARAMETER:
-        outer = next((outer for outer, inner in getattr(node.graph, "captures", {}).items() if inner is x), None)
-        return None if outer is None else _static_value(outer, found)
-    if x not in found:
-        found[x] = None  # also while it is looked for
-        found[x] = _computed(x, found)
-    return found[x]
-
-
-def _computed(x: Tensor, found: dict[Tensor, Array | None]) -> Array | None:
-    node, size = x.node, size_of(x.shape)
-    if not node.op.is_pure or not node.single or not node.inputs or size is None or size > _LARGEST_FOUND:
-        return None
-    if x.dtype.kind not in "biu" or len(found) > _DEEPEST:
-        return None
-    if node.op is SHAPE and is_static(node.inputs[0].shape):
-        return np.array(node.inputs[0].shape, x.dtype)
-    values = [_static_value(source, found) for source in node.inputs]
-    known = [value[()] for value in values if value is not None and value.size <= _LARGEST_FOUND]
-    if len(known) < len(values):
-        return None
-    try:
-        with np.errstate(all="ignore"):
-            return np.asarray(bound_kernel(node.op, np, node.attrs, of_scalars=False)(*known))
-    except Exception:
-        return None  # it fails again in the run, and is reported there
 
 
 def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:

@@ -19,7 +19,7 @@ from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
 from asyncflow.ops.cost import free
-from asyncflow.ops.extents import static_value
+from asyncflow.ops.known_values import static_value
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 from asyncflow.values import Array, Kernel, Namespace
 
@@ -435,8 +435,8 @@ RESHAPE_TO = define(
 
 def _known(dim: TensorLike) -> TensorLike:
     """An extent that is known while the graph is built, as an int; any other as it is."""
-    known = static_value(dim) if isinstance(dim, Tensor) and dim.dtype.kind in "iu" else None
-    return dim if known is None or known.ndim else int(known)
+    known = static_value(dim) if isinstance(dim, Tensor) and dim.dtype.kind in "iu" and dim.ndim == 0 else None
+    return dim if known is None else int(known)
 
 
 def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) -> Tensor:
@@ -454,8 +454,8 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
     if is_symbolic(shape):
         with graph_for(x, shape):
             vector = as_tensor(shape)
-        known = static_value(vector) if vector.dtype.kind in "iu" else None
-        if known is None or known.ndim != 1:
+        known = static_value(vector) if vector.dtype.kind in "iu" and vector.ndim == 1 else None
+        if known is None:
             return apply(RESHAPE_TO, x, vector, dims=None)[0]
         shape = known.tolist()
     listed = [_known(dim) for dim in (shape if isinstance(shape, Iterable) else [shape])]

@@ -14,8 +14,8 @@ from asyncflow.graph.shapes import normalize_axis
 from asyncflow.ops.axes import require_elements, static_int
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import ceil, clip, floor
-from asyncflow.ops.extents import static_value
 from asyncflow.ops.indexing import gather
+from asyncflow.ops.known_values import default_value
 from asyncflow.ops.logic import isnan, logical_and, logical_not
 from asyncflow.ops.manipulation import expand_dims, moveaxis, reshape
 from asyncflow.ops.promotion import kind_of, require_kind
@@ -60,7 +60,7 @@ def _check(x: Tensor, q: Tensor) -> None:
     require_kind(q.spec, "iuf", "real shares")
     if q.ndim not in (0, 1):
         raise ShapeError(f"quantile: q is a scalar or a vector, of a rank that is known; got {q!r}")
-    known = static_value(q)
+    known = default_value(q)
     if known is not None and not np.all((known >= 0) & (known <= 1)):
         raise GraphError(f"quantile: q lies from 0 to 1, got {known}")
 

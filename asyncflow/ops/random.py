@@ -28,7 +28,8 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import reduced, static_int
 from asyncflow.ops.creation import arange
 from asyncflow.ops.elementwise import add, multiply, subtract
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, static_value, template_shape
+from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.known_values import default_value
 from asyncflow.ops.promotion import is_weak, kind_of, require_kind
 
 if TYPE_CHECKING:
@@ -168,9 +169,9 @@ def _require(holds: Array | bool, values: Array, rule: str) -> None:
 
 
 def _check_known(what: str, rule: str, *values: TensorLike, holds: Callable[..., Array | bool]) -> None:
-    """Refuses parameters that are known while the graph is built."""
+    """Refuse parameters that are known while the graph is built."""
     known = [
-        static_value(x) if isinstance(x, Tensor) else x for x in values if isinstance(x, Tensor) or not is_symbolic(x)
+        default_value(x) if isinstance(x, Tensor) else x for x in values if isinstance(x, Tensor) or not is_symbolic(x)
     ]
     if len(known) == len(values) and all(x is not None for x in known) and not np.all(holds(*map(np.asarray, known))):
         seen = " and ".join(map(brief, values))

@@ -9,6 +9,7 @@ from asyncflow.graph.build import TensorLike, as_array
 from asyncflow.graph.feeds import Feeds, as_feeds, fed_array, feed_targets
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
+from asyncflow.ops.known_values import assumptions_about, refuse_contradictions
 from asyncflow.state.variable import Variable
 from asyncflow.state.variable_state import VariableState
 from asyncflow.values import Array, Value
@@ -34,12 +35,14 @@ def fed_arrays(graph: Graph, feeds: Feeds | None) -> dict[Tensor, Array]:
     """Values that a run of a graph is fed, as arrays, by their tensors.
 
     Raises:
-        FeedError: as `targets_in`, or a value does not fit.
+        FeedError: as `targets_in`, or a value does not fit its tensor or what the graph was built on.
         GraphError: `graph` is none.
     """
     given = as_feeds(feeds)
     targets = targets_in(graph, given)
-    return {tensor: fed_array(tensor, value) for tensor, value in zip(targets, given.values(), strict=True)}
+    fed = {tensor: fed_array(tensor, value) for tensor, value in zip(targets, given.values(), strict=True)}
+    refuse_contradictions(assumptions_about(graph, fed), fed)
+    return fed
 
 
 def initial_values(variables: Mapping[Variable, TensorLike] | None) -> dict[Hashable, Value]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from asyncflow.graph.build import as_tensor, graph_for, identity, placeholder
-from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
@@ -26,6 +25,7 @@ from asyncflow.lift.batched import (
     is_repeatable,
     is_same_for_all,
     known_constants,
+    shared_constants,
     why_not_shareable,
 )
 from asyncflow.lift.lifting import Lifting
@@ -97,9 +97,7 @@ class SharedSets(SharedCode):
         self.is_repeatable = is_repeatable(core)
         read = {*wanted, *(x for node in parts.core for x in node.inputs)}
         given = {x: value for x, value in known.items() if x in read}
-        self._constants = {
-            x: y.tensor.node for x, y in given.items() if y.tensor.node.op is CONSTANT and not y.has_rows
-        }
+        self._constants = shared_constants({x: y.tensor for x, y in given.items() if not y.has_rows})
         is_common = {x: not y.has_rows and is_same_for_all(y.tensor) for x, y in given.items()}
         self.own = {x: y for x, y in given.items() if not is_common[x]}
         self.common = {x: y.tensor for x, y in given.items() if is_common[x] and x not in self._constants}

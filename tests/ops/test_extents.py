@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.ops.extents import static_value
 
 
 @pytest.fixture(autouse=True)
@@ -45,22 +44,6 @@ async def test_constants_that_a_body_captures_are_known(run: Any, where: str) ->
     _, result = af.while_loop(lambda i, _: i < n, body, (0, af.zeros((2, 3))))
     assert result.shape == (2, 3)
     assert (await run(result, {n: 3})).tolist() == [[3.0] * 3] * 2
-
-
-def test_what_depends_on_a_run_or_is_large_is_not_known() -> None:
-    n = af.placeholder("int64", ())
-    assert static_value(af.stack([n, 3])) is None
-    assert static_value(af.arange(100)) is None or af.arange(100).node.op.name == "constant"
-    assert static_value(af.random.integers((2,), high=9)) is None
-    assert static_value(af.constant(7) // af.constant(2)) == 3
-    with af.Graph():
-        _, i = af.while_loop(lambda i, j: i < 3, lambda i, j: (i + 1, j), (0, 5))
-        assert static_value(i) is None
-    deep = af.constant(1)
-    for _ in range(200):
-        deep = deep + 1
-    assert static_value(deep) is None
-    assert static_value(af.constant(np.int64(3)) - 1) == 2
 
 
 def test_a_shape_may_be_an_array() -> None:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, derivative, gradient_of_first, not_differentiable
 from asyncflow.ops import elementwise as ew
@@ -24,7 +25,7 @@ from asyncflow.ops.derivatives.extents import extents
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like, zeros_of
 from asyncflow.ops.elementwise import log, negative, sign, sqrt, square
 from asyncflow.ops.erf import ERF
-from asyncflow.ops.extents import static_value
+from asyncflow.ops.known_values import static_value
 from asyncflow.ops.logic import greater_equal, isinf, less_equal, logical_and, logical_or
 from asyncflow.ops.nn import sigmoid
 from asyncflow.ops.promotion import kind_of
@@ -195,17 +196,20 @@ def _pow(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
     The exponent's gradient is NaN where the base is negative: there real powers are no continuous function of it.
     """
-    (x, y), (power,) = node.inputs, node.outputs
+    (x, _), (power,) = node.inputs, node.outputs
 
     def by_exponent() -> Tensor:
         base = x if x.dtype == power.dtype else astype(x, power.dtype)
         return grad * conjugated(power * log(where(base == 0, 1, base)))
 
-    return _both(node, lambda: _by_base(x, y, grad), by_exponent)
+    return _both(node, lambda: _by_base(node, grad), by_exponent)
 
 
-def _by_base(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
-    known = static_value(y)
+def _by_base(node: Node, grad: Tensor) -> Tensor:
+    x, y = node.inputs
+    # A number written beside ``**`` is known for good. A constant of its own keeps open what a run feeds in its place.
+    is_number = y.node.op is CONSTANT and (y.graph.is_subgraph or node.id - y.node.id == 1)
+    known = static_value(y) if is_number else None
     if y.dtype.kind == "b":
         return where(y, grad, zeros_of(grad))
     if known is None or known.ndim:

@@ -10,10 +10,12 @@ import numpy as np
 from asyncflow.compiler.program.request import Fetch, PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph import nest
+from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.feeds import Feeds, feed_targets
 from asyncflow.graph.ir import Tensor
+from asyncflow.ops.known_values import assumptions_about, refuse_contradictions
 from asyncflow.pickling import NotPickled
-from asyncflow.runtime.values.feeds import feed_value
+from asyncflow.runtime.values.feeds import comparable, feed_value
 from asyncflow.runtime.values.fetches import (
     OnDevice,
     exchangeable,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.graph.assumptions import Assumption
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.session.plans import PlanCache
     from asyncflow.runtime.session.session import Session
@@ -54,7 +57,7 @@ class Call:
         plan: the plan for `version` of the graph; None before the first run.
     """
 
-    __slots__ = ("_only", "plan", "request", "staying", "structure", "version")
+    __slots__ = ("_about", "_only", "_overridden", "plan", "request", "staying", "structure", "version")
 
     def __init__(
         self,
@@ -78,6 +81,8 @@ class Call:
         targets = feed_targets(feeds, graph)
         root = graph_of((*fetched, *streamed, *targets), graph)
         self.request = PlanRequest(root, tuple(fetched), targets, tuple(streamed), all_effects, regions)
+        self._overridden = frozenset(x for x in targets if x.node.op is not PLACEHOLDER)
+        self._about: tuple[int, list[Assumption]] = (-1, [])
         self._only = fetched[0] if self.structure is nest.LEAF and fetched and not self.staying else None
         self.version = -1
         self.plan: Plan | None = None
@@ -104,7 +109,19 @@ class Call:
             checked.append(value)
             if not isinstance(value, _AT_HAND):
                 waits = True
+        if self._overridden:
+            self._refuse_contradictions(checked)
         return checked, waits
+
+    def _refuse_contradictions(self, checked: Sequence[Value]) -> None:
+        """Check fed values that replace computed ones against what the graph was built on."""
+        root = self.request.graph
+        if self._about[0] != len(root.assumptions):
+            self._about = len(root.assumptions), assumptions_about(root, self._overridden)
+        if self._about[1]:
+            pairs = zip(self.request.feeds, checked, strict=True)
+            fed = {x: comparable(x, value) for x, value in pairs if x in self._overridden}
+            refuse_contradictions(self._about[1], fed)
 
     def result(self, plan: Plan, values: Sequence[Value], *, allow_dead: bool) -> Nest:
         """The results of the run, of the values that its plan fetched.

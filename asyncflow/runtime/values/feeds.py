@@ -110,6 +110,17 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
     return locked(array) if isinstance(array, np.ndarray) else array
 
 
+def comparable(tensor: Tensor, value: Value) -> Array:
+    """Return a checked value for the host to compare with what a graph was built on.
+
+    Raises:
+        FeedError: it is in the memory of a card.
+    """
+    if type(value) is ForeignArray:
+        raise refusal(tensor, value.value, "the graph is built on its value, which the host compares; feed a host copy")
+    return value.array if type(value) is LargeFeed else np.asarray(value)
+
+
 def locked(array: Array) -> Value:
     """A NumPy scalar, or the array itself, which nobody can write to any more."""
     if array.ndim == 0 and array.dtype.kind in "biufc":
