@@ -71,13 +71,17 @@ def _save_first_kernel(xp: Namespace, *, kept: int) -> Kernel:
 # Compiler passes make these, and users never: they have no derivatives.
 _segmenting = partial(Op, flops=free, traits=OPAQUE)
 CHECKPOINT = _segmenting(
-    "checkpoint", lambda store, number, value, *, length, kept: STORE, _checkpoint_kernel, host_inputs=(1,)
+    "checkpoint",
+    lambda store, number, value, *, length, kept: STORE,
+    _checkpoint_kernel,
+    host_inputs=(1,),
+    is_total=True,
 )
 """The store with the value of a loop variable in it, if iteration `number` is the first of a segment."""
 SEGMENT = _segmenting("segment", lambda end, *, length, kept: (Spec(int64, ()),) * 3, _segment_kernel, host_inputs=(0,))
 """The segment of the iteration before number `end`, its first iteration, and from which one on it runs again."""
 SAVE_FIRST = _segmenting(
-    "save_first", lambda store, number, value, *, kept: STORE, _save_first_kernel, host_inputs=(1,)
+    "save_first", lambda store, number, value, *, kept: STORE, _save_first_kernel, host_inputs=(1,), is_total=True
 )
 """The store with one value more, if iteration `number` is kept."""
 SEGMENT_STORE = _segmenting(
@@ -85,5 +89,6 @@ SEGMENT_STORE = _segmenting(
     lambda store, new, first, *, kept: STORE,
     lambda xp, *, kept: lambda store, new, first: store if first < kept else new,
     host_inputs=(2,),
+    is_total=True,
 )
 """The store for the values of the segment that begins with iteration `first`: that of what is kept, or a new one."""

@@ -27,6 +27,7 @@ NEW_STORE = define(
     lambda xp, **_: lambda: SavedValues(StoreLog(), 0, 0),
     flops=free,
     is_random=True,
+    is_total=True,
     traits=OPAQUE,
 )
 """A store with nothing in it; its attribute ``moves``, if it has one, is for `asyncflow.compiler.memory.move_saved`."""
@@ -51,13 +52,14 @@ MOVING_STORE = define(
     traits=OPAQUE,
 )
 """`NEW_STORE` on a device that can move values away, for a plan alone: its attributes hold the device's `Swapping`."""
-SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,))
+SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,), is_total=True)
 READ_SAVED = define(
     "saved_value",
     lambda store, index, *, value, is_last=False: value,
     lambda xp, *, value, is_last=False: SavedValues.read_last if is_last else SavedValues.read,
     flops=free,
     host_inputs=(1,),
+    is_total=True,
     traits=READS_STORE,
 )
 """Whatever makes one: the innermost loop around it reads each number once. The compiler says which read is the last."""

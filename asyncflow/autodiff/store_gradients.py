@@ -127,16 +127,17 @@ def _cuts(lengths: Array) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-NO_GRADIENT = store_op("store_gradient", lambda: STORE, lambda: StoreGradient.of(()), is_random=True)
+NO_GRADIENT = store_op("store_gradient", lambda: STORE, lambda: StoreGradient.of(()), is_random=True, is_total=True)
 ACCUMULATE = store_op(
     "accumulate_gradient",
     lambda grads, index, grad: STORE,
     lambda grads, index, grad: grads.with_entries(((int(index), grad),)),
     host_inputs=(1,),
+    is_total=True,
 )
 ADDERS = {ACCUMULATE}
 """Ops that add to the store of gradients which is their first input."""
-MERGE_GRADIENTS = store_op("merge_gradients", lambda grads, others: STORE, _merge)
+MERGE_GRADIENTS = store_op("merge_gradients", lambda grads, others: STORE, _merge, is_total=True)
 ELEMENT_GRADIENT = define(
     "element_gradient", _element_spec, _element_kernel, flops=free, host_inputs=inputs_from(1), traits=READS_STORE
 )

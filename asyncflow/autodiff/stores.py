@@ -279,9 +279,22 @@ def _nbytes(entries: Sequence[Reached]) -> int:
 
 
 def store_op(
-    name: str, infer: Callable[..., Spec], kernel: Kernel, host_inputs: HostInputs = (), *, is_random: bool = False
+    name: str,
+    infer: Callable[..., Spec],
+    kernel: Kernel,
+    host_inputs: HostInputs = (),
+    *,
+    is_random: bool = False,
+    is_total: bool = False,
 ) -> Op:
-    """Registers an op that moves values into a store or out of it, by the same kernel on all devices; see `Op`."""
+    """Register an op that moves values into a store or out of it, by the same kernel on all devices; see `Op`."""
     return define(
-        name, infer, lambda xp, **attrs: kernel, flops=free, host_inputs=host_inputs, is_random=is_random, traits=OPAQUE
+        name,
+        infer,
+        lambda xp, **attrs: kernel,
+        flops=free,
+        host_inputs=host_inputs,
+        is_random=is_random,
+        is_total=is_total,
+        traits=OPAQUE,
     )

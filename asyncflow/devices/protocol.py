@@ -62,7 +62,7 @@ class KernelInfo:
             told of the outputs that nobody but the host uses (``leaving=``), and others may be on the device, too.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
             with the host's memory.
-        is_metadata: it looks at what is known of its inputs without their data, and what it gives is on the host.
+        is_metadata: it needs no data of the device's, and what it gives is on the host.
         in_region: it is called by the code of a region, and not by itself.
         vectors: positions of arguments that a region or loop takes for the device's, and that may be vectors of the
             host; they are copied in.

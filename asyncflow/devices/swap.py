@@ -218,13 +218,21 @@ class SavedHandle:
 _RANK = attrgetter("rank")
 
 
-class _Lap(NamedTuple):
-    """The beginning of an iteration that is measured."""
+@dataclass(slots=True)
+class _Lap:
+    """The beginning of an iteration that is measured.
+
+    Attributes:
+        group: of the run.
+        used, total, ahead: those of the account then, and what had come ahead of its read.
+        taken: the most bytes that it has taken; None until it has ended, or a loop inside it has begun.
+    """
 
     group: SavedGroup
     used: int
     total: int
     ahead: int
+    taken: int | None = None
 
 
 class Orders(NamedTuple):
@@ -285,7 +293,7 @@ class SwapManager:
         self.plenty = inf if account.limit is None else REST * account.limit
         self._groups: dict[int, SavedGroup] = {}
         self._ages: set[int] = set()
-        self._lap: _Lap | None = None
+        self._laps: dict[WorkingSet, _Lap] = {}
         self._ahead = 0
         self.ns_per_byte = ns_per_byte
         self._copied = [0, 0]
@@ -423,16 +431,30 @@ class SwapManager:
         self._groups.pop(key, None)
 
     def asks(self, key: int, sets: Sequence[WorkingSet]) -> tuple[bool, Orders]:
-        """A run is to begin an iteration of these loops: whether it may now, and who makes room."""
-        group, lap = self.group(key), self._lap
+        """Let a run begin an iteration of these loops, or not yet; return that, and who makes room."""
+        group = self.group(key)
         most, used = self._account.lap()
-        if lap is not None and lap.group is group and len(sets) == 1 and group.sets == sets:
-            ahead, is_alone = self._ahead + self._account.fed - lap.ahead, len(self._groups) < 2 and len(self._ages) < 2
-            sets[0].measured(most - lap.used - ahead, self._account.total - lap.total - ahead, is_alone=is_alone)
+        self._measure(group, sets, most)
         group.sets = sets
         for working_set in sets:
             group.largest = max(group.largest, working_set.most)
         return self._admits(group, used)
+
+    def _measure(self, group: SavedGroup, sets: Sequence[WorkingSet], most: int) -> None:
+        """End the laps of loops that ask; where a loop inside asks, its own iterations take all that follows."""
+        fed, total = self._ahead + self._account.fed, self._account.total
+        for lap in self._laps.values():
+            if lap.taken is None:
+                lap.taken = most - lap.used - (fed - lap.ahead)
+        ended = self._laps.get(sets[0]) if len(sets) == 1 else None
+        if ended is not None and ended.group is group and ended.taken is not None:
+            is_alone = len(self._groups) < 2 and len(self._ages) < 2
+            sets[0].measured(ended.taken, total - ended.total - (fed - ended.ahead), is_alone=is_alone)
+        around = {outer for each in sets for outer in each.loops_around()}
+        is_placed = bool(around) or any(each.is_around for each in sets)
+        for each in list(self._laps):
+            if each not in around and (is_placed or not each.is_around):
+                del self._laps[each]
 
     def has_plenty(self, takes: float = 0) -> bool:
         """Whether much is free beside so many bytes; anybody may ask."""
@@ -448,7 +470,8 @@ class SwapManager:
             takes += working_set.most if working_set.is_measured else inf
         if not self.has_plenty(takes):
             return False
-        group.sets, self._lap = sets, None
+        group.sets = sets
+        self._laps.clear()
         return True
 
     @property
@@ -477,7 +500,9 @@ class SwapManager:
                 self._clear(missing + group.needs - self._leaving, self._youngest_first(), out)
             if self._leaving or elders:
                 return False, orders
-        self._lap = _Lap(group, used, self._account.total, self._ahead + self._account.fed)
+        if len(group.sets) == 1:
+            (working_set,) = group.sets
+            self._laps[working_set] = _Lap(group, used, self._account.total, self._ahead + self._account.fed)
         return True, orders
 
     def _elders(self, group: SavedGroup) -> list[SavedGroup]:

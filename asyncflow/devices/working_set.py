@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 _GUESS = 2
@@ -52,15 +53,36 @@ class WorkingSet:
         most: bytes held at a time, at most, above those when it began.
         total: bytes taken, whatever it gave back.
         is_measured: they can be relied upon.
+        outer: that of the loop around, if that asks too; None where that is not known.
+        is_around: loops inside it ask as well; then `most` is that of an iteration until one of them does.
     """
 
-    __slots__ = ("_account", "_count", "_is_beside", "_is_shared", "is_measured", "most", "total")
+    __slots__ = (
+        "_account",
+        "_count",
+        "_is_beside",
+        "_is_shared",
+        "is_around",
+        "is_measured",
+        "most",
+        "outer",
+        "total",
+    )
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, outer: WorkingSet | None = None, *, is_around: bool = False) -> None:
         self.most = self.total = 0
+        self.outer = outer
+        self.is_around = is_around
         self._account = account
         self._count = 0
         self._is_beside = self._is_shared = self.is_measured = False
+
+    def loops_around(self) -> Iterator[WorkingSet]:
+        """Yield those of the loops around, from the innermost outward."""
+        outer = self.outer
+        while outer is not None:
+            yield outer
+            outer = outer.outer
 
     def expected(self, largest: int) -> int:
         """The most, guessed before a few were measured, where `largest` is what is known of other loops."""

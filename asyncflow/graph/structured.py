@@ -89,6 +89,11 @@ class StructuredNode(Node):
         self.outputs = (*self.outputs, output)
         return output
 
+    def _keep_outputs(self, places: Collection[int]) -> None:
+        self.outputs = tuple(self.outputs[place] for place in places)
+        for index, output in enumerate(self.outputs):
+            output.index = index
+
     def drop_inputs(self, positions: Collection[int]) -> None:
         """Takes inputs (by their positions at the node) away from it and its bodies, and their parameters."""
         if not positions:
@@ -119,6 +124,12 @@ class CondNode(StructuredNode):
     def first_capture(self) -> int:
         """See `StructuredNode.first_capture`."""
         return 1
+
+    def keep_results(self, places: Collection[int]) -> None:
+        """Leaves the branches only these results, and the node their outputs, in this order."""
+        for branch in self.subgraphs:
+            branch.results = [branch.results[place] for place in places]
+        self._keep_outputs(places)
 
 
 class WhileNode(StructuredNode):
@@ -183,9 +194,7 @@ class WhileNode(StructuredNode):
     def keep_variables(self, places: Collection[int]) -> None:
         """Leaves the loop only these results and outputs, in this order; the caller moves or drops its inputs."""
         self.body.results = [self.body.results[place] for place in places]
-        self.outputs = tuple(self.outputs[place] for place in places)
-        for index, output in enumerate(self.outputs):
-            output.index = index
+        self._keep_outputs(places)
         self.attrs["n_vars"] = len(places)
 
 

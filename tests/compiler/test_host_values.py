@@ -11,6 +11,7 @@ import asyncflow as af
 from asyncflow.compiler.program.extract import extract
 from asyncflow.compiler.program.host_values import find_host_values, mixes_vectors
 from asyncflow.compiler.regions.regions import make_regions
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,3 +153,22 @@ def test_an_index_that_is_on_the_device_has_to_be_waited_for(graph: af.Graph) ->
     n = af.placeholder("int64", ())
     assert regions_on_cards(graph, (x * 2)[n:] + 1) == ["multiply getitem add"]
     assert not any("getitem add" in region for region in regions_on_cards(graph, (x * 2)[i:] + 1))
+
+
+def test_numbers_that_loops_save(graph: af.Graph) -> None:
+    """Gradients of inner loops count down from what those have counted: the host decides, and waits for nothing."""
+    x = af.placeholder("float32", (3,))
+
+    def inner(n: Any, y: Any) -> Any:
+        return af.while_loop(lambda i, _: i < n, lambda i, y: (i + 1, af.sin(y)), (0, y))[1]
+
+    def undecided(n: Any) -> list[str]:
+        y = af.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, inner(n(i, y), y)), (0, x))[1]
+        program = needed(graph, (af.gradients(y, x),))
+        found = find_host_values(program)
+        loops = [node for node in program.walk() if isinstance(node, WhileNode)]
+        assert len(loops) == 4
+        return [loop.name for loop in loops if loop.decision not in found]
+
+    assert undecided(lambda i, y: i + 2) == []
+    assert undecided(lambda i, y: af.astype(af.sum(y), "int32")) == ["while_1/body/while"], "the gradient has counted"

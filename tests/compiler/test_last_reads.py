@@ -29,6 +29,18 @@ def nested(x: Any) -> Any:
     return af.gradients(y, x)
 
 
+def nested_with_products(x: Any) -> Any:
+    """A choice of what the innermost loop saves leaves reads in the gradients around without a use."""
+
+    def step(y: Any, times: tuple[int, ...]) -> Any:
+        if not times:
+            z = af.cumulative_sum(y)
+            return af.sin(z) * y
+        return af.while_loop(lambda i, _: i < times[0], lambda i, y: (i + 1, step(y, times[1:])), (0, y))[1]
+
+    return af.gradients(step(x, (2, 3, 2)), x)
+
+
 def in_branch(x: Any) -> Any:
     """The forward loop is in a branch, and so is the gradient loop."""
     return af.gradients(af.cond(af.sum(x) > 0, lambda: loop(x), lambda: x), x)
@@ -67,6 +79,7 @@ def second(x: Any) -> Any:
     [
         (slope, "all"),
         (nested, "all"),
+        (nested_with_products, "all"),
         (in_branch, "all"),
         (branch_in_loop, "all"),
         (twice, "none"),

@@ -233,7 +233,8 @@ def test_a_younger_run_that_waits_goes_at_once_when_it_is_cancelled(regions: boo
         assert len(manager._ages) == 1
         return [await older, await machine.train(1)]
 
-    np.testing.assert_array_equal(on_machine(main, limit=14 * SMALL, regions=regions), expected[:2])
+    limit = (17 if regions else 14) * SMALL  # where a second run lacks memory that no copy will make free
+    np.testing.assert_array_equal(on_machine(main, limit=limit, regions=regions), expected[:2])
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.8, 1.0, 1.5])

@@ -42,6 +42,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.resource import waits_in_line
+from asyncflow.graph.structured import WhileNode
 from asyncflow.values import Kernel, Namespace, Value
 
 _SPARE = 16
@@ -92,7 +93,8 @@ class Binding:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
         is_checked = self.options.debug or self.options.check_numerics
         stream = self.streams.get(node, 0)
-        return bind_launch(node, partial(self.bare, node=node), launching, stream, is_checked=is_checked)
+        bare = partial(self.bare, node=node)
+        return bind_launch(node, bare, launching, stream, self.on_host, is_checked=is_checked)
 
     def bare(self, xp: Namespace, node: Node) -> Kernel:
         """The kernel itself."""
@@ -127,16 +129,27 @@ class Binding:
 
 
 def _watch_iterations(frames: Mapping[FramePath, PlanFrame], device: Device) -> None:
-    """Has the loops ask for memory that move saved values; where nothing moves, all that save or read any."""
-    everywhere = device.pacing is not None
-    asking = []
+    """Have loops ask for memory that save or read values which may move; where nothing moves, any values.
+
+    No more iterations are live at a time than fit, of loops around others neither.
+    """
+    may_ask = _saves if device.pacing is not None else asks_for_memory
+    asking: set[FramePath] = set()
+    around: set[FramePath] = set()
     for path, frame in frames.items():
         nodes = [node for planned in frame.nodes for node in (planned.source, *planned.region_nodes())]
-        if path and (any(x.op in (*SAVES, READ_SAVED) for x in nodes) if everywhere else asks_for_memory(nodes)):
-            asking.append(path)
-    for path in asking:
-        if everywhere or not any(other != path and other[: len(path)] == path for other in asking):
-            frames[path].working_set = WorkingSet(device.memory)
+        if path and may_ask(nodes):
+            asking.add(path)
+            around.update(path[:depth] for depth in range(1, len(path)))
+            if any(isinstance(node, WhileNode) and may_ask(node.body.walk()) for node in nodes):
+                around.add(path)
+    for path in sorted(asking | around, key=len):
+        outer = frames[path[:-1]].working_set
+        frames[path].working_set = WorkingSet(device.memory, outer, is_around=path in around)
+
+
+def _saves(nodes: Iterable[Node]) -> bool:
+    return any(node.op in (*SAVES, READ_SAVED) for node in nodes)
 
 
 def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
+from asyncflow.autodiff.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
+from asyncflow.autodiff.saved_values import MOVING_STORE, NEW_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
@@ -24,6 +26,9 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+
+_STORES = frozenset({NEW_STORE, MOVING_STORE, SAVE, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE, READ_SAVED})
+"""What loops save is given back as it was saved: a number that the host has counted stays there."""
 
 NUMBERS = "biufc"
 """Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""
@@ -112,9 +117,16 @@ def is_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
         return node.inputs[0] in found
     if node.op is LOOP_COND:
         return True  # the scheduler has looked at it
+    if node.op in _STORES:
+        # A store counts as on the host as long as all that is saved in it is.
+        return all(x in found for x in node.inputs) and all(_is_kept(x.spec) for x in node.outputs)
     if is_metadata(node):
         return True
     return computes_on_host(node, found)
+
+
+def _is_kept(spec: Spec) -> bool:
+    return spec.dtype == VARIANT or is_scalar_spec(spec)
 
 
 def _visit_cond(node: CondNode, found: set[Tensor], in_buffers: bool) -> None:

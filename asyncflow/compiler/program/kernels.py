@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
@@ -27,7 +27,6 @@ from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
-from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
 from asyncflow.state.waiting.awaiting import granted
 
@@ -66,14 +65,9 @@ def waits_for_saved(node: Node) -> Sequence[Tensor] | None:
     return None if node.op not in SAVES or is_small_spec(node.inputs[2].spec) else node.inputs[:1]
 
 
-def asks_for_memory(body: Sequence[Node]) -> bool:
-    """Whether iterations with all these nodes save or read values that may move, and are no more than that.
-
-    Of nested loops only the inner ones ask: what an iteration of an outer one has saved may go while it lasts.
-    """
-    inner = (node.body.walk() for node in body if isinstance(node, WhileNode))
-    waits = [node for node in body if waits_for_saved(node) is not None]
-    return bool(waits) and not any(waits_for_saved(node) is not None for nodes in inner for node in nodes)
+def asks_for_memory(body: Iterable[Node]) -> bool:
+    """Return True if iterations with all these nodes, those of inner loops included, save or read what may move."""
+    return any(waits_for_saved(node) is not None for node in body)
 
 
 def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:
@@ -108,17 +102,19 @@ def bind_launch(
     bare: Callable[[Namespace], Kernel],
     device: AsynchronousDevice,
     stream: int,
+    found: AbstractSet[Tensor],
     *,
     in_region: bool = False,
     is_checked: bool = False,
 ) -> Kernel:
-    """The launcher of `node` on one of the device's compute streams.
+    """Return the launcher of `node` on one of the device's compute streams.
 
     Args:
         node: of an op with a kernel.
         bare: gives the node's kernel for an array namespace.
         device: where it runs.
         stream: number of the compute stream.
+        found: tensors that are on the host for certain.
         in_region: the code of a region calls it.
         is_checked: what `bare` gives is more than the op's own kernel.
     """
@@ -141,7 +137,7 @@ def bind_launch(
         host_inputs=host_inputs(node),
         stays=getattr(node.attrs.get("shared"), "stays", frozenset()),
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
-        is_metadata=is_metadata(node),
+        is_metadata=is_metadata(node) or (node.op is READ_SAVED and node.outputs[0] in found),
         in_region=in_region,
         recipe=None if is_checked else _recipe(node),
         flops=partial(_flops, node),
@@ -174,7 +170,7 @@ def bind_member(
     a region is made of device values, and its kernels launch themselves.
     """
     if device.xp is np:
-        return bind_launch(node, bare, device, stream, in_region=True)
+        return bind_launch(node, bare, device, stream, on_host, in_region=True)
     if node.op is CONSTANT and not node.control_inputs:
         constant = _constant_on(device, node, bare(np)())
         value = device.resident(constant, stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
@@ -26,6 +27,18 @@ def cannot_fail(node: Node) -> bool:
     read = () if node.op.traits.memory is Memory.METADATA else node.inputs
     known = all(nbytes(tensor.spec) is not None for tensor in (*read, *node.outputs))
     return node.op.is_total and node.op.is_pure and known
+
+
+def may_be_left_out(node: Node) -> bool:
+    """Return True if a node whose outputs nothing uses need not run: it cannot fail, and running it does not show.
+
+    Stores of saved values are made, written and read whatever the shapes of the values are.
+    """
+    op = node.op
+    if op is CONSTANT or cannot_fail(node):
+        return True
+    shows = op.kernel is None or op.effects is not None or op.is_async or op.is_user
+    return op.is_total and not shows and has_variants((*node.inputs, *node.outputs))
 
 
 def has_variants(tensors: Iterable[Tensor]) -> bool:

@@ -7,7 +7,8 @@ variable, a body it is passed into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,25 +19,63 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import StructuredNode
 from asyncflow.values import Kernel
 
 
-def dead_values(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """By index: the large values that nobody asks for after that node, so that their variables need not hold them."""
+def dead_values(
+    nodes: Sequence[Node],
+    escaping: Iterable[Tensor],
+    *,
+    variables: AbstractSet[Tensor] = frozenset(),
+    deep: bool = False,
+) -> dict[int, list[Tensor]]:
+    """Find the large values that nothing uses after a node, so that their names need not hold them.
+
+    Args:
+        nodes: a straight line, in order.
+        escaping: values that are used afterwards.
+        variables: of the loop whose body this is, if they may be let go of as well.
+        deep: results of branches and loops may be, too.
+
+    Returns:
+        The values, by the index of the node.
+    """
     owner: dict[Tensor, Tensor] = {}
     last: dict[Tensor, int] = {}
     for index, node in enumerate(nodes):
         last.update((owner.get(tensor, tensor), index) for tensor in node.inputs)
         if node.op is IDENTITY:  # shares its input's variable
             owner[node.outputs[0]] = owner.get(node.inputs[0], node.inputs[0])
+        elif deep and isinstance(node, StructuredNode):
+            last.update(dict.fromkeys(node.outputs, index))
     kept = {owner.get(tensor, tensor) for tensor in escaping}
-    # Only kernels make variables of their own: loops share theirs with their results, bodies with what is passed in.
-    made = {node for node in nodes if node.op.kernel is not None and node.op is not CONSTANT}
+    made = {node for node in nodes if makes_name(node, deep=deep)}
     dead: dict[int, list[Tensor]] = {}
     for tensor, index in last.items():
-        if tensor.node in made and tensor not in kept and not is_small_spec(tensor.spec):
+        if (tensor.node in made or tensor in variables) and tensor not in kept and not is_small_spec(tensor.spec):
             dead.setdefault(index, []).append(tensor)
     return dead
+
+
+def makes_name(node: Node, *, deep: bool) -> bool:
+    """Return True if the outputs of a node have names of their own in the code of a region.
+
+    Kernels' have. Loops share theirs with their variables, which begin anew when the loop does; `deep` lets them go.
+    """
+    return (deep and isinstance(node, StructuredNode)) or (node.op.kernel is not None and node.op is not CONSTANT)
+
+
+def made_by(nodes: Collection[Node], results: Iterable[Tensor], *, deep: bool) -> list[Tensor]:
+    """Find the large values that nodes of a body have made, and that its results share names with."""
+    found: dict[Tensor, None] = {}
+    for result in results:
+        value = result
+        while value.node.op is IDENTITY and value.node in nodes:
+            value = value.node.inputs[0]
+        if value.node in nodes and makes_name(value.node, deep=deep) and not is_small_spec(value.spec):
+            found[value] = None
+    return list(found)
 
 
 @dataclass(frozen=True, slots=True)

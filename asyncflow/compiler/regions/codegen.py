@@ -33,6 +33,7 @@ from asyncflow.compiler.regions.buffers import (
     changed_in_place,
     dead_values,
     find_uses,
+    made_by,
     writes_to_buffer,
 )
 from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
@@ -43,7 +44,7 @@ from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.swapping import Swapping
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
-from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KernelContext, Memory
@@ -88,6 +89,8 @@ class _KnownNames:
     buffers: Buffers | None = None
     nodes: Sequence[Node] = ()
     escaping: tuple[Tensor, ...] = ()
+    variables: frozenset[Tensor] = frozenset()
+    dead: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def deeper(self) -> _KnownNames:
         """The block one level further in."""
@@ -260,7 +263,8 @@ class RegionGenerator:
         if not self.enqueues:
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
             block.buffers = Buffers(uses, carried)
-        dead = dead_values(nodes, escaping)
+        variables = block.variables if self.enqueues else frozenset()
+        dead = block.dead = dead_values(nodes, escaping, variables=variables, deep=self.frees)
         for index, node in enumerate(nodes):
             if end is not None and index == end[0]:
                 left = (x for place, values in dead.items() if place >= index for x in values)
@@ -268,8 +272,20 @@ class RegionGenerator:
             self.put(node, index, block)
             if block.buffers is not None:
                 block.buffers.release(index)
-            if index in dead:
-                self.line(block, f"del {', '.join(self.names[tensor] for tensor in dead[index])}")
+            self.drop(dead.get(index, ()), block)
+
+    @property
+    def frees(self) -> bool:
+        """True where names of branches and loops let go of large values, since memory may be short."""
+        return self.enqueues or self.swapping is not None
+
+    def drop(self, values: Iterable[Tensor], block: _KnownNames) -> None:
+        """Have names let go of values that nothing uses any more; those of loop variables are bound again."""
+        names = {self.names[x]: x.node.op is PARAMETER for x in values}
+        for name in (name for name, is_variable in names.items() if is_variable):
+            self.line(block, f"{name} = None")
+        if made := [name for name, is_variable in names.items() if not is_variable]:
+            self.line(block, f"del {', '.join(made)}")
 
     def put(self, node: Node, index: int, block: _KnownNames) -> None:
         """Adds the lines of the node at `index` of a straight line."""
@@ -281,7 +297,7 @@ class RegionGenerator:
         if isinstance(node, CondNode):
             self.put_cond(node, block)
         elif isinstance(node, WhileNode):
-            self.put_while(node, block)
+            self.put_while(node, index, block)
         elif node.op is IDENTITY:
             self.names[node.outputs[0]] = self.value(node.inputs[0])
         elif node.op not in SILENT:
@@ -424,6 +440,8 @@ class RegionGenerator:
             self.put_line(branch.nodes, branch.results, inner)
             for output, result in zip(outputs, branch.results, strict=True):
                 self.line(inner, f"{output} = {self.value(result)}")
+            if self.frees:
+                self.drop(made_by(set(branch.nodes), branch.results, deep=True), inner)
             if len(self.lines) == before:
                 self.line(inner, "pass")
         self.names.update(zip(node.outputs, outputs, strict=True))
@@ -435,8 +453,8 @@ class RegionGenerator:
         results = "".join(f"{self.name(tensor)}, " for tensor in node.outputs)
         self.line(block, f"{results.rstrip()} = {decision}" if results else decision, node)
 
-    def put_while(self, node: WhileNode, block: _KnownNames) -> None:
-        """Adds a loop."""
+    def put_while(self, node: WhileNode, index: int, block: _KnownNames) -> None:
+        """Add a loop, the node at `index` of a straight line."""
         # A loop may take any time: its function is a generator, which stops at back edges for others to run.
         follows_loop, self.is_generator = self.is_generator, True
         condition, body, n_vars = node.predicate, node.body, node.n_vars
@@ -446,6 +464,10 @@ class RegionGenerator:
         variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
         for variable, initial in zip(variables, node.inputs, strict=False):
             self.line(block, f"{variable} = {self.value(initial)}")
+        if self.frees:
+            passed = set(node.inputs[:n_vars]).difference(node.captures)
+            self.drop([x for x in block.dead.get(index, ()) if x in passed], block)
+            block.dead[index] = [x for x in block.dead.get(index, ()) if x not in passed]
         # Predicate and body see the same names: a variable has one value at a time. Captures, behind the variables, are
         # names of the code around, as nothing in the loop rebinds them.
         for part in (condition, body):
@@ -463,7 +485,9 @@ class RegionGenerator:
         if lent:
             self.line(block, "try:")
             block = block.deeper()
-        inner = _KnownNames((*block.loops, (loop.label, counter)), block.depth + 1)
+        inner = _KnownNames(
+            (*block.loops, (loop.label, counter)), block.depth + 1, variables=frozenset(body.inputs[:n_vars])
+        )
         self.put_predicate(condition, block, inner)
         self.put_ask(node, inner)
         carried = frozenset(self.in_place(node, self.can_write, carried_results))
@@ -493,6 +517,8 @@ class RegionGenerator:
                 # What the variable holds is dead; the value it had before the first iteration is not ours.
                 self.line(inner, f"{inner.buffers.slots[result]} = {variable} if {counter} else None")
         self.put_next(variables, [self.value(result) for result in body.results], inner)
+        if self.frees:
+            self.drop(made_by(set(body.nodes), body.results, deep=True), inner)
         if self.max_iterations is not None:
             self.bound.setdefault("TooManyIterations", TooManyIterations)
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
@@ -542,7 +568,10 @@ class RegionGenerator:
             return
         self.needs_context = True
         self.bound.setdefault("lacks", self.swapping.lacks)
-        working_set = self.bind_name(f"{node.name}_set", "working_set", WorkingSet(self.swapping.account))
+        inner = (each for each in node.body.walk() if isinstance(each, WhileNode))
+        is_around = any(asks_for_memory(each.body.nodes) for each in inner)
+        wanted = WorkingSet(self.swapping.account, is_around=is_around)
+        working_set = self.bind_name(f"{node.name}_set", "working_set", wanted)
         self.line(block, f"if lacks(context.run, {working_set}):")
         self.line(block.deeper(), f"budget = yield {working_set}")
 
