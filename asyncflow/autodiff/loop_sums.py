@@ -8,6 +8,7 @@ same in all of them is added up as it is, and put in its place behind the loop; 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import reduce
 
 from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
@@ -17,10 +18,12 @@ from asyncflow.autodiff.stores import STORE
 from asyncflow.autodiff.sweep import add_gradients, sum_gradients
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import is_constant
+from asyncflow.graph.dtypes import summed_in
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.datatypes import in_dtype
 from asyncflow.ops.derivatives.scatter import SCATTER_TO, parts_of, scatter_to
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
 from asyncflow.state.variable import Variable
@@ -89,20 +92,20 @@ class _Sum:
 
     @property
     def spec(self) -> Spec:
-        """The spec of the loop variable."""
-        return self.target.spec
+        """The spec of the loop variable, which accumulates as `summed_in` says."""
+        return _wide_spec(self.target.spec)
 
     def start(self) -> Tensor:
-        """Its initial value, in the graph around the loop."""
-        return zeros_if_none(None, self.target)
+        """Return its initial value, in the graph around the loop."""
+        return in_dtype(zeros_if_none(None, self.target), self.spec.dtype)
 
     def added(self, total: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        """Its next value, in the body, with what has come in an iteration."""
-        return add_gradients(total, sum_gradients(grads))
+        """Return its next value, in the body, with the gradients of an iteration."""
+        return add_gradients(total, in_dtype(sum_gradients(grads), total.dtype))
 
     def finished(self, output: Tensor) -> Tensor:
-        """The gradient that its last value stands for, in the graph around the loop."""
-        return output
+        """Return the gradient that its last value stands for, in the graph around the loop."""
+        return in_dtype(output, self.target.spec.dtype)
 
 
 class _KeySum(_Sum):
@@ -116,16 +119,16 @@ class _KeySum(_Sum):
 
     @property
     def spec(self) -> Spec:
-        return self.value.spec
+        return _wide_spec(self.value.spec)
 
     def start(self) -> Tensor:
-        return zeros_of(self.value)
+        return in_dtype(zeros_of(self.value), self.spec.dtype)
 
     def added(self, total: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        return add_gradients(total, sum_gradients([grad.node.inputs[0] for grad in grads]))
+        return super().added(total, [grad.node.inputs[0] for grad in grads])
 
     def finished(self, output: Tensor) -> Tensor:
-        like = _tensor(self.target)
+        output, like = super().finished(output), _tensor(self.target)
         body = self.value.graph  # its constants are made again; those outside are used, as a run may feed them
         indices = [constant(x.node.attrs["value"]) if x.graph is body else x for x in self.indices]
         return scatter_to(output, self.key, indices, shape_of(like), known=like.shape)
@@ -146,6 +149,10 @@ class _Parts(_Sum):
 
     def finished(self, output: Tensor) -> Tensor:
         return whole_sum(output, _tensor(self.target))
+
+
+def _wide_spec(spec: Spec) -> Spec:
+    return replace(spec, dtype=summed_in(spec.dtype))
 
 
 def _tensor(target: Tensor | Variable) -> Tensor:

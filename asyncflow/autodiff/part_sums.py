@@ -19,7 +19,7 @@ import numpy as np
 from asyncflow.autodiff.store_gradients import merge_gradients, no_gradient
 from asyncflow.autodiff.stores import STORE, StoreLog, StoreVersion
 from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import DType
+from asyncflow.graph.dtypes import DType, summed_in
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative
 from asyncflow.graph.shapes import Shape, size_of
@@ -83,11 +83,12 @@ _Part: TypeAlias = "tuple[_PartPlace | None, Array, Sequence[Array]]"
 
 @dataclass(frozen=True, slots=True)
 class _PartedValue:
-    """The value that the parts are parts of."""
+    """The value that the parts are parts of; parts accumulate in the dtype `wide`, as `summed_in` says."""
 
     xp: Namespace
     extents: tuple[int, ...]
     dtype: DType
+    wide: DType
     size: int
 
     def added_up(self, parts: Sequence[_Part]) -> Array:
@@ -95,9 +96,11 @@ class _PartedValue:
         (place, values, _), *rest = parts
         if place is None and not rest:
             return values
-        result = self.xp.array(values) if place is None else self.xp.zeros(self.extents, self.dtype)
+        is_whole = place is None
+        copied = self.xp.array(values) if is_whole else self.xp.zeros(self.extents, self.wide)
+        result = copied.astype(self.wide, copy=False)
         alike: dict[_PartPlace | None, list[_Part]] = {}
-        for part in rest if place is None else parts:
+        for part in rest if is_whole else parts:
             alike.setdefault(part[0], []).append(part)
         for place, group in alike.items():
             if place is None:
@@ -167,7 +170,7 @@ class PartSum(StoreVersion[_Part]):
         """The sum of all, each in its place of the whole; nobody writes to it."""
         if self._total is None:
             self._total = self.whole.added_up(self.parts())
-        return self._total
+        return self._total if self._total.dtype == self.whole.dtype else self._total.astype(self.whole.dtype)
 
 
 # -- ops -------------------------------------------------------------------------------------------------------------
@@ -186,7 +189,8 @@ def _add_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Sh
             grown: PartSum = total.with_parts(parts)
             return grown
         extents = read(scatter.sizes_of(inputs, shape))
-        return PartSum.of(_PartedValue(xp, extents, inputs[0].dtype, prod(extents)), parts)
+        dtype = inputs[0].dtype
+        return PartSum.of(_PartedValue(xp, extents, dtype, summed_in(dtype), prod(extents)), parts)
 
     return add
 

@@ -23,6 +23,7 @@ from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
 from asyncflow.control.row_block import RowKind, even_rows
 from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, RowStore, kind_of
 from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import summed_in
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, not_differentiable
@@ -124,12 +125,15 @@ class RowGradient(StoreVersion[_Added]):
     def range(self, start: int, stop: int, *, is_last: bool = False) -> Array:
         """The sums for the rows from `start` up to `stop`; `is_last` where nobody reads another version."""
         with self.log.lock:
-            return self._total(stop, start, is_last=is_last)[start:stop].copy()  # half the time of `array`
+            found = self._total(stop, start, is_last=is_last)[start:stop]
+            # A copy takes half the time of `array`.
+            return found.copy() if found.dtype is self.kind.dtype else found.astype(self.kind.dtype)
 
     def rows(self, size: int, indices: Array, *, is_last: bool = False) -> Array:
         """The sums for the rows at `indices` of the first `size`."""
         with self.log.lock:
-            return self.xp.take(self._total(size, 0, is_last=is_last)[:size], indices, axis=0)
+            found = self.xp.take(self._total(size, 0, is_last=is_last)[:size], indices, axis=0)
+            return found.astype(self.kind.dtype, copy=False)
 
     def _taken(self) -> _Added:
         """All that was added, as one; the log has to begin anew if it is asked again."""
@@ -140,7 +144,7 @@ class RowGradient(StoreVersion[_Added]):
         return rows, slice(0, rows, 1), total[:rows]
 
     def _total(self, rows: int, first: int, *, is_last: bool = False) -> Array:
-        """The sum, in at least so many rows, of which those from `first` on are right; under the lock.
+        """Return the sum in at least `rows` rows, right from `first` on, in the dtype of `summed_in`; under the lock.
 
         Where nobody reads another version, the log lets go of what it has added.
         """
@@ -149,7 +153,7 @@ class RowGradient(StoreVersion[_Added]):
             total, log.folded = None, 0
         rows, known = max(rows, log.longest), () if total is None else total
         if total is None or len(total) < rows:
-            total = self.xp.zeros((max(rows, 2 * len(known)), *self.kind.row_shape), self.kind.dtype)
+            total = self.xp.zeros((max(rows, 2 * len(known)), *self.kind.row_shape), summed_in(self.kind.dtype))
             if len(known):
                 total[: len(known)] = known
         for place in range(log.folded, length):

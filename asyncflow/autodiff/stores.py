@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from asyncflow.devices.swap import Moves
 from asyncflow.devices.swapping import SavedEntry, Swapping
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.dtypes import VARIANT, summed_in
 from asyncflow.graph.op import OPAQUE, HostInputs, Op, define
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
@@ -271,7 +271,12 @@ class StoreGradient(StoreVersion[Reached]):
                     f"a gradient of shape {format_shape(grad.shape)} has reached element {index} of an array, which "
                     f"has shape {format_shape(shape)}; they can only be added up if they are alike"
                 )
-        return reduce(xp.add, found) if found else None
+        if len(found) < 2:
+            return found[0] if found else None
+        dtype = found[0].dtype
+        wide = summed_in(dtype)
+        total: Array = reduce(xp.add, found if wide is dtype else [grad.astype(wide) for grad in found])
+        return total if wide is dtype else total.astype(dtype)
 
 
 def _nbytes(entries: Sequence[Reached]) -> int:

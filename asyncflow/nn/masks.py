@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from asyncflow.errors import DTypeError
 from asyncflow.graph.build import TensorLike, as_tensor
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.dtypes import dtype_name, int64, summed_in
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.creation import arange
-from asyncflow.ops.datatypes import astype, broadcast_to
+from asyncflow.ops.datatypes import astype, broadcast_to, in_dtype
 from asyncflow.ops.derivatives.shapes import shape_of
 from asyncflow.ops.elementwise import maximum
 from asyncflow.ops.extents import Extent
@@ -72,5 +72,6 @@ def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
     """
     x = as_tensor(values)
     chosen = broadcast_to(mask, shape_of(x))
-    count = maximum(count_nonzero(chosen), 1)
-    return sum(where(chosen, x, 0)) / astype(count, x.dtype)
+    total = sum(where(chosen, x, 0), dtype=summed_in(x.dtype))
+    mean = total / astype(maximum(count_nonzero(chosen), 1), total.dtype)
+    return in_dtype(mean, x.dtype)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncflow.graph.dtypes import float32
+from asyncflow.graph.dtypes import DType, summed_in
 from asyncflow.values import Array, Index, Namespace
 
-_ATOMIC = frozenset("efdiILQ")
+_ATOMIC = frozenset("fdiILQ")
 """Type characters of what CUDA adds atomically, and CuPy at positions; that of uint64 is ``L`` or ``Q``."""
 
 
@@ -16,10 +16,15 @@ def add_at(xp: Namespace, result: Array, index: Index, values: Array) -> None:
 
     Elsewhere than on the CPU the order in which floats are added is open, and positions out of range wrap around.
     """
-    if xp is np:
+    dtype = result.dtype
+    wide = summed_in(dtype)
+    if xp is np and wide is dtype:
         np.add.at(result, index, values)
         return
-    values, dtype = xp.asarray(values), result.dtype
+    values = xp.asarray(values)
+    if wide is not dtype:
+        _add_in(xp, wide, result, index, values)
+        return
     if dtype.kind == "c":
         add_at(xp, result.real, index, values.real)
         add_at(xp, result.imag, index, values.imag)
@@ -29,7 +34,11 @@ def add_at(xp: Namespace, result: Array, index: Index, values: Array) -> None:
     elif dtype.char in _ATOMIC:
         xp.add.at(result, index, values)
     else:
-        wide = np.dtype(np.int32) if dtype.kind in "biu" else float32
-        total = result.astype(wide)
-        xp.add.at(total, index, values.astype(wide))
-        result[...] = total.astype(dtype)
+        _add_in(xp, np.dtype(np.int32), result, index, values)
+
+
+def _add_in(xp: Namespace, wide: DType, result: Array, index: Index, values: Array) -> None:
+    """Do the work of `add_at` in the dtype `wide`."""
+    total = result.astype(wide)
+    xp.add.at(total, index, values.astype(wide))
+    result[...] = total.astype(result.dtype)

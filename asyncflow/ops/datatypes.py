@@ -95,6 +95,11 @@ def astype(x: TensorLike, dtype: DTypeLike, /, *, copy: bool = True, device: str
     return identity(x) if x.dtype == dtype else apply(ASTYPE, x, dtype=dtype)[0]
 
 
+def in_dtype(x: Tensor, dtype: DType) -> Tensor:
+    """Return `x` converted to `dtype`, or `x` itself if it has that dtype."""
+    return x if x.dtype == dtype else astype(x, dtype)
+
+
 # -- broadcasting ----------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
-from asyncflow.graph.dtypes import DType, float32
+from asyncflow.graph.dtypes import DType, summed_in
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, NEW_UNCAPTURED, OPAQUE, Op, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
@@ -333,10 +333,10 @@ def _einsum_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, subscrip
 def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     # An optimized path contracts pairs with matrix products; for one or two operands it is the plain call.
     product = partial(xp.einsum, subscripts, optimize=True)
-    if dtype.name != "bfloat16":
+    if summed_in(dtype) == dtype:
         # Of one operand it may be a view, which would keep the operand's memory.
         return (lambda x: xp.array(product(x))) if len(_parse(subscripts)[0]) == 1 else product
-    return lambda *xs: product(*(x.astype(float32) for x in xs)).astype(dtype)
+    return lambda *xs: product(*(x.astype(summed_in(dtype)) for x in xs)).astype(dtype)
 
 
 EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=NEW_UNCAPTURED)

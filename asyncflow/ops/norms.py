@@ -7,7 +7,7 @@ from typing import Literal
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.dtypes import float64
+from asyncflow.graph.dtypes import float64, summed_in
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.ops.axes import Axes, as_axes, static_int
@@ -35,6 +35,10 @@ def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, 
     """
     with graph_for(x):
         sizes = _magnitudes(x)
+        wide = summed_in(sizes.dtype)
+        if wide != sizes.dtype:
+            norm = vector_norm(astype(sizes, wide), axis=axis, keepdims=keepdims, ord=ord)
+            return astype(norm, sizes.dtype)
         over: Attrs = {"axis": as_axes(axis), "keepdims": bool(keepdims)}
         if ord == math.inf:
             return max(sizes, **over)

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
-from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32, float64, int64, uint64
+from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64, int64, summed_in, uint64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, NEW, Op, define
 from asyncflow.graph.shapes import normalize_axis
@@ -42,11 +42,10 @@ def _sum_spec(x: Spec, *, axis: Axes, dtype: DType, keepdims: bool) -> Spec:
 
 
 def _in_dtype(method: str, dtype: DType, **options: object) -> Kernel:
-    """Calls ``x.method(dtype=dtype)``; bfloat16 accumulates in float32, as it stops counting at 256."""
-    if dtype.name != "bfloat16":
-        return operator.methodcaller(method, dtype=dtype, **options)
-    wide = operator.methodcaller(method, dtype=float32, **options)
-    return lambda x: wide(x).astype(dtype)
+    """Return a kernel that calls ``x.method(dtype=dtype)`` and accumulates as `summed_in` says."""
+    accumulator = summed_in(dtype)
+    wide = operator.methodcaller(method, dtype=accumulator, **options)
+    return wide if accumulator == dtype else lambda x: wide(x).astype(dtype)
 
 
 def _summing(method: str) -> Callable[..., Kernel]:
@@ -207,8 +206,7 @@ def _mean_kernel(xp: Namespace, *, axis: Axes, keepdims: bool, dtype: DType) -> 
 
 
 def _moment_of(method: str, dtype: DType, **options: object) -> Kernel:
-    # Without a dtype NumPy accumulates float16 in float32.
-    is_narrow = dtype.name == "bfloat16"
+    is_narrow = summed_in(dtype) != dtype
     return _in_dtype(method, dtype, **options) if is_narrow else operator.methodcaller(method, **options)
 
 

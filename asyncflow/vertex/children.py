@@ -12,7 +12,7 @@ from asyncflow.control.row_store import RowStore
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, constant, is_symbolic
-from asyncflow.graph.dtypes import bool_, dtype_name, int64
+from asyncflow.graph.dtypes import bool_, dtype_name, int64, summed_in
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import NEW, NEW_UNCAPTURED, define, derivative
@@ -21,7 +21,7 @@ from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import moving, per_input_element
 from asyncflow.ops.creation import arange, zeros
-from asyncflow.ops.datatypes import astype, broadcast_to
+from asyncflow.ops.datatypes import astype, broadcast_to, in_dtype
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.elementwise import divide, maximum, multiply, subtract
 from asyncflow.ops.indexing import gather, take
@@ -205,9 +205,9 @@ def _reduced(x: Tensor, children: AllChildren, reduce: str) -> Tensor:
     """Rows of children, reduced to one for each vertex; zeros where there are no children."""
     if reduce == "mean":
         count = children.starts[1:] - children.starts[:-1]
-        total = _reduced(x, children, "sum")
-        each = reshape(astype(maximum(count, 1), x.dtype), (-1, *(1,) * ((x.ndim or 1) - 1)))
-        return divide(total, each)
+        total = _reduced(in_dtype(x, summed_in(x.dtype)), children, "sum")
+        each = reshape(astype(maximum(count, 1), total.dtype), (-1, *(1,) * ((x.ndim or 1) - 1)))
+        return in_dtype(divide(total, each), x.dtype)
     return apply(REDUCE_SEGMENTS, x, children.starts, children.owners, reduce=reduce)[0]
 
 
@@ -223,6 +223,10 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
     operation: np.ufunc = np.add if reduce == "sum" else np.maximum
 
     def on_host(x: Array, starts: Array, owners: Array) -> Array:
+        dtype = x.dtype
+        wide = summed_in(dtype)
+        if reduce == "sum" and wide is not dtype:
+            return on_host(x.astype(wide), starts, owners).astype(dtype)
         if len(x) >= _MANY:
             return _in_turns(operation, x, starts)
         reduced = np.zeros((len(starts) - 1, *x.shape[1:]), x.dtype)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.dtypes import float32, int64
+from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from, not_differentiable
 from asyncflow.graph.shapes import Shape, normalize_axis
@@ -16,7 +16,15 @@ from asyncflow.ops.creation import arange, zeros_like
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.scatter import scatter_to
-from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, ensure_shape, extent_of, shape_of, zeros_of
+from asyncflow.ops.derivatives.shapes import (
+    Extents,
+    carries_gradient,
+    ensure_shape,
+    extent_of,
+    shape_of,
+    summed,
+    zeros_of,
+)
 from asyncflow.ops.elementwise import negative
 from asyncflow.ops.extents import apply_to_shape, in_given_shape, shape_reader
 from asyncflow.ops.indexing import at_position, sliced
@@ -120,13 +128,6 @@ gradient_of_first(m.RESHAPE_TO, lambda node, grad: m.reshape(grad, shape_of(node
 # -- repeating -------------------------------------------------------------------------------------------------------
 
 
-def _summed(x: Array, axis: int | tuple[int, ...]) -> Array:
-    """Sum over `axis`; bfloat16 accumulates in float32, as it stops counting at 256."""
-    is_narrow = x.dtype.name == "bfloat16"
-    total: Array = x.sum(axis, dtype=float32 if is_narrow else x.dtype)
-    return total.astype(x.dtype) if is_narrow else total
-
-
 def _sum_tiles_kernel(xp: Namespace, *, repetitions: tuple[int, ...], shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
@@ -136,7 +137,7 @@ def _sum_tiles_kernel(xp: Namespace, *, repetitions: tuple[int, ...], shape: Sha
         counts = (1,) * (rank - len(repetitions)) + repetitions
         dims = (1,) * (rank - len(target)) + target
         apart = x.reshape([extent for pair in zip(counts, dims, strict=True) for extent in pair])
-        return _summed(apart, tuple(range(0, 2 * rank, 2))).reshape(target)
+        return summed(apart, tuple(range(0, 2 * rank, 2))).reshape(target)
 
     return sum_tiles
 
@@ -160,11 +161,11 @@ gradient_of_first(SUM_TILES, lambda node, grad: m.tile(grad, node.attrs["repetit
 @derivative(m.REPEAT)
 def _repeat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *counts = node.inputs
-    found = ensure_shape(_repeats_summed(x, grad, counts[0] if counts else None, **node.attrs), x.shape)
+    found = ensure_shape(_repeatssummed(x, grad, counts[0] if counts else None, **node.attrs), x.shape)
     return [found, *[None] * len(counts)]
 
 
-def _repeats_summed(x: Tensor, grad: Tensor, counts: Tensor | None, *, repeats: int | None, axis: int | None) -> Tensor:
+def _repeatssummed(x: Tensor, grad: Tensor, counts: Tensor | None, *, repeats: int | None, axis: int | None) -> Tensor:
     """The sum of what reaches the repeats of each element of `x`, along `axis`; None if it was flattened."""
     if repeats is not None and (axis is None or x.ndim is not None):
         dims = [_size(x)] if axis is None else [extent_of(x, at) for at in range(x.ndim or 0)]

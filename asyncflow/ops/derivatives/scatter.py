@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import summed_in
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible, merge
@@ -22,6 +23,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import moving_all
 from asyncflow.ops.creation import arange
+from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import ExtentsLike, apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.indexing import GETITEM, take_along_axis
@@ -83,10 +85,12 @@ def _scatter_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known
     add_parts = [part_kernel(xp, key, is_first=place == 0) for place, key in enumerate(keys)]
 
     def scatter(*inputs: Array) -> Array:
-        result = xp.zeros(read(sizes_of(inputs, shape)), dtype=inputs[0].dtype)
+        dtype = inputs[0].dtype
+        wide = summed_in(dtype)
+        result = xp.zeros(read(sizes_of(inputs, shape)), dtype=wide)
         for add_part, (values, indices) in zip(add_parts, parts_of(inputs, keys), strict=True):
             add_part(result, values, indices)
-        return result
+        return result if wide is dtype else result.astype(dtype)
 
     if xp is np:
         return scatter
@@ -158,7 +162,7 @@ def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Arra
     outer = math.prod(result.shape[:axis])
     at = rows.reshape(1, -1, 1) + np.arange(outer).reshape(-1, 1, 1) * extent
     positions = at * inner + np.arange(inner)
-    np.add.at(result.reshape(-1), positions.reshape(-1), values.reshape(-1))
+    add_at(np, result.reshape(-1), positions.reshape(-1), values.reshape(-1))
 
 
 def add_at_rows(xp: Namespace, result: Array, rows: Array, values: Array) -> None:
@@ -233,6 +237,8 @@ def sum_of_gradients(grads: Sequence[Tensor]) -> Tensor:
 
     Args:
         grads: at least one; all of one dtype and, in the run, one shape.
+
+    Three or more of float16 or bfloat16 are added in float32.
     """
     groups: dict[Hashable, list[Node]] = {}
     rest: list[Tensor] = []
@@ -243,7 +249,12 @@ def sum_of_gradients(grads: Sequence[Tensor]) -> Tensor:
             groups.setdefault((shape, known, tuple(sizes_of(node.inputs, shape))), []).append(node)
         else:
             rest.append(grad)
-    return reduce(add, [*rest, *map(_joined, groups.values())])
+    terms = [*rest, *map(_joined, groups.values())]
+    dtype = terms[0].dtype
+    wide = summed_in(dtype)
+    if wide is dtype or len(terms) < 3:
+        return reduce(add, terms)
+    return astype(reduce(add, [astype(term, wide) for term in terms]), dtype)
 
 
 def _joined(nodes: Sequence[Node]) -> Tensor:

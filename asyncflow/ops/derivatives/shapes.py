@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import numpy as np
-
 from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.dtypes import VARIANT, summed_in
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, gradient_of_first, inputs_from
@@ -58,6 +56,13 @@ def zeros_of(x: Tensor) -> Tensor:
     return zeros(shape_of(x), dtype=x.dtype)
 
 
+def summed(x: Array, axes: tuple[int, ...]) -> Array:
+    """Return the sum of floats over `axes`, accumulated as `summed_in` says."""
+    accumulator = summed_in(x.dtype)
+    total: Array = x.sum(axes, dtype=accumulator)
+    return total if accumulator == x.dtype else total.astype(x.dtype)
+
+
 def _sum_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
@@ -69,7 +74,7 @@ def _sum_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
         axes = tuple(range(added)) + tuple(
             axis for axis, extent in enumerate(target, start=added) if extent == 1 and x.shape[axis] != 1
         )
-        return np.sum(x, axis=axes).reshape(target) if xp is np else xp.sum(x, axis=axes).reshape(target)
+        return summed(x, axes).reshape(target)
 
     return sum_to_shape
 
