@@ -162,6 +162,8 @@ def arrangement(request: pytest.FixtureRequest) -> Arrangement:
     """On how many devices sessions run, and how: what a program does must not depend on it."""
     chosen = request.param
     assert isinstance(chosen, Arrangement)
+    if word := request.config.getoption("turn"):
+        request.node.add_report_section("setup", "seed", f"draw the same again with --turn={word}")
     return chosen
 
 
@@ -260,8 +262,8 @@ def run(session: af.Session) -> Callable[..., Awaitable[Any]]:
 
 
 def _seed(request: pytest.FixtureRequest) -> int:
-    """Of the random placement and of the machine: from the test's name, so that a failure names what repeats it."""
-    return crc32(request.node.nodeid.encode())
+    """Return the seed of a test's random placement and machine, from its name and the turn: each turn draws anew."""
+    return crc32(f"{request.node.nodeid}{request.config.getoption('turn')}".encode())
 
 
 # -- what must hold after every test ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from asyncflow.compiler.placement.constraints import resolve_requests
 from asyncflow.compiler.placement.homes import send_home
 from asyncflow.compiler.placement.place import place
 from asyncflow.compiler.plan import Plan
-from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.extract import FEED, extract
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.program.order_effects import order_effects
@@ -45,6 +45,7 @@ from asyncflow.compiler.regions.join_regions import region_costs
 from asyncflow.compiler.regions.loop_drivers import explain_loops
 from asyncflow.compiler.regions.regions import make_regions
 from asyncflow.foreign_names import close_names
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import host_inputs, runs_on_host
@@ -167,6 +168,9 @@ def _extract(program: Program, _: Context) -> None:
     )
     program.graph, program.fetches, program.kept = found.graph, found.fetches, found.kept
     program.is_hand_written = has_primitives(found.graph.walk())
+    for node in found.graph.nodes if request.stores_on is not None else ():
+        if node.op is FEED and node.outputs[0].dtype == VARIANT:
+            node.device = request.stores_on
     if remarks := request.graph.root.remarks:
         parts = (node.name.split("/") for node in found.graph.walk())
         names = {"/".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)}

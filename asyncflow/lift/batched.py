@@ -21,13 +21,14 @@ from asyncflow.errors import GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import add_control_input, as_tensor, graph_for, is_symbolic, placeholder, refuse_coroutines
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, derivative
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
-from asyncflow.lift.lifting import Lifting, lift
+from asyncflow.lift.lifting import Lifting, lift, lift_one
 from asyncflow.lift.ragged import OpenExtent, RaggedRows
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.custom import install_batching
@@ -41,6 +42,8 @@ P = ParamSpec("P")
 Join: TypeAlias = Callable[[Namespace, Sequence[Array]], Array]
 """``join(xp, rows)`` makes one array of those of all members."""
 
+
+_SAME_BYTES = 4096
 
 NO_TEXT = "{} is code of this process, built for many members: build the graph anew where it is to run"
 """Why what several runs share is not in the text of a graph."""
@@ -187,11 +190,9 @@ class SharedBody(SharedCode):
     def _as_written(self, shapes: Sequence[Shape]) -> BodyProgram:
         with Graph() as graph:
             feeds = tuple(placeholder(x.dtype, given) for x, given in zip(self._inputs, shapes, strict=True))
-            rows = RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=self.label)
-            found = self.built(rows, [LiftedValue(x, has_rows=False) for x in feeds])
-            # What comes of a TensorArray is a row although its inputs are not.
-            results = tuple(value.tensor[0] if value.has_rows else value.tensor for value in found)
-        return BodyProgram(graph, feeds, results, self.states)
+            known = self._known([LiftedValue(x, has_rows=False) for x in feeds])
+            results = lift_one(self._body, known, self._body.results, self.label)
+        return BodyProgram(graph, feeds, tuple(results), self.states)
 
     def programs(self) -> tuple[BodyProgram, ...]:
         """Over one member, and over many."""
@@ -287,8 +288,10 @@ class SharedBody(SharedCode):
 
     def built(self, rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
         """The results, in the current graph; `inputs` has one for each of the body's."""
-        known = {**known_constants(self._constants), **dict(zip(self._inputs, inputs, strict=True))}
-        return Lifting(rows, self.label).values(self._body, known, self._body.results)
+        return Lifting(rows, self.label).checked_values(self._body, self._known(inputs), self._body.results)
+
+    def _known(self, inputs: Sequence[LiftedValue]) -> dict[Tensor, LiftedValue]:
+        return {**known_constants(self._constants), **dict(zip(self._inputs, inputs, strict=True))}
 
     def _lifted(self) -> BodyProgram:
         with Graph() as graph:
@@ -407,8 +410,9 @@ def batched(
     different kernels. No gradient goes through a call.
 
     Args:
-        fn: takes tensors, or nests of them, and returns a tensor or a nest. It may have branches and loops, and read
-            variables; not change them, draw random numbers, or await.
+        fn: takes tensors, or nests of them, and returns a tensor or a nest. It may have branches and loops, read
+            variables, and check with `assert_that`, which fails only the members at fault. It may not change
+            variables, draw random numbers, or await.
         max_size: most members of a call.
         max_delay_s: seconds that a member may wait for others although nothing else is left to do, but no more than
             half of the time until its deadline.
@@ -511,6 +515,11 @@ def _add_call(
         ragged = RaggedRows(batch, given, label)
     body, returned = _trace(fn, graph, given, structure, label, ragged, batch.tells)
     outer = {inner: outer for outer, inner in body.captures.items() if outer.node.op is not CONSTANT}
+    if (store := next((x for x in outer.values() if x.dtype == VARIANT), None)) is not None:
+        raise GraphError(
+            f"{label} cannot be batched: {store.name}, which it captures, is a TensorArray or RowStore; pass in what "
+            f"it reads of it\n  built at {store.node.location}"
+        )
     own = body.inputs[: len(given) + (ragged is not None)]
     has_rows = {**dict.fromkeys(own, True), **{x: not is_same_for_all(outer[x]) for x in outer}}
     if not any(has_rows.values()):
@@ -566,7 +575,9 @@ def why_not_shareable(nodes: Iterable[Node]) -> str | None:
     for node in nodes:
         if node.op.needs_context:
             fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
-        elif any(access is Access.WRITE for _, access in node_effects(node)) and node.subgraphs == ():
+        elif node.subgraphs == () and any(
+            access is Access.WRITE and not (key is node and node.outputs) for key, access in node_effects(node)
+        ):  # a check, which changes nothing, is its own resource, and so is what closes an array
             fault = "has an effect, which would happen once for several members: do it outside"
         else:
             continue
@@ -586,7 +597,7 @@ def is_same_for_all(x: Tensor) -> bool:
         if node.op is PLACEHOLDER or node.op.is_random or node.op.is_user or node.subgraphs:
             return False
         if node.op is PARAMETER:
-            outer = _captured(node)
+            outer = captured_by(node)
             if outer is None:
                 return False
             stack.append(outer)
@@ -595,6 +606,17 @@ def is_same_for_all(x: Tensor) -> bool:
                 return False
             stack.extend(node.inputs)
     return True
+
+
+def identity_of(value: Array) -> Hashable:
+    """Return a key of an array that activations share; equal keys mean equal values.
+
+    Arrays of at most `_SAME_BYTES` are compared by their contents, larger ones by object.
+    """
+    if value.nbytes > _SAME_BYTES:
+        return id(value)
+    # The bytes of a string array say where its longer strings stand in memory, not how they read.
+    return value.shape, tuple(value.ravel().tolist()) if value.dtype.kind == "T" else value.tobytes()
 
 
 def is_repeatable(nodes: Iterable[Node]) -> bool:
@@ -608,8 +630,8 @@ def variables_of(*bodies: Subgraph) -> dict[str, Resource]:
     return {f"variable_{index}": resource for index, resource in enumerate(found)}
 
 
-def _captured(parameter: Node) -> Tensor | None:
-    """The tensor outside that a parameter stands for; None for an argument."""
+def captured_by(parameter: Node) -> Tensor | None:
+    """Return the tensor outside that a parameter stands for; None for an argument."""
     body = parameter.graph
     assert isinstance(body, Subgraph)
     return next((outer for outer, inner in body.captures.items() if inner.node is parameter), None)

@@ -74,15 +74,20 @@ def lift(
         lifting = Lifting(_axis(count, label), label)
         lifting.rows.owns_stores = owns_stores
         captured = {inner: LiftedValue(outer, has_rows=False) for outer, inner in body.captures.items()}
-        found = lifting.values(body, {**captured, **known}, wanted)
-        effects = lifting.effects()
-        with control_dependencies(effects):
-            # A result that is there before an effect would not show that it has happened.
-            results = [lifting.rows.spread(value) for value in found]
-            return [identity(x) for x in results] if effects else results
+        return [lifting.rows.spread(value) for value in lifting.checked_values(body, {**captured, **known}, wanted)]
     except CannotLift:
         graph.take_back(before)
         raise
+
+
+def lift_one(body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor], label: str) -> list[Tensor]:
+    """Return values of `body` as it was written, for one row without an axis, once its checks have passed; see `lift`.
+
+    What comes out of a TensorArray has a row axis although nothing that is given has one, and loses it here.
+    """
+    lifting = Lifting(RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=label), label)
+    found = lifting.checked_values(body, known, wanted)
+    return [value.tensor[0] if value.has_rows else value.tensor for value in found]
 
 
 def _axis(count: int | Tensor, label: str) -> RowAxis:
@@ -154,6 +159,15 @@ class Lifting:
             self._note_extents(outputs)
             known.update(zip(node.outputs, outputs, strict=True))
         return [known[x] for x in wanted]
+
+    def checked_values(
+        self, body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]
+    ) -> list[LiftedValue]:
+        """Return `values` that are there once what has effects in the body has run: a check may fail before."""
+        found = self.values(body, known, wanted)
+        effects = self.effects()
+        with control_dependencies(effects):
+            return [value._replace(tensor=identity(value.tensor)) for value in found] if effects else found
 
     def _note_extents(self, values: Iterable[LiftedValue]) -> None:
         """Notes that all of them have the same number of rows, so that gradients keep and compare no shapes."""

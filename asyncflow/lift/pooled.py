@@ -10,22 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from asyncflow.control import tensor_array
 from asyncflow.control.body import join_captures
+from asyncflow.control.row_store import SLICE
 from asyncflow.control.while_loop import install_pooling, while_loop
 from asyncflow.errors import GraphError, LoopIdentity, user_location
 from asyncflow.graph.build import apply, as_tensor, placeholder
-from asyncflow.graph.builtin import CONSTANT, PLACEHOLDER
+from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.graph.structured import PooledNode
+from asyncflow.graph.structured import CondNode, PooledNode, WhileNode
 from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,
     SharedCode,
     built_once,
+    captured_by,
     define_shared,
     is_repeatable,
     is_same_for_all,
@@ -33,11 +36,11 @@ from asyncflow.lift.batched import (
     shared_constants,
     why_not_shareable,
 )
-from asyncflow.lift.lifting import Lifting, lift
+from asyncflow.lift.lifting import lift, lift_one
 from asyncflow.ops.batch import Pool
 from asyncflow.ops.indexing import take
 from asyncflow.ops.manipulation import concat, expand_dims
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
 from asyncflow.ops.utility import all as all_of
@@ -65,6 +68,7 @@ class SharedLoop(SharedCode):
         has_rows: of each input, whether each activation has one of its own.
         specs: of the loop variables of one activation.
         is_repeatable: computing a step again does no harm.
+        by_size: it stacks or slices stores: those of activations that are stepped together have equally many entries.
         has_several: `several` pays.
         check: from all inputs to whether each activation goes on.
         steps: from the most steps to make, flags for as many activations, and all inputs, to the next loop variables,
@@ -75,7 +79,14 @@ class SharedLoop(SharedCode):
     why_no_text = NO_TEXT.format("a loop with a pool")
 
     def __init__(
-        self, condition: Subgraph, body: Subgraph, kept: dict[int, bool], pool: Pool, ahead: int, label: str
+        self,
+        condition: Subgraph,
+        body: Subgraph,
+        initial: Sequence[Tensor],
+        kept: dict[int, bool],
+        pool: Pool,
+        ahead: int,
+        label: str,
     ) -> None:
         super().__init__(label, condition, body)
         self.loop = LoopIdentity(label, user_location())
@@ -84,8 +95,10 @@ class SharedLoop(SharedCode):
         self.specs = tuple(x.spec for x in body.inputs[: len(body.results)])
         self.n_vars = len(self.specs)
         self.has_rows = tuple(kept.values())
-        # An element of a TensorArray may be read once.
-        self.is_repeatable = all(is_repeatable(part.walk()) and not _reads_stores(part) for part in (condition, body))
+        nodes = [node for part in (condition, body) for node in part.walk()]
+        entering = {x: y for part in (condition, body) for x, y in zip(part.inputs, initial, strict=False)}
+        self.is_repeatable = is_repeatable(nodes) and not any(_reads_once(node, entering) for node in nodes)
+        self.by_size = any(node.op in _WHOLE or (node.op is SLICE and node.attrs["count"] is None) for node in nodes)
         self.has_several = self.is_repeatable and sum(1 for part in (condition, body) for _ in part.walk()) <= _LARGEST
         self.bodies = condition, body
         self._places = tuple(kept)
@@ -240,17 +253,34 @@ class SharedLoop(SharedCode):
         known, wanted = self._known(part, given), [*part.results, *more]
         if count is not None:
             return lift(part, known, wanted, count, label, owns_stores=True)
-        rows = RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=label)
-        found = Lifting(rows, label).values(part, known, wanted)
-        return [value.tensor[0] if value.has_rows else value.tensor for value in found]
+        return lift_one(part, known, wanted, label)
 
 
-def _reads_stores(body: Subgraph) -> bool:
-    """Whether something in a body takes what is in a store out of it."""
-    return any(
-        any(x.dtype == VARIANT for x in node.inputs) and not all(y.dtype == VARIANT for y in node.outputs)
-        for node in body.walk()
-    )
+_WHOLE = frozenset((tensor_array.STACK, tensor_array.CONCAT))
+_TAKING = _WHOLE | {tensor_array.READ, tensor_array.GATHER}
+
+
+def _reads_once(node: Node, entering: Mapping[Tensor, Tensor]) -> bool:
+    """Return True if a node of a pooled loop uses elements of a TensorArray up: a second attempt would not find them.
+
+    Args:
+        node: of the body or the predicate.
+        entering: by its loop variables, the values that these begin with; later ones are of the same kind.
+    """
+    if node.op not in _TAKING:
+        return False
+    x: Tensor | None = node.inputs[0]
+    while x is not None and x.node.op is not tensor_array.TENSOR_ARRAY:
+        maker = x.node
+        if x in entering:
+            x = entering[x]
+        elif maker.op is PARAMETER:
+            x = captured_by(maker)
+        elif isinstance(maker, CondNode):
+            x = maker.subgraphs[0].results[x.index]
+        else:  # a loop gives an array of the kind that it takes, and so does a write
+            x = maker.inputs[x.index if isinstance(maker, WhileNode | PooledNode) else 0] if maker.inputs else None
+    return x is None or bool(x.node.attrs["clear_after_read"])
 
 
 POOLED = define_shared("pooled_while", "a loop with a pool", "it without pool=", PooledNode)
@@ -284,7 +314,7 @@ def _add(
             entering.append(x)
     try:
         _check(condition, body, kept, n_vars)
-        shared = SharedLoop(condition, body, kept, pool, ahead, label)
+        shared = SharedLoop(condition, body, initial, kept, pool, ahead, label)
     except CannotLift as reason:
         outer.root.remarks[label] = f"is not pooled: {reason}"
         return None

@@ -3,7 +3,8 @@
 Values stand in slabs, one for each input that activations have of their own, the rows that are stepped first. One that
 ends is replaced by the last of them, so a step works on a prefix and nothing is gathered: joining costs a row that is
 copied in, leaving one that is copied out, and one that takes its place. Activations whose values have other shapes
-stand in slabs of their own, a group, which is a step of its own. Where values grow with each step, those that begin
+stand in slabs of their own, a group, which is a step of its own; so do, if the body stacks or slices stores, the rows
+whose stores have equally many entries. Where values grow with each step, those that begin
 together stay together, and nobody else is ever of their length. So new ones begin once as many wait as there are rows:
 then there are few groups, as each is at least as large as all before it, less who has ended.
 
@@ -34,7 +35,7 @@ import numpy as np
 
 from asyncflow.errors import InternalError
 from asyncflow.runtime.shares import PriorityShares
-from asyncflow.values import Array
+from asyncflow.values import Array, Value
 
 _FIRST_ROWS = 4
 
@@ -78,6 +79,9 @@ class RowGroup(Generic[A]):
     Invariant: ``rows[k]`` is whose values stand in row k of every slab.
     """
 
+    key: Hashable = None
+    """The extents of a row, by which the pool finds the group; see `PoolRows.groups`."""
+
     def __init__(self, has_rows: Sequence[bool], n_vars: int, most: int, *, is_watched: bool) -> None:
         self.rows: list[A] = []
         self._own = [place for place, own in enumerate(has_rows) if own]
@@ -112,9 +116,11 @@ class RowGroup(Generic[A]):
         """How many elements its rows have."""
         return len(self.rows) * self._row_size
 
-    def shapes(self) -> Hashable:
-        """The shapes of the values of a row."""
-        return tuple(slab.shape[1:] for slab in self._slabs)
+    def extents(self, row: int, *, by_size: bool) -> Hashable:
+        """Return the extents of the values of a row; see `_extents`."""
+        return tuple(
+            [_extents(slab[row] if slab.dtype == object else slab[0], by_size=by_size) for slab in self._slabs]
+        )
 
     def add(self, activation: A, values: Sequence[Array]) -> None:
         """A row behind the others."""
@@ -178,6 +184,14 @@ class RowGroup(Generic[A]):
             self._owners = np.resize(self._owners, self._room)
 
 
+def _extents(value: Value, *, by_size: bool) -> Hashable:
+    """Return the shape of an array; of a store its number of entries, or () unless `by_size`."""
+    shape: Hashable = getattr(value, "shape", None)
+    if shape is not None:
+        return shape
+    return getattr(value, "size", ()) if by_size else ()
+
+
 def _taken(slab: Array, row: int) -> Array:
     """A row, while the slab goes on changing."""
     return slab[row] if slab.dtype == object else slab[row, ...].copy()
@@ -191,11 +205,20 @@ class PoolRows(Generic[A]):
         n_vars: how many inputs are variables; they come first.
         has_rows: of each input, whether each activation has its own.
         is_watched: rows carry the number of their owner, which is looked at when they leave.
+        by_size: rows of one group have stores of equal sizes.
     """
 
-    def __init__(self, capacity: int, n_vars: int, has_rows: Sequence[bool], *, is_watched: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        n_vars: int,
+        has_rows: Sequence[bool],
+        *,
+        is_watched: bool = False,
+        by_size: bool = False,
+    ) -> None:
         self.groups: dict[Hashable, RowGroup[A]] = {}
-        """By the shapes of their values."""
+        """By the extents of their values."""
         self.live = 0
         """How many rows there are."""
         self.steps = 0
@@ -211,6 +234,7 @@ class PoolRows(Generic[A]):
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
         self._has_gone = self._is_growing = False
+        self._by_size = by_size
 
     @property
     def is_empty(self) -> bool:
@@ -280,7 +304,7 @@ class PoolRows(Generic[A]):
     def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
         """Makes one a row, now or with those of its shapes that are not known to go on."""
         self.live += 1
-        key: Hashable = tuple([getattr(activation.inputs[place], "shape", ()) for place in self._own])
+        key: Hashable = tuple([_extents(activation.inputs[place], by_size=self._by_size) for place in self._own])
         if activation.is_checked:
             self._group(key).add(activation, activation.inputs)
         else:
@@ -322,7 +346,10 @@ class PoolRows(Generic[A]):
         for other in self.groups.values():
             for activation in other.rows if other is not group else ():
                 activation.since += steps  # it has made none of them
-        self._is_growing = has_changed = group.write(following)
+        has_changed = group.write(following)
+        if self._by_size and not has_changed:
+            has_changed = any(group.extents(row, by_size=True) != group.key for row in range(len(group.rows)))
+        self._is_growing = has_changed
         ended = self.settle(group, 0, goes_on)
         if has_changed and group.rows:
             self._regroup(group)
@@ -403,14 +430,19 @@ class PoolRows(Generic[A]):
         group = self.groups.get(key)
         if group is None:
             group = self.group_type(self._has_rows, self._n_vars, self._capacity, is_watched=self._is_watched)
-            self.groups[key] = group
+            self.groups[key], group.key = group, key
         return group
 
     def _regroup(self, group: RowGroup[A]) -> None:
-        """The values of a group have become of other shapes."""
+        """Move the rows of a group whose values have become of other extents to the groups of these."""
         self.groups = {key: other for key, other in self.groups.items() if other is not group}
-        other = self.groups.setdefault(group.shapes(), group)
-        if other is not group:
-            for row, activation in enumerate(group.rows):
-                other.add(activation, group.values(row))
-            group.rows.clear()
+        rows = len(group.rows) if self._by_size else 1
+        keys = [group.extents(row, by_size=self._by_size) for row in range(rows)]
+        if len(set(keys)) == 1:
+            other = self.groups.setdefault(keys[0], group)
+            group.key = keys[0]
+            if other is group:
+                return
+        for row, activation in enumerate(group.rows):
+            self._group(keys[row % rows]).add(activation, group.values(row))
+        group.rows.clear()

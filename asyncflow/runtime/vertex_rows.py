@@ -17,12 +17,9 @@ import numpy as np
 from asyncflow.errors import ShapeError
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
+from asyncflow.lift.batched import identity_of
 from asyncflow.values import Array
 from asyncflow.vertex.shared import InputCounts
-
-_SAME_BYTES = 4096
-"""States of children that are not there are compared byte by byte up to this size; larger ones are the same array, or
-they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ class RunOfSets:
     @property
     def kind(self) -> Hashable:
         """Equal for those that may be in one group."""
-        return tuple([x.tobytes() if x.nbytes <= _SAME_BYTES else id(x) for x in self.initial])
+        return tuple(map(identity_of, self.initial))
 
 
 class HasSets(Protocol):

@@ -217,6 +217,30 @@ async def test_captures_and_variables(open_session: OpenSession) -> None:
         np.testing.assert_array_equal(await session.run(y, {x: np.ones(3, np.float32), own: np.float32(0)}), [3, 3, 3])
 
 
+async def test_88_a_check_fails_its_own_member(open_session: OpenSession) -> None:
+    """CONFORMANCE 88: an assertion nobody uses the result of, in a function that is batched, alone or in a branch."""
+
+    def checked(x: af.Tensor) -> af.Tensor:
+        af.assert_that(x < 5, "too large", [x])
+        return af.cond(x > 2, lambda: af.batched(lambda y: limited(y) + 1)(x), lambda: x)
+
+    def limited(x: af.Tensor) -> af.Tensor:
+        with af.control_dependencies([af.assert_that(x != 4, "four")]):
+            return x * 10
+
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (), name="x")
+        y = af.batched(checked, cost="none")(x)
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {x: k}) for k in range(8)), return_exceptions=True)
+        found.append((await asyncio.gather(session.run(y, {x: 6}), return_exceptions=True))[0])  # which is alone
+    assert found[:4] == [0, 1, 2, 31]
+    for k, error in zip((4, 5, 6, 7, 6), found[4:], strict=True):
+        assert isinstance(error, af.KernelError), error
+        assert str(error.__cause__).splitlines() == (["four"] if k == 4 else ["too large", f"  {k}"])
+        assert error.location.function == ("limited" if k == 4 else "checked")
+
+
 @pytest.mark.parametrize("at_fault", [0, 7, 31])
 async def test_88_one_bad_member_fails_alone(open_session: OpenSession, sizes: Counter[int], at_fault: int) -> None:
     """CONFORMANCE 88, FAULTS F38: of 32, one fails with its own node and cause; the others get their results."""
@@ -796,10 +820,12 @@ def test_what_cannot_be_batched_is_named() -> None:
     total = af.Variable(0.0, name="total")
     with af.Graph():
         x = af.placeholder("float64", (), name="x")
+        array = af.TensorArray("float64", 1).write(0, x)
         for fn, message in [
             (total.assign_add, "total/assign_add"),
             (lambda x: x + af.random.normal(()), "draws random numbers"),
             (lambda x: (), "it gives nothing"),
+            (lambda x: x + array.read(0), "captures, is a TensorArray or RowStore"),
             (lambda x: af.batched(lambda y: af.nonzero(af.reshape(y, (1,)))[0])(x) + 1, "nonzero"),
         ]:
             with pytest.raises(af.GraphError, match=message) as caught:

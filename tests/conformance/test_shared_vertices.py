@@ -123,7 +123,7 @@ async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
-    """It alone fails, and its error names the function, the sample and the vertex."""
+    """It alone fails, by a function or a check, and its error names that, the sample and the vertex."""
 
     @af.op(outputs=af.spec("float64", (H,)), pure=True)
     def positive(h: Any) -> Any:
@@ -133,19 +133,24 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
 
     @af.vertex_function(state=af.spec("float64", (H,)), children=2)
     def checked(v: Any) -> None:
+        af.assert_that(af.sum(v.pull()) < 1e6, "too large")
         v.scatter(positive(af.sum(v.pull()) + v.gather(0) + v.gather(1)))
 
     program = Program(checked)
     graphs = [af.InputGraph.batch([af.InputGraph.chain([2]), af.InputGraph.chain([4])])] * 5
     xs = [np.ones((6, WIDTH)) for _ in graphs]
-    xs[3][3] = -1e7
+    xs[3][3], xs[1][0] = -1e7, 1e7
     async with open_session(program.graph) as session:
         found = await asyncio.gather(
             *(session.run(program.fetches, program.feeds(*each)) for each in zip(graphs, xs, strict=True)),
             return_exceptions=True,
         )
         for number, each in enumerate(found):
-            if number == 3:
+            if number == 1:
+                assert isinstance(each, af.KernelError)
+                assert (each.node, each.tag) == ("vertex_map/checked/assert", "vertex_map/checked (sample/vertex)/0/0")
+                assert "too large" in str(each)
+            elif number == 3:
                 assert isinstance(each, af.KernelError)
                 assert (each.node, each.tag) == (
                     "vertex_map/checked/positive",
@@ -160,7 +165,7 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
         del found, each
         await others_end()
         (counts,) = session.statistics().batches.values()
-        assert 1 <= counts.failed <= 4  # of five, of halves, and of the one
+        assert 1 <= counts.failed <= 8  # of five, of halves, and of the two
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["heights", "no-heights"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.lift.batched import BodyProgram
+from asyncflow.lift.batched import BodyProgram, identity_of
 from asyncflow.lift.pooled import SharedLoop
 
 Array = np.ndarray[Any, Any]
@@ -145,3 +145,14 @@ def test_what_is_the_same_for_all_has_no_rows() -> None:
         )
     assert not reading.is_repeatable
     assert reading.programs() == (reading.check, reading.steps)
+
+
+def test_what_activations_share_is_told_apart_by_its_value() -> None:
+    """Shapes count, and strings as they read; a large array is only ever itself."""
+    long = "a text that is too long to stand in the array itself"
+    assert identity_of(np.zeros((2, 2))) == identity_of(np.zeros((2, 2)))
+    assert identity_of(np.zeros((2, 2))) != identity_of(np.zeros((4, 1)))
+    assert identity_of(np.array([long], "T")) == identity_of(np.array([long], "T"))
+    assert identity_of(np.array([long], "T")) != identity_of(np.array([long.upper()], "T"))
+    large = np.zeros(1000)
+    assert identity_of(large) != identity_of(large.copy())

@@ -27,6 +27,7 @@ from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import PooledNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
 from asyncflow.state.waiting.awaiting import granted
 
@@ -87,6 +88,8 @@ def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: b
     else:
         kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
     if node.op.is_async:
+        if isinstance(node, PooledNode) and has_variants(node.inputs):
+            return partial(kernel, stores_on=node.device)
         return kernel
     if xp is not np and any(dtype_name(tensor.dtype) == "bfloat16" for tensor in node.outputs):
         kernel = _casting(node, kernel)

@@ -34,6 +34,8 @@ class PlanRequest(NamedTuple):
     """Run every side effect of the graph, fetched or not."""
     regions: bool = True
     """Compile clusters of nodes that never wait to Python functions."""
+    stores_on: str | None = None
+    """The device that has the elements of TensorArrays and rows of RowStores that are fed."""
 
     @property
     def roots(self) -> list[Fetch]:

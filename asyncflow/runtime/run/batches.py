@@ -22,7 +22,7 @@ import numpy as np
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
 from asyncflow.errors import OutOfMemoryError, SessionClosedError, of_firing
-from asyncflow.lift.batched import Join, SharedBody, SharedCode, install_gatherer
+from asyncflow.lift.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.run.step_waits import StepWaits
@@ -52,10 +52,6 @@ _MOST_KINDS = 64
 
 _ROUNDINGS = 256
 """So many times the precision of its dtype may a member's result differ, beside the largest element."""
-
-_SAME_BYTES = 4096
-"""Values that are to be the same for all members are compared byte by byte up to this size; larger ones are the same
-array, or they are not."""
 
 
 class BatchMember(ToldPlace):
@@ -575,7 +571,7 @@ def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator
     """Equal for members of which the values that a call has once are the same."""
     for value, own in zip(inputs, has_rows, strict=True):
         if not own:
-            yield _identity(value)
+            yield identity_of(value)
 
 
 def _home(values: Sequence[Value]) -> str | None:
@@ -610,10 +606,6 @@ def _agree(one: Array, other: Array) -> bool:
     one, other = (x.astype(np.float64) if x.dtype.kind == "V" else x for x in (one, other))
     scale = float(np.max(np.abs(one), initial=1.0, where=np.isfinite(one)))
     return bool(np.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
-
-
-def _identity(value: Array) -> Hashable:
-    return value.tobytes() if value.nbytes <= _SAME_BYTES else id(value)
 
 
 install_gatherer(SharedBody, BatchMember)

@@ -57,11 +57,12 @@ class _Steps:
     Args:
         runs: of the session.
         plan: of the graph.
+        has_rows: flags of the inputs that each activation has of its own; the others are the same for all of them.
         is_one: it is over one activation, without a row axis.
     """
 
-    def __init__(self, runs: Runs, plan: Plan, *, is_one: bool) -> None:
-        self._runs, self._plan, self.is_one = runs, plan, is_one
+    def __init__(self, runs: Runs, plan: Plan, has_rows: Sequence[bool], *, is_one: bool) -> None:
+        self._runs, self._plan, self._has_rows, self.is_one = runs, plan, has_rows, is_one
         self._call = runs.counted_call(plan)
 
     def most(self, size: int, time_ns: float) -> int:
@@ -94,14 +95,20 @@ class _Steps:
         return self.rows_of(await self.run(self.given(values), size, most))
 
     def given(self, values: list[Array]) -> list[Array]:
-        """The values of rows as the graph takes them."""
-        if self.is_one:  # a store may keep what it is given
-            return [value[0] if value.ndim == 1 else value[0].copy() for value in values]
+        """Return the values of rows as the graph takes them; shared captures stay as they are."""
+        if self.is_one:
+            return [_first_row(x) if own else x for x, own in zip(values, self._has_rows, strict=True)]
         return [np.ones(len(values[0]), bool), *values]
 
     def rows_of(self, found: list[Array]) -> list[Array]:
         """The outcome, as that of these rows."""
         return [*map(_one_row, found[:-1]), found[-1]] if self.is_one else found
+
+
+def _first_row(values: Array) -> Array:
+    """Return the only row of a slab: a copy, as a store may keep what it is given, and the slab is written to."""
+    row: Array = values[0] if values.ndim == 1 else values[0].copy()
+    return row
 
 
 def _one_row(value: Value) -> Array:
@@ -168,15 +175,19 @@ class LoopPool(TellingState):
         pools: those of the session.
         key: names it among them.
         shared: the loop.
+        stores_on: the device that has what TensorArrays and RowStores among the variables hold; None without any.
     """
 
-    def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop) -> None:
+    def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop, stores_on: str | None) -> None:
         super().__init__()
         self.shared = shared
+        self.stores_on = stores_on
         self.runs = pools.batches.runs
         self._pools, self.batches, self._key = pools, pools.batches, key
         self.rows: PoolRows[PooledActivation] = PoolRows(
-            shared.pool.capacity, shared.n_vars, shared.has_rows, is_watched=pools.is_watched
+            *(shared.pool.capacity, shared.n_vars, shared.has_rows),
+            is_watched=pools.is_watched,
+            by_size=shared.by_size,
         )
         self._placed = PlacedSteps(self)
         self.stepper = Stepper()
@@ -242,7 +253,7 @@ class LoopPool(TellingState):
         rows, turn, steps_of_all = self.rows, self.batches.turn, self.batches.steps
         failure = None
         try:
-            code = await self._pools.code_of(self.shared)
+            code = await self._pools.code_of(self.shared, self.stores_on)
             self.stepper.place, self.stepper.is_in_line = code.device, code.has_own_memory
             if code.is_placed and not self._has_streams:
                 rows.group_type = PlacedRows
@@ -377,7 +388,7 @@ class LoopPool(TellingState):
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
-        plan = await self.runs.plan_of(self.shared.emitting(streamed))
+        plan = await self.runs.plan_of(self.shared.emitting(streamed), self.stores_on)
         n_vars = self.shared.n_vars
         parts = await self._halved(group, 0, len(group.rows), lambda values: self.batches.compute(plan, values))
         for first, found in parts:
@@ -483,10 +494,15 @@ class Pools:
         self.max_iterations = max_iterations
         self.is_watched = is_watched
         self._pools: dict[Hashable, LoopPool] = {}
-        self._code: WeakKeyDictionary[SharedLoop, _Code] = WeakKeyDictionary()
+        self._code: WeakKeyDictionary[SharedLoop, dict[str | None, _Code]] = WeakKeyDictionary()
 
     def join(
-        self, shared: SharedLoop, inputs: tuple[Array, ...], part: RunPart, streamed: tuple[Tensor, ...]
+        self,
+        shared: SharedLoop,
+        inputs: tuple[Array, ...],
+        part: RunPart,
+        streamed: tuple[Tensor, ...],
+        stores_on: str | None,
     ) -> PooledActivation:
         """The place in line of one activation, whose results are its last loop variables.
 
@@ -495,9 +511,11 @@ class Pools:
             inputs: initial values of the variables, and what it captures.
             part: the run that it is of.
             streamed: values of the body that it hands out.
+            stores_on: see `LoopPool`.
         """
         # Those that hand out values are apart, as that is done from the host.
-        pool = self._pool((shared, streamed != (), *common_values(shared.has_rows, inputs)), shared)
+        key = shared, streamed != (), stores_on, *common_values(shared.has_rows, inputs)
+        pool = self._pool(key, shared, stores_on)
         activation = PooledActivation(pool, inputs, part, streamed)
         pool.join(activation)
         if self.batches.steps.turns.is_contended:
@@ -509,17 +527,17 @@ class Pools:
     def rejoin(self, key: Hashable, activation: PooledActivation) -> None:
         """One that was set aside goes on; the pool that it was in may be no more."""
         assert isinstance(activation.state, LoopPool)
-        pool = activation.state = self._pool(key, activation.state.shared)
+        pool = activation.state = self._pool(key, activation.state.shared, activation.state.stores_on)
         pool.join(activation)
 
     def all(self) -> Iterable[LoopPool]:
         """Each of them."""
         return self._pools.values()
 
-    def _pool(self, key: Hashable, shared: SharedLoop) -> LoopPool:
+    def _pool(self, key: Hashable, shared: SharedLoop, stores_on: str | None) -> LoopPool:
         pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[key] = LoopPool(self, key, shared)
+            pool = self._pools[key] = LoopPool(self, key, shared, stores_on)
             self.batches.beside(pool.drive())
         return pool
 
@@ -528,19 +546,20 @@ class Pools:
         """How many pools share a turn."""
         return self.batches.steps.count(pool.stepper for pool in self._pools.values())
 
-    async def code_of(self, shared: SharedLoop) -> _Code:
-        """The compiled form of a loop."""
-        code = self._code.get(shared)
+    async def code_of(self, shared: SharedLoop, stores_on: str | None) -> _Code:
+        """Return the compiled form of a loop; see `LoopPool`."""
+        codes = self._code.setdefault(shared, {})
+        code = codes.get(stores_on)
         if code is None:
             runs = self.batches.runs
-            check, many, *one = [await runs.plan_of(program) for program in shared.programs()]
+            check, many, *one = [await runs.plan_of(program, stores_on) for program in shared.programs()]
             has_own_memory = runs.memory_home(many) is not None
             is_placed = shared.is_static and has_own_memory
-            alone = _Steps(runs, one[0], is_one=True) if one else None
+            alone = _Steps(runs, one[0], shared.has_rows, is_one=True) if one else None
             device, threads = many.partitions[0].device, runs.threads_of(many)
-            steps = _Steps(runs, many, is_one=False)
+            steps = _Steps(runs, many, shared.has_rows, is_one=False)
             code = _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
-            self._code[shared] = code
+            codes[stores_on] = code
         return code
 
     def clear(self) -> None:
@@ -553,10 +572,15 @@ class Pools:
         self.batches.runs.tell_ended()
 
 
-def _gather(shared: SharedLoop, inputs: tuple[Array, ...], streamed: tuple[Tensor, ...] = ()) -> Value:
+def _gather(
+    shared: SharedLoop,
+    inputs: tuple[Array, ...],
+    streamed: tuple[Tensor, ...] = (),
+    stores_on: str | None = None,
+) -> Value:
     part = current_part()
     assert part is not None and isinstance(part.owner, Turn)
-    return part.owner.batches.pools.join(shared, inputs, part, streamed)
+    return part.owner.batches.pools.join(shared, inputs, part, streamed, stores_on)
 
 
 install_gatherer(SharedLoop, _gather)

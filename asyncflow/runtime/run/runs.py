@@ -477,9 +477,15 @@ class Runs:
 
     # -- batches -------------------------------------------------------------------------------------------------
 
-    async def plan_of(self, program: BodyProgram) -> Plan:
-        """The plan of a body that runs share."""
-        request = PlanRequest(program.graph, program.fetches, program.feeds, regions=self._options.regions)
+    async def plan_of(self, program: BodyProgram, stores_on: str | None = None) -> Plan:
+        """Return the plan of a body that runs share.
+
+        Args:
+            program: the body.
+            stores_on: the device that has what the stores among its inputs hold.
+        """
+        regions = self._options.regions
+        request = PlanRequest(program.graph, program.fetches, program.feeds, regions=regions, stores_on=stores_on)
         return await self.versions.plan_of(request, program.states)
 
     def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:
