@@ -168,3 +168,105 @@ def test_what_has_no_derivatives_is_told() -> None:
             af.hessian(af.sum(x), [x])  # type: ignore[arg-type]
         with pytest.raises(af.DTypeError, match=r"hvp: the gradient by x is of floats; differentiate the real and the"):
             af.hvp(af.sum(af.real(z * z)), z, X * 1j)
+
+
+# -- pieces that run again -------------------------------------------------------------------------------------------
+
+
+def _repeated(count: int, body: Any, start: Any) -> Any:
+    return af.while_loop(lambda i, _: i < count, lambda i, x: (i + 1, body(x)), (0, start))[1]
+
+
+async def test_a_piece_runs_again_once_for_all_elements() -> None:
+    """Also inside of loops over elements of arrays, and behind random draws: nothing of it is computed for each row."""
+    sizes: list[int] = []
+
+    def observed(x: Any) -> Any:
+        sizes.append(np.size(x))
+        return np.tanh(x)
+
+    tanh = af.op(outputs=lambda x: x, pure=True, name="tanh", gradient=lambda xs, y, grad: grad * (1 - y * y))(observed)
+
+    @af.recompute
+    def piece(x: Any) -> Any:
+        drawn = tanh(x) * af.random.uniform((32,), seed=3)
+        mapped = af.map_fn(lambda row: tanh(af.reshape(row, (1,))), drawn[:2], lift=False)
+        return af.concat([af.dropout(drawn, 0.5, seed=4), tanh(mapped[0])])
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (32,))
+        y = piece(x)
+        slopes = af.jacobian(y, x)
+    async with af.Session(graph) as session:
+        await session.run([y, slopes], {x: np.linspace(-1, 1, 32)})
+    assert sorted(sizes) == [1] * 6 + [32] * 2
+
+
+def _until(x: Any) -> Any:
+    """A loop that keeps elements of a TensorArray, and whose end depends on `x`."""
+    array = af.TensorArray("float64", size=0, dynamic_size=True, element_shape=(3,))
+    state = (0, x * 3.0, array)
+    found = af.while_loop(
+        lambda i, v, a: af.sum(v * v) > 1.0, lambda i, v, a: (i + 1, af.sin(v) * 0.7, a.write(i, v)), state
+    )
+    return af.sum(found[2].stack(), axis=0) * found[1]
+
+
+def _drawn(row: Any) -> Any:
+    return af.dropout(af.sin(row) * 1.5, 0.3, seed=5)
+
+
+_PIECES = {
+    "an array": lambda mark: lambda x: mark(_until)(x[0]),
+    "draws of rows": lambda mark: mark(lambda x: af.map_fn(lambda row: _repeated(2, _drawn, row), x)),
+    "draws of some rows": lambda mark: (
+        lambda x: af.map_fn(mark(lambda row: af.cond(row[0] > 0, lambda: _drawn(row), lambda: row * 2)), x)
+    ),
+    "draws of rows of rows": lambda mark: af.vmap(
+        af.vmap(mark(lambda a: af.cond(a > 0, lambda: a * af.random.normal((), seed=3), lambda: a * 2)))
+    ),
+    "draws in own loops": lambda mark: (
+        lambda x: af.map_fn(
+            mark(
+                lambda row: af.while_loop(
+                    lambda v: af.sum(v * v) < 20, lambda v: _drawn(v) * 0.1 + v * 1.2 + 0.5, (row,)
+                )[0]
+            ),
+            x,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _PIECES)
+async def test_jacobians_of_pieces_that_run_again(name: str) -> None:
+    found = []
+    for mark in (lambda fn: fn, af.recompute):
+        with af.Graph(seed=3) as graph:
+            x = af.placeholder("float64", X.shape)
+            y = _PIECES[name](mark)(x)
+            fetches = [y, af.gradients(y * y, x), af.jacobian(y, x)]
+        async with af.Session(graph) as session:
+            found.append(await session.run(fetches, {x: X}))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+async def test_hessians_of_branches_in_loops_that_rows_leave_for_themselves() -> None:
+    """What reaches parts of a value is added up in branches, where only its rank is known."""
+
+    def step(row: Any, w: Any) -> Any:
+        def body(i: Any, v: Any) -> Any:
+            one = lambda: v * v + 1.1 * row[i % 2] + w[i % 3]  # noqa: E731
+            return i + 1, af.cond(v[1] > 1.0, one, lambda: v * 1.5 + w[0, 1])
+
+        return af.while_loop(lambda i, v: v[0] < 4.0, body, (0, row))[1]
+
+    with af.Graph() as graph:
+        x, w = af.placeholder("float64", (2, 2)), af.placeholder("float64", (3, 2))
+        losses = [af.sum(af.map_fn(lambda row: step(row, w), x, lift=lift) ** 2) for lift in (True, False)]
+        found = [(af.hessian(loss, x), af.hessian(loss, w)) for loss in losses]
+    async with af.Session(graph) as session:
+        one, other = await session.run(found, {x: abs(X[:, :2]), w: abs(W)})
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-12)
+    np.testing.assert_allclose(one[1], other[1], rtol=1e-12)

@@ -38,7 +38,8 @@ def _again_kernel(
     draw = op.kernel(xp, **arguments)
 
     def run(context: KernelContext, key: Array, *inputs: Array) -> object:
-        seed, number, *tag = key.tolist()
+        keys = key.reshape(-1, key.shape[-1])  # of rows, whose numbers are all that they differ in
+        seed, number, *tag = keys[0].tolist() if len(keys) else [0] * key.shape[-1]
         loops = context.tag[len(context.tag) - inside :]
         return draw(KernelContext(seed=seed, run=number, tag=(*tag, *loops)), *inputs)
 
@@ -60,10 +61,10 @@ RANDOM_AGAIN = define(
     lambda key, *inputs, specs, **attrs: specs,
     _again_kernel,
     needs_context=True,
-    is_random=True,
     rows="row by row",
     runs_on_host=True,
 )
+"""What an op draws, by a key; the same for all rows if the key is."""
 
 
 def random_key() -> Tensor:
@@ -77,26 +78,33 @@ def draws(node: Node) -> bool:
     return node.op.needs_context and not again
 
 
-def drawn_again(node: Node, key: Tensor, inputs: Sequence[Tensor], inside: int) -> Sequence[Tensor]:
-    """The results of a node that draws random numbers, in another place.
+def drawn_again(node: Node, key: Tensor, inputs: Sequence[Tensor], inside: int, axes: int) -> Sequence[Tensor]:
+    """Return the results of a node that draws random numbers, in another place.
 
     Args:
         node: it.
-        key: of the firing in which, or around which, it draws; one for each row if it draws row by row.
+        key: of the firing in which, or around which, it draws; with rows, those of their firings.
         inputs: its inputs, as they are here.
         inside: how many loops are around it since the key was taken; there are as many here.
+        axes: how many row axes the key has (`axes_of`): the outer ones of those that the node draws for.
     """
-    attrs, specs = node.attrs, node.specs
-    if node.op is not BY_ROW_DRAWN:
-        return apply(RANDOM_AGAIN, key, *inputs, **_attrs(node.op.name, attrs, inside, specs))
-    rows = [Spec(y.dtype, None if y.shape is None else y.shape[1:]) for y in node.outputs]
-    of_row = _attrs(attrs["calls"], attrs["arguments"], inside, rows[0] if attrs["single"] else tuple(rows))
-    by_row = {**attrs, "calls": RANDOM_AGAIN.name, "arguments": of_row, "has_rows": (True, *attrs["has_rows"])}
-    return apply(BY_ROW_DRAWN, inputs[0], key, *inputs[1:], **by_row)
+    arguments = dict(node.attrs)
+    if axes:
+        # The tags in the key have numbers of rows in them, which those of the rows that draw replace.
+        found = list(node.attrs["loops"])
+        for place, (width, after, _) in enumerate(found[:axes]):
+            deeper = sum(each for each, *_ in found[place + 1 : axes])
+            found[place] = (width, after + deeper, width)
+        arguments["loops"] = tuple(found)
+    return apply(RANDOM_AGAIN, key, *inputs, draws=node.op.name, arguments=arguments, inside=inside, specs=node.specs)
 
 
-def _attrs(op: str, arguments: Attrs, inside: int, specs: Spec | tuple[Spec, ...]) -> Attrs:
-    return {"draws": op, "arguments": dict(arguments), "inside": inside, "specs": specs}
+def axes_of(key: Tensor) -> int:
+    """Return how many row axes a key has, by the node that draws it row by row."""
+    node = key.node
+    while node.op is not BY_ROW_DRAWN and node.inputs:
+        node = node.inputs[0].node
+    return len(node.attrs["loops"]) if node.op is BY_ROW_DRAWN else 0
 
 
 not_differentiable(RANDOM_KEY, because="its result is integers")

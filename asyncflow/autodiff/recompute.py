@@ -21,7 +21,7 @@ from asyncflow.autodiff.custom_gradient import (
     keep_copied_rule,
     traced_gradient,
 )
-from asyncflow.autodiff.random_again import drawn_again, draws, random_key
+from asyncflow.autodiff.random_again import axes_of, drawn_again, draws, random_key
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.cond import add_cond
 from asyncflow.control.while_loop import add_loop
@@ -232,7 +232,7 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     if late:
         behind = apply(BARRIER, *(seen[x] for x in late), *arrived.values(), count=len(late))
         seen.update(zip(late, behind, strict=True))
-    copy = _PieceCopy(seen, None if key is None else graph.import_tensor(key), traces)
+    copy = _PieceCopy(seen, key, traces)
     first = len(graph.nodes)
     for each in nodes:
         copy.add(each, 0)
@@ -290,13 +290,14 @@ class _PieceCopy:
 
     Attributes:
         seen: values of the piece, or that it uses, and what stands for each here.
-        key: of the random numbers; None if they are drawn anew.
+        key: of the random numbers, in the forward program; None if they are drawn anew.
         traces: what gradients of the user's in the piece build, as far as that is known.
     """
 
     def __init__(self, seen: dict[Tensor, Tensor], key: Tensor | None, traces: Mapping[Node, TracedGradient]) -> None:
         self.seen = seen
         self.key = key
+        self.key_axes = 0 if key is None else axes_of(key)
         self.traces = traces
 
     def value(self, x: Tensor) -> Tensor:
@@ -311,7 +312,7 @@ class _PieceCopy:
             if isinstance(node, StructuredNode):
                 outputs: Sequence[Tensor] = self._structured(node, inputs, inside).outputs
             elif draws(node) and self.key is not None:
-                outputs = drawn_again(node, self.value(self.key), inputs, inside)
+                outputs = drawn_again(node, self.value(self.key), inputs, inside, self.key_axes)
             else:
                 outputs = self._plain(node, inputs).outputs
         self.seen.update(zip(node.outputs, outputs, strict=True))

@@ -21,6 +21,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.extents import template_shape
 from asyncflow.ops.manipulation import concat, moveaxis
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.indexing import row_key, row_parts
@@ -34,10 +35,10 @@ def _alike(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence
     return apply(node.op, *(x.tensor for x in inputs))
 
 
-@row_rule(BARRIER, RECOMPUTED)
+@row_rule(BARRIER, RECOMPUTED, each=True)
 def _passed_on(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    count = node.attrs["count"]
-    return apply(node.op, *map(rows.spread, inputs[:count]), *(x.tensor for x in inputs[count:]), **node.attrs)
+    """Values without rows stay so: the gradients of many rows of results run a piece again once."""
+    return apply(node.op, *(x.tensor for x in inputs), **node.attrs)
 
 
 @row_rule(saved_values.SAVE, store_gradients.ACCUMULATE)
@@ -106,7 +107,8 @@ def _part_of_sum(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
     count = len(rest) - (1 if shape is None else shape.count(None))
     places, whole = rows.part or (None, rows)
     template, sizes = row_template(node, whole, shape, rest[count:])
-    found = row_key(node, rows, node.attrs["key"], shape, rest[:count], places)
+    known = template_shape(shape, [x.tensor.spec for x in rest[count:]])
+    found = row_key(node, rows, node.attrs["key"], known, rest[:count], places)
     attrs = {"key": found.key, "shape": template, "dtype": node.attrs["dtype"]}
     return [found.from_front(apply(node.op, total.tensor, *found.indices, *sizes, **attrs)[0])]
 

@@ -25,7 +25,7 @@ def _element(node: Node, rows: RowAxis) -> Spec:
     return Spec(element.dtype, rows.shape(element.shape))
 
 
-@row_rule(ta.TENSOR_ARRAY)
+@row_rule(ta.TENSOR_ARRAY, on_demand=True)
 def _new(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     size = fixed(node, [inputs[0]], "a size")[0]
     return apply(ta.TENSOR_ARRAY, size, **{**node.attrs, "element": _element(node, rows)})

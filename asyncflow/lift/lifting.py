@@ -17,6 +17,7 @@ from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.lift import arrays, reasons
 from asyncflow.lift.branches import lift_cond
+from asyncflow.lift.flow import find_rows
 from asyncflow.lift.loops import lift_while
 from asyncflow.lift.parted import PartedRows, parted_at
 from asyncflow.lift.zeros import without_zeros
@@ -26,7 +27,15 @@ from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.rows import all as _rules
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.folded import FoldedRows
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, gives_rows, row_rule_of, why_no_row_rule
+from asyncflow.ops.rows.rule import (
+    CannotLift,
+    LiftedValue,
+    RowAxis,
+    has_rows_on_demand,
+    outputs_with_rows,
+    row_rule_of,
+    why_no_row_rule,
+)
 
 _RULES = (*_rules.__all__, arrays, reasons)
 
@@ -110,6 +119,7 @@ class Lifting:
         self._location = user_location()
         self._made: dict[Node, tuple[Node, ...]] = {}
         self._stores: set[Tensor] = set()  # whose entries have folded rows
+        self._without: set[Node] = set()  # which make what is the same for all rows
         self._extent: int | None = None
 
     def over(self, rows: RowAxis) -> Lifting:
@@ -152,7 +162,12 @@ class Lifting:
             among: the nodes that may be built; None: all of the body's.
         """
         self._note_extents(known.values())
-        for node in _needed(body, known, wanted, body.nodes if among is None else among):
+        needed = _needed(body, known, wanted, body.nodes if among is None else among)
+        arrays = [each for each in needed if isinstance(each, Node) and has_rows_on_demand(each.op)]
+        if arrays and not self.rows.owns_stores:
+            found = find_rows(body.nodes, {x: value.has_rows for x, value in known.items()}).known
+            self._without.update(each for each in arrays if not found[each.outputs[0]])
+        for node in needed:
             given = [known[x] for x in (node.needs if isinstance(node, PartedRows) else node.inputs)]
             self.rows.body = _BodyAtHand(self, body, known)
             outputs = self._lifted(node, given, body)
@@ -255,15 +270,16 @@ class Lifting:
         known = without_zeros(node, inputs)
         if known is not None:
             return [known]
-        has_rows = gives_rows(node.op, any(value.has_rows for value in inputs))
-        if not has_rows and not any(value.has_rows for value in inputs) and not node.op.is_random:
+        flags = outputs_with_rows(node, [value.has_rows for value in inputs])
+        is_same = not any(flags) and not any(value.has_rows for value in inputs) and not node.op.is_random
+        if is_same or node in self._without:
             return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]
         reason = why_no_row_rule(node.op)
         rule = row_rule_of(node.op) or (row_by_row if node.op.is_user and reason is None else None)
         if rule is None:
             reason = reason or "it has no row rule"
             raise CannotLift(f"{node.name} ({node.op.name}) is not computed for several rows at once: {reason}")
-        return [LiftedValue(x, has_rows) for x in rule(node, self.rows, inputs)]
+        return [LiftedValue(x, rows) for x, rows in zip(rule(node, self.rows, inputs), flags, strict=True)]
 
 
 class _BodyAtHand(NamedTuple):

@@ -45,7 +45,10 @@ class PartedRows:
     def gives_rows(self, has_rows: Sequence[bool]) -> bool:
         """Whether its outputs have rows of another axis, given which of what it needs have."""
         return any(has_rows) or any(
-            each.op.is_random for body in self.node.subgraphs for level in levels(body) for each in level.nodes
+            each.op.is_random and each.op.needs_context  # others make stores, or hold back
+            for body in self.node.subgraphs
+            for level in levels(body)
+            for each in level.nodes
         )
 
 

@@ -206,3 +206,37 @@ async def test_rows_of_branches_are_not_broadcast() -> None:
         assert (await session.run(looped, {x: [[1.0, 2.0], [-3.0, 1.0]], n: 1})).tolist() == [3.0, -3.0]
         with pytest.raises(af.KernelError, match=r"one shape, .* of shape \[2\] and \[1\]; map_fn\(lift=False\)"):
             await session.run(y, {x: [[1.0, 2.0], [-3.0, 1.0]], n: 1})
+
+
+async def test_an_array_without_rows_is_made_once() -> None:
+    """It has rows only where rows are written to it, in loops and branches too; else each row reads an element."""
+
+    def elements(x: Any) -> Any:
+        return af.TensorArray("float64", size=3, clear_after_read=False).unstack(x)
+
+    def written(x: Any, row: Any) -> Any:
+        a = af.TensorArray("float64", size=3, clear_after_read=False).write(2, x[2])
+        return af.while_loop(lambda i, a: i < 2, lambda i, a: (i + 1, a.write(i, row * 2.0)), (0, a))[1]
+
+    def inside(x: Any, row: Any) -> Any:
+        a = af.TensorArray("float64", size=1)  # which the loop captures, and writes to a copy of
+        return af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v + a.write(0, row).read(0)), (0, x[0]))[1]
+
+    def some(x: Any, row: Any) -> Any:
+        a = af.TensorArray("float64", size=1)
+        return af.cond(row > 1.0, lambda: a.write(0, 5.0), lambda: a.write(0, 6.0)).read(0)
+
+    with af.Graph() as graph:
+        x, at = af.placeholder("float64", (3,)), af.placeholder("int64", (4,))
+        fetches = [
+            af.vmap(lambda place: elements(x * 2.0).read(place))(at),
+            af.vmap(lambda row: written(x, row).stack())(x),
+            af.vmap(lambda row: inside(x, row))(x),
+        ]
+        with pytest.raises(af.GraphError, match="TensorArray go different ways"):
+            af.vmap(lambda row: some(x, row))(x)
+    async with af.Session(graph) as session:
+        own, rows, looped = await session.run(fetches, {x: [1.0, 2.0, 3.0], at: [2, 0, 1, 2]})
+    assert [*own] == [6.0, 2.0, 4.0, 6.0]
+    assert rows.tolist() == [[2.0, 2.0, 3.0], [4.0, 4.0, 3.0], [6.0, 6.0, 3.0]]
+    assert [*looped] == [3.0, 5.0, 7.0]

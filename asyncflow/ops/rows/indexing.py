@@ -12,10 +12,11 @@ from typing import NamedTuple
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import Shape
+from asyncflow.graph.shapes import Shape, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import arange
 from asyncflow.ops.derivatives.scatter import SCATTER_ALONG_AXIS, SCATTER_TO, parts_of, sizes_of
+from asyncflow.ops.extents import template_shape
 from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_ALONG_AXIS
 from asyncflow.ops.keys import WHOLE, Key, along, place_of_positions
 from asyncflow.ops.manipulation import expand_dims, moveaxis
@@ -159,8 +160,10 @@ def row_parts(
 ) -> tuple[tuple[Key, ...], list[Tensor], Shape]:
     """Keys, inputs and the template of a scatter for all rows, or for a part of those; see `RowAxis`."""
     places, whole = part or (None, rows)
-    template, sizes = row_template(node, whole, node.attrs["shape"], sizes_of(inputs, node.attrs["shape"]))
-    shape = template[1:] if template is not None else node.attrs["known"]
+    given = sizes_of(inputs, node.attrs["shape"])
+    template, sizes = row_template(node, whole, node.attrs["shape"], given)
+    # Where a tensor tells the shape, its length is the rank.
+    shape = merge(template_shape(node.attrs["shape"], [x.tensor.spec for x in given]), node.attrs["known"])
     keys, tensors = [], []
     for key, (values, indices) in zip(node.attrs["keys"], parts_of(inputs, node.attrs["keys"]), strict=True):
         found = row_key(node, rows, key, shape, indices, places)

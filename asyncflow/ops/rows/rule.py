@@ -175,15 +175,21 @@ _rules: dict[Op | Rows | None, RowRule] = {}
 _reasons: dict[Op | Rows | None, str] = {}
 _alike: set[Op | Rows] = set()
 _always: set[Op | Rows] = set()
+_each: set[Op | Rows] = set()
+_on_demand: set[Op | Rows] = set()
 
 
-def row_rule(*ops: Op | Rows, alike: bool = False, always: bool = False) -> Callable[[RowRule], RowRule]:
+def row_rule(
+    *ops: Op | Rows, alike: bool = False, always: bool = False, each: bool = False, on_demand: bool = False
+) -> Callable[[RowRule], RowRule]:
     """Makes the decorated function the row rule of `ops`, or of those that name it with `rows=`.
 
     Args:
         ops: operations, and what they may name.
         alike: what the rule gives is the same for every row.
         always: outputs have rows also where no input has, as each row has the op for itself.
+        each: an output has rows if the input at its place has.
+        on_demand: the op makes something anew, which has rows if values with rows go into it later.
     """
 
     def install(rule: RowRule) -> RowRule:
@@ -192,6 +198,10 @@ def row_rule(*ops: Op | Rows, alike: bool = False, always: bool = False) -> Call
             _alike.update(ops)
         if always:
             _always.update(ops)
+        if each:
+            _each.update(ops)
+        if on_demand:
+            _on_demand.update(ops)
         return rule
 
     return install
@@ -210,9 +220,18 @@ def is_new(x: Tensor) -> bool:
     return x.dtype == VARIANT and not x.node.inputs and x.node.op in _alike
 
 
-def gives_rows(op: Op, any_rows: bool) -> bool:
-    """Whether the outputs of a lifted node of that op have rows, if `any_rows` of its inputs have them."""
-    return (any_rows or op.is_random or op in _always) and op not in _alike
+def outputs_with_rows(node: Node, inputs: Sequence[bool]) -> list[bool]:
+    """Return for each output of a lifted node, without bodies, if it has rows, given which of its inputs have."""
+    op = node.op
+    if op in _each:
+        return list(inputs[: len(node.outputs)])
+    has_rows = (any(inputs) or op.is_random or op in _always) and op not in _alike
+    return [has_rows] * len(node.outputs)
+
+
+def has_rows_on_demand(op: Op) -> bool:
+    """Return True if what a node of `op` makes has rows only where values with rows go into it."""
+    return op in _on_demand
 
 
 def no_row_rule(*ops: Op | Rows, because: str) -> None:
