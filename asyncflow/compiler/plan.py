@@ -32,6 +32,7 @@ from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import IDENTITY
+from asyncflow.ops.rows.by_row import called_op
 from asyncflow.semantics.report import describe_races
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class PlanNode:
     is_constant: bool = field(init=False)
     is_async: bool = field(init=False)
     is_user: bool = field(init=False)
+    owner: object = field(init=False)
     needs_context: bool = field(init=False)
     is_small: bool = field(init=False)
     crossing: int = field(init=False)
@@ -183,7 +185,7 @@ class PlanNode:
         self.blanks = [None] * self.n_inputs
         self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
         self.is_constant = bool(source.attrs.get("constant")) if source.op is ENTER else False
-        self.is_async, self.is_user = source.op.is_async, source.op.is_user
+        self.is_async, self.is_user, self.owner = source.op.is_async, source.op.is_user, called_op(source).alone
         self.needs_context, self.is_small = source.op.needs_context, _is_small(source)
         self.crossing = int(_CROSSINGS.get(source.op, Crossing.NONE))
         self.transfer = source.attrs.get("transfer", 0) if self.crossing else 0
@@ -196,6 +198,9 @@ class PlanNode:
         self.kernel = kernel
         self.estimate = estimate_region(region.walk())
         self.needs_context = code.needs_context
+        self.is_user = any(inner.op.is_user for inner in region.walk())
+        owners = (called_op(inner).alone for inner in region.walk())
+        self.owner = next((owner for owner in owners if owner is not None), None)
         self.is_small = (
             not (code.is_generator or code.needs_context)
             and len(region.nodes) <= _SMALL_REGION

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+from typing import Final
+
 NS_PER_CALL = 2_000.0
 """Calling a NumPy kernel, with the run's own work around it."""
 
@@ -15,6 +19,12 @@ INLINE_LIMIT_NS = 200_000
 """A kernel that is expected to take longer does not run on the event loop (0.2 ms)."""
 
 _WEIGHT = 0.25
+
+_PROVING_CALLS = 8
+"""Short calls in a row after which a user function may run on the event loop."""
+
+_MORE_PROOF = 8
+"""Each call that is slow on the event loop all the same has the next proof take so many times as many calls."""
 
 
 class MeasuredCost:
@@ -83,3 +93,98 @@ class MeasuredCost:
         slope = max(self._covariance / self._variance, 0.0)
         self.slope_ns = min(slope, self._mean_ns / max(self._mean_size, 1.0))
         self.base_ns = self._mean_ns - self.slope_ns * self._mean_size
+
+
+class Proof:
+    """The proof that a user function asks for, wherever it is called.
+
+    Attributes:
+        slow: how many of its calls were slow on the event loop, all nodes together.
+        needed: short calls in a row that a node needs, before it may call the function on the event loop.
+    """
+
+    __slots__ = ("needed", "slow")
+
+    def __init__(self) -> None:
+        self.slow = 0
+        self.needed = _PROVING_CALLS
+
+
+class UserCost(MeasuredCost):
+    """The expected time of code of the user's, by the clock on the wall: infinite until it has proved to be short.
+
+    A function may wait for a disk or a server, or turn slow at any call; meanwhile the event loop would stand still.
+    So a call is for a thread until eight in a row took at most `INLINE_LIMIT_NS`, and their mean and mean deviation
+    do. A call that is slow on the event loop takes the proof back, from all nodes that call the function, and the
+    next proof takes eight times as many calls (8, 64, 512): a function that is slow now and then stays on threads.
+    As many short calls on the loop make it an eighth again, since a busy machine may have held up that one call. A
+    call that was expected to be slow, as it is on more elements than others, proves nothing.
+    """
+
+    __slots__ = ("_deviation_ns", "_proofs", "_short", "_slow")
+
+    def __init__(self, proofs: Sequence[Proof], base_ns: float = inf) -> None:
+        """Begin with a declared estimate, which is trusted; infinite for none.
+
+        Args:
+            proofs: of the functions that a call may call.
+            base_ns: the estimate.
+        """
+        super().__init__(base_ns)
+        self._proofs = proofs
+        self._slow = self._count()
+        self._short = 0 if base_ns == inf else self._needed()
+        self._deviation_ns = 0.0
+
+    def _count(self) -> int:
+        return sum([proof.slow for proof in self._proofs])
+
+    def _needed(self) -> int:
+        return max([proof.needed for proof in self._proofs])
+
+    def _is_proved(self) -> bool:
+        slow = self._count()
+        if slow != self._slow:
+            self._slow, self._short = slow, 0
+        return self._short >= self._needed()
+
+    def predict_ns(self, size: int) -> float:
+        """The expected time of a call on work of ``size``; infinite if it seems short and that is not proved."""
+        expected_ns = super().predict_ns(size) + self._deviation_ns
+        return expected_ns if expected_ns > INLINE_LIMIT_NS or self._is_proved() else inf
+
+    def measured_ns(self, size: int) -> float | None:
+        """The expected time, proved or not, if there was any call."""
+        return super().predict_ns(size) if self._measured else None
+
+    def observe(self, size: int, ns: int) -> None:
+        """Learn that a call on work of ``size`` took ``ns`` nanoseconds by the clock."""
+        was_proved = self._is_proved()
+        if ns <= INLINE_LIMIT_NS:
+            self._short += 1
+            needed = self._needed()
+            if needed > _PROVING_CALLS and self._short >= 2 * needed:
+                for proof in self._proofs:
+                    proof.needed = max(proof.needed // _MORE_PROOF, _PROVING_CALLS)
+        elif not was_proved:
+            self._short = 0
+        elif self.predict_ns(size) <= INLINE_LIMIT_NS:  # it was on the loop
+            for proof in self._proofs:
+                proof.slow, proof.needed = proof.slow + 1, _MORE_PROOF * proof.needed
+            self._slow, self._short = self._count(), 0
+        off_ns = abs(ns - super().predict_ns(size)) if self._measured > 1 else 0.0
+        super().observe(size, ns)
+        self._deviation_ns += _WEIGHT * (off_ns - self._deviation_ns)
+
+
+class _Unlearnt(MeasuredCost):
+    """A cost that no measurement changes."""
+
+    __slots__ = ()
+
+    def observe(self, size: int, ns: int) -> None:
+        """Learn nothing."""
+
+
+ON_A_THREAD: Final = _Unlearnt(base_ns=inf)
+"""Of a function that has asked for a run and waited for it: short as that was, the event loop would wait for itself."""

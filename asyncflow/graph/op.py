@@ -77,7 +77,7 @@ CudaRule: TypeAlias = Callable[..., str | None]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Op:
     """An operation.
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from asyncflow.devices import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.cost import Proof, UserCost
 
 
 def test_it_begins_as_the_static_estimate() -> None:
@@ -81,3 +82,39 @@ def test_the_static_estimate_holds_until_the_first_measurement() -> None:
     assert cost.predict_ns(10) == 520
     cost.observe(10, INLINE_LIMIT_NS)
     assert cost.predict_ns(10) == INLINE_LIMIT_NS < cost.predict_ns(11)
+
+
+def test_a_user_function_proves_itself_again_after_each_slow_call() -> None:
+    """CONFORMANCE 108: eight short calls, then 64 behind one that held the loop, at each node that calls it."""
+    proof = Proof()
+    cost, other = UserCost([proof]), UserCost([proof])
+    for node in (cost, other):
+        assert _short_calls_until_proved(node) == 8
+    cost.observe(1, 2 * INLINE_LIMIT_NS)
+    assert cost.predict_ns(1) > INLINE_LIMIT_NS and other.predict_ns(1) > INLINE_LIMIT_NS
+    assert _short_calls_until_proved(cost) == 64
+    for _ in range(64):
+        cost.observe(1, 1_000)
+    cost.observe(1, 2 * INLINE_LIMIT_NS)
+    assert _short_calls_until_proved(cost) == 64, "a long good record counts"
+
+
+def test_the_deviation_counts_and_sizes_do_not_disprove() -> None:
+    """CONFORMANCE 108: a mean below the limit is not enough, and work on more elements may take longer."""
+    cost = UserCost([Proof()])
+    for ns in (10_000, INLINE_LIMIT_NS) * 4:
+        cost.observe(1, ns)
+    assert cost.predict_ns(1) > INLINE_LIMIT_NS
+    cost = UserCost([Proof()])
+    assert _short_calls_until_proved(cost) == 8
+    assert cost.predict_ns(1_000) > INLINE_LIMIT_NS
+    cost.observe(1_000, 1_000_000)
+    assert cost.predict_ns(1) < INLINE_LIMIT_NS
+
+
+def _short_calls_until_proved(cost: UserCost) -> int:
+    calls = 0
+    while cost.predict_ns(1) > INLINE_LIMIT_NS:
+        cost.observe(1, 1_000)
+        calls += 1
+    return calls

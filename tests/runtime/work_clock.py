@@ -38,6 +38,11 @@ class WorkClock:
             self._now_ns += ns
         self._worked.ns = self._thread_time_ns() + ns
 
+    def wait(self, ns: int) -> None:
+        """The calling thread waits for so long, which takes no time of the processor."""
+        with self._lock:
+            self._now_ns += ns
+
     def _perf_counter_ns(self) -> int:
         with self._lock:
             self._now_ns += 1

@@ -29,6 +29,7 @@ from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import PooledNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
+from asyncflow.ops.rows.by_row import PausingKernel
 from asyncflow.state.waiting.awaiting import granted
 
 if TYPE_CHECKING:
@@ -94,9 +95,9 @@ def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: b
     if xp is not np and any(dtype_name(tensor.dtype) == "bfloat16" for tensor in node.outputs):
         kernel = _casting(node, kernel)
     if check_outputs:
-        kernel = _with_checked_outputs(node, kernel, xp)
+        kernel = _followed_by(kernel, _output_check(node, xp))
     if check_numerics and any(tensor.dtype.kind in "fc" for tensor in node.outputs):
-        kernel = _with_checked_numbers(node, kernel)
+        kernel = _followed_by(kernel, _number_check(node))
     return kernel
 
 
@@ -330,12 +331,18 @@ def _casting(node: Node, kernel: Kernel) -> Kernel:
     )
 
 
-def _with_checked_outputs(node: Node, kernel: Kernel, xp: Namespace) -> Kernel:
+def _followed_by(kernel: Kernel, check: Callable[[Value], Value]) -> Kernel:
+    """A kernel whose results are checked."""
+    if isinstance(kernel, PausingKernel):
+        return kernel.followed_by(check)
+    return lambda *inputs: check(kernel(*inputs))
+
+
+def _output_check(node: Node, xp: Namespace) -> Callable[[Value], Value]:
     expected = [tensor.spec for tensor in node.outputs]
     arrays = np.ndarray, np.generic, xp.ndarray
 
-    def checked(*inputs: Value) -> Value:
-        result = kernel(*inputs)
+    def checked(result: Any) -> Value:
         values = (result,) if node.single else result
         if len(values) != len(expected):
             raise TypeError(f"the kernel returned {len(values)} values for {len(expected)} outputs")
@@ -351,9 +358,8 @@ def _with_checked_outputs(node: Node, kernel: Kernel, xp: Namespace) -> Kernel:
     return checked
 
 
-def _with_checked_numbers(node: Node, kernel: Kernel) -> Kernel:
-    def checked(*inputs: Value) -> Value:
-        result = kernel(*inputs)
+def _number_check(node: Node) -> Callable[[Value], Value]:
+    def checked(result: Any) -> Value:
         for index, value in enumerate((result,) if node.single else result):
             if getattr(value, "dtype", VARIANT).kind in "fc" and not np.isfinite(value).all():
                 nans, infinite = int(np.isnan(value).sum()), int(np.isinf(value).sum())

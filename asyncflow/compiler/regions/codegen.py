@@ -20,6 +20,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ from asyncflow.graph.op import KernelContext, Memory
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.ops.in_place import OwnBuffer
+from asyncflow.ops.rows.by_row import Paused, PausingKernel
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
 from asyncflow.values import Kernel, Value
 
@@ -237,8 +239,15 @@ class RegionGenerator:
         if node.op.kernel is None:
             return None
         if node not in self.kernels:
-            self.kernels[node] = self.bind(node)
+            kernel = self.bind(node)
+            if isinstance(kernel, PausingKernel) and self.may_pause(node):
+                kernel = partial(kernel.begin, INLINE_LIMIT_NS)
+            self.kernels[node] = kernel
         return self.kernels[node]
+
+    def may_pause(self, node: Node) -> bool:
+        """Return True if whoever drives the function can take over between two rows of a user's function."""
+        return node.op.is_user and not self.enqueues and self.decide is None
 
     def put_line(
         self,
@@ -341,6 +350,8 @@ class RegionGenerator:
             )
             self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, slot)
+        if self.may_pause(node):
+            expression = self.in_parts(node, expression, block)
         slot = None if own in self.lent else slot
         if node.op.is_async:  # it waits in a line, or would be in no region
             expression = self.granted(node, expression, block)
@@ -373,6 +384,17 @@ class RegionGenerator:
                 self.checkpoint(block)
         elif may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)
+
+    def in_parts(self, node: Node, expression: str, block: _KnownNames) -> str:
+        """The variable that holds what a user's function gives for rows; where these take long, the function yields."""
+        self.is_generator = True
+        self.bound.update(Paused=Paused)
+        found = self.fresh(node.name, "found")
+        self.line(block, f"{found} = {expression}", node)
+        self.line(block, f"while isinstance({found}, Paused):")
+        self.line(block.deeper(), f"budget = yield {found}")
+        self.line(block.deeper(), f"{found} = {found}.go_on()", node)
+        return found
 
     def granted(self, node: Node, expression: str, block: _KnownNames) -> str:
         """The variable that holds what a state gives; while that is a place in line, the function yields it."""

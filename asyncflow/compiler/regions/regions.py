@@ -43,6 +43,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.resource import waits_in_line
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.rows.by_row import BY_ROW_OPS
 
 _LARGEST = 400
 """A straight line of more nodes is cut: neither compiling a region nor running it may hold its thread for long."""
@@ -124,8 +125,8 @@ def is_compilable(node: Node) -> bool:
         return all(is_compilable(inner) for body in node.subgraphs for inner in body.nodes)
     if node.op in (EMIT, FEED, FETCH, CONTROL_TRIGGER):
         return False
-    if node.op.is_user:
-        return False  # it may block: it gets a thread of its own if it is slow
+    if node.op.is_user and node.op not in BY_ROW_OPS:
+        return False  # it may block: it gets a thread of its own if it is slow; rows let the region stop in between
     return node.op in (PARAMETER, CONSTANT) or (node.op.kernel is not None and not node.op.is_async)
 
 

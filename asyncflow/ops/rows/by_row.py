@@ -2,12 +2,19 @@
 
 Ops that draw random numbers have it too: each row draws as the iteration of a loop that has its number would, so that
 the numbers do not depend on what is computed beside it.
+
+A function of the user's may take any time for a row. So its rows can be computed in parts (`RowKernel.begin`): whoever
+calls stops between two rows, to go on elsewhere or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from itertools import islice, product, repeat
+from math import inf
+from time import perf_counter_ns
+from typing import Any, cast
 
 import numpy as np
 
@@ -34,7 +41,7 @@ from asyncflow.ops.custom import require_rows
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import shape
-from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 @row_rule("row by row")
@@ -68,6 +75,8 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
 
 
 def _calling(node: Node) -> Op:
+    if node.op.is_user:
+        return _OF_USER[node.op.is_repeatable, node.op.takes_any_arrays]
     if node.op.needs_context:
         return BY_ROW_DRAWN
     if node.op.effects is not None:
@@ -78,6 +87,11 @@ def _calling(node: Node) -> Op:
 def op_of(node: Node) -> Op:
     """The op whose kernel a node calls row by row."""
     return _op(node.attrs["calls"])
+
+
+def called_op(node: Node) -> Op:
+    """Return the op whose kernel a firing of any node calls in the end: once, or for each row."""
+    return op_of(node) if node.op in BY_ROW_OPS else node.op
 
 
 def _op(op: Op | str) -> Op:
@@ -92,8 +106,7 @@ def _kernel(
     xp: Namespace, *, calls: Op | str, arguments: Attrs, host: Sequence[int], single: bool, **attrs: object
 ) -> Kernel:
     op, rows = _op(calls), cast("Attrs", attrs)
-    of_row = bound_kernel(op, xp, arguments, of_scalars=False)
-    stacked = _stacking(xp, lambda row, *values: of_row(*values), single=single, **rows)
+    stacked = RowKernel(xp, bound_kernel(op, xp, arguments, of_scalars=False), single=single, **rows)
     if op.rows_kernel is None:
         return stacked
     of_rows = op.rows_kernel(xp, **arguments)
@@ -109,17 +122,17 @@ def _kernel(
         require_rows(results, len(numbers))
         return results
 
-    return at_once
+    return _AtOnce(at_once) if op.is_user else at_once
 
 
 def _drawing_kernel(
     xp: Namespace, *, calls: Op | str, arguments: Attrs, loops: Sequence[tuple[int, int, int]], **attrs: object
 ) -> Kernel:
-    of_row, rows = bound_kernel(_op(calls), np, arguments, of_scalars=False), cast("Attrs", attrs)
+    stacked = RowKernel(np, bound_kernel(_op(calls), np, arguments, of_scalars=False), **cast("Attrs", attrs))
 
-    def run(context: KernelContext, numbers: Array, *inputs: Array) -> tuple[Array, ...]:
+    def run(context: KernelContext, numbers: Array, *inputs: Array) -> Value:
         contexts = [context._replace(tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]
-        return _stacking(np, lambda row, *values: of_row(contexts[row], *values), **rows)(numbers, *inputs)
+        return stacked.begin(inf, numbers, *inputs, told=contexts)
 
     return run
 
@@ -141,31 +154,148 @@ def _tag(tag: tuple[int, ...], numbers: Sequence[int], loops: Sequence[tuple[int
     return tuple(found)
 
 
-def _stacking(
-    xp: Namespace, of_row: Kernel, *, has_rows: Sequence[bool], specs: Sequence[Spec], single: bool, label: str
-) -> Callable[..., tuple[Array, ...]]:
-    """Calls ``of_row(row, *values)`` for each row, and stacks what it gives."""
+class Paused:
+    """Work on rows that has stopped between two of them: `go_on` gives its results, or this again."""
 
-    keeps = any(spec.dtype == VARIANT for spec in specs)  # what it is given, which is a row that others write to
+    __slots__ = ()
 
-    def row_of(x: Array, row: int) -> Array:
-        found: Array = x[row].copy() if keeps and x.ndim > 1 else x[row]
+    def go_on(self) -> Paused | tuple[Array, ...]:
+        """Go on, until all is done or the time of another part is over."""
+        raise NotImplementedError
+
+
+class PausingKernel:
+    """A kernel for rows that may be computed in parts."""
+
+    __slots__ = ("_check",)
+
+    def __init__(self) -> None:
+        self._check: Callable[[Value], Value] | None = None
+
+    def __call__(self, numbers: Array, *inputs: Array) -> tuple[Array, ...]:
+        """The results of all rows."""
+        found = self.begin(inf, numbers, *inputs)
+        assert not isinstance(found, Paused)
         return found
 
-    def run(numbers: Array, *inputs: Array) -> tuple[Array, ...]:
-        results: list[Sequence[Array]] = []
-        for row in range(len(numbers)):
-            try:
-                found = of_row(
-                    row, *(row_of(x, row) if split else x for x, split in zip(inputs, has_rows, strict=True))
-                )
-            except Exception as error:
-                in_row(error, label, numbers[row].tolist())
-                raise
-            results.append((found,) if single else found)
-        return tuple(_stacked(xp, spec, [found[place] for found in results]) for place, spec in enumerate(specs))
+    def begin(self, limit_ns: float, numbers: Array, *inputs: Array) -> Paused | tuple[Array, ...]:
+        """The results; paused each time that calls have taken longer than `limit_ns` together."""
+        raise NotImplementedError
 
-    return run
+    def followed_by(self, check: Callable[[Value], Value]) -> PausingKernel:
+        """The same, with ``check(results)`` for its results; of several, the first is called first."""
+        found, before = copy(self), self._check
+        found._check = check if before is None else lambda results: check(before(results))
+        return found
+
+    def checked(self, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The results, as the checks give them."""
+        return results if self._check is None else cast("tuple[Array, ...]", self._check(results))
+
+
+class _Found(Paused):
+    """Results that are there."""
+
+    __slots__ = ("_results",)
+
+    def __init__(self, results: tuple[Array, ...]) -> None:
+        self._results = results
+
+    def go_on(self) -> tuple[Array, ...]:
+        return self._results
+
+
+class _AtOnce(PausingKernel):
+    """A user's function of many rows."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., tuple[Array, ...]]) -> None:
+        super().__init__()
+        self._call = call
+
+    def begin(self, limit_ns: float, numbers: Array, *inputs: Array) -> Paused | tuple[Array, ...]:
+        started = perf_counter_ns()
+        found = self.checked(self._call(numbers, *inputs))
+        return found if perf_counter_ns() - started <= limit_ns else _Found(found)
+
+
+class RowKernel(PausingKernel):
+    """Calls the kernel of one row for each row, and stacks what it gives.
+
+    Args:
+        xp: the array namespace.
+        of_row: the kernel of one row.
+        has_rows: for each input, whether it has a row axis; others are the same for all rows.
+        specs: of the stacked results.
+        single: `of_row` gives one value, not a tuple.
+        label: of the rows, for errors.
+    """
+
+    __slots__ = ("_has_rows", "_keeps", "_specs", "_xp", "label", "of_row", "single")
+
+    def __init__(
+        self,
+        xp: Namespace,
+        of_row: Kernel,
+        *,
+        has_rows: Sequence[bool],
+        specs: Sequence[Spec],
+        single: bool,
+        label: str,
+    ) -> None:
+        super().__init__()
+        self._xp, self.of_row, self._has_rows, self._specs, self.single = xp, of_row, has_rows, specs, single
+        self.label = label
+        # It keeps what it is given, which is a row that others write to.
+        self._keeps = any(spec.dtype == VARIANT for spec in specs)
+
+    def begin(
+        self, limit_ns: float, numbers: Array, *inputs: Array, told: Sequence[object] | None = None
+    ) -> Paused | tuple[Array, ...]:
+        """As of `PausingKernel`; each call is told one thing more in front, if that is given."""
+        columns: list[Iterator[Value]] = [] if told is None else [iter(told)]
+        columns += [self._column(x) if own else repeat(x) for x, own in zip(inputs, self._has_rows, strict=True)]
+        rows = zip(*columns, strict=False) if columns else repeat(())
+        return _Rows(self, numbers, rows, limit_ns).go_on()
+
+    def _column(self, x: Array) -> Iterator[Array]:
+        if self._keeps and x.ndim > 1:
+            return (x[row].copy() for row in range(x.shape[0]))
+        return iter(x) if self._xp is np else map(x.__getitem__, range(x.shape[0]))
+
+    def stacked(self, results: Sequence[Any]) -> tuple[Array, ...]:
+        """What all rows gave, with the row axis in front."""
+        columns: list[Sequence[Any]] = [results] if self.single else list(zip(*results, strict=True))
+        columns = columns or [()] * len(self._specs)
+        found = [_stacked(self._xp, spec, column) for spec, column in zip(self._specs, columns, strict=True)]
+        return self.checked(tuple(found))
+
+
+class _Rows(Paused):
+    """The rows of one firing, as far as they are computed."""
+
+    __slots__ = ("_kernel", "_limit_ns", "_numbers", "_results", "_rows")
+
+    def __init__(self, kernel: RowKernel, numbers: Array, rows: Iterator[tuple[Value, ...]], limit_ns: float) -> None:
+        self._kernel, self._numbers, self._rows, self._limit_ns = kernel, numbers, rows, limit_ns
+        self._results: list[Any] = []
+
+    def go_on(self) -> Paused | tuple[Array, ...]:
+        kernel, results, limit_ns = self._kernel, self._results, self._limit_ns
+        of_row, started = kernel.of_row, perf_counter_ns()
+        left = len(self._numbers) - len(results)
+        for values in islice(self._rows, left):
+            try:
+                results.append(of_row(*values))
+            except Exception as error:
+                in_row(error, kernel.label, self._numbers[len(results)].tolist())
+                raise
+            if perf_counter_ns() - started > limit_ns:
+                return self
+        if len(results) < len(self._numbers):
+            raise ValueError(f"an input has {len(results)} rows; there are {len(self._numbers)}")
+        return kernel.stacked(results)
 
 
 def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
@@ -180,6 +310,8 @@ def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
         return found
     if not values:
         return xp.empty((0, *(extent or 0 for extent in (spec.shape or ())[1:])), spec.dtype)
+    if xp is np and set(map(type, values)) == {spec.dtype.type}:
+        return np.array(values, spec.dtype)  # of scalars: a fraction of the time that stacking takes
     for row, value in enumerate(values):
         if value.shape != values[0].shape:
             raise ValueError(
@@ -217,7 +349,21 @@ BY_ROW_CHECKED = define(
 BY_ROW_DRAWN = define(
     "draw_row_by_row", _infer, _drawing_kernel, flops=_flops, needs_context=True, is_random=True, runs_on_host=True
 )
-BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED)
+_OF_USER = {
+    (pure, anywhere): define(
+        f"user{'_pure' * pure}{'_anywhere' * anywhere}_row_by_row",
+        _infer,
+        _kernel,
+        host_inputs=_host,
+        flops=_flops,
+        is_user=True,
+        is_repeatable=pure,
+        takes_any_arrays=anywhere,
+    )
+    for pure, anywhere in product((False, True), repeat=2)
+}
+"""Those that call a user's function, by `Op.is_repeatable` and `Op.takes_any_arrays` of its op."""
+BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED, *_OF_USER.values())
 """The ops that call the kernel of another for each row; their first input are the numbers of rows, a vector each."""
 
 

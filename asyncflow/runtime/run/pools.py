@@ -68,7 +68,9 @@ class _Steps:
     def most(self, size: int, time_ns: float) -> int:
         """How many steps on so many elements there is time for on the event loop."""
         call = self._call
-        if call is None or (expected_ns := call.expected_ns(size)) > time_ns or not self._runs.may_call(self._plan):
+        if call is None or call.is_user:
+            return 0
+        if (expected_ns := call.expected_ns(size)) > time_ns or not self._runs.may_call(self._plan):
             return 0
         return int(time_ns / max(expected_ns, 1.0))
 

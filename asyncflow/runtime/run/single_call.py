@@ -95,6 +95,11 @@ class CountedCall:
         # Not the node's, of whose firings each may make many steps.
         self._cost = MeasuredCost(base_ns=inf)
 
+    @property
+    def is_user(self) -> bool:
+        """True if it calls a user's function, which is for a run: the executor decides where that goes."""
+        return self._call.node.is_user
+
     def expected_ns(self, size: int) -> float:
         """How long a step on so many elements takes; infinite if that was never measured."""
         return self._cost.predict_ns(size)

@@ -23,6 +23,7 @@ from asyncflow.devices.memory import Buffer, MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans, recording
 from asyncflow.errors import DeviceLostError, KernelError
 from asyncflow.graph.op import KernelContext
+from asyncflow.ops.rows.by_row import Paused
 from asyncflow.runtime.picks import COMPUTED, UNANSWERED
 from asyncflow.runtime.scheduler.coroutines import Coroutines
 from asyncflow.runtime.scheduler.first_guess import first_guess
@@ -32,7 +33,7 @@ from asyncflow.runtime.scheduler.recorder import Recorder
 from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
 from asyncflow.runtime.scheduler.sliced_region import size_of
-from asyncflow.runtime.scheduler.threads import goes_to_a_thread, launch_on_a_thread, must_wait
+from asyncflow.runtime.scheduler.threads import goes_to_a_thread, in_parts, launch_on_a_thread, must_wait
 from asyncflow.runtime.scheduler.waits import Waits
 from asyncflow.state.waiting.lines import PlaceInLine
 
@@ -442,13 +443,13 @@ class Executor:
         if cost is None:
             cost = node.cost = first_guess(node, inputs)
         expected_ns = cost.predict_ns(size)
-        may_leave = expected_ns > INLINE_LIMIT_NS or node.source.op.alone is not None
+        may_leave = expected_ns > INLINE_LIMIT_NS or node.owner is not None
         if has_to_wait or (may_leave and goes_to_a_thread(self, node, expected_ns)):
             launch_on_a_thread(self, node, iteration, inputs, size)
             return
         started = perf_counter_ns()
         try:
-            result = self.run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
+            result = self.run.context.run(in_parts(node), *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[misc]
         except BaseException as error:
             if self.recorder is not None:
                 self.recorder.firing(node, iteration, "inline", started, perf_counter_ns(), None, "error")
@@ -464,6 +465,9 @@ class Executor:
                 (ended - started) / 1e6,
                 node.source.location,
             )
+        if isinstance(result, Paused):
+            launch_on_a_thread(self, node, iteration, inputs, size, result)
+            return
         if self.recorder is not None:
             self.recorder.firing(node, iteration, "inline", started, ended, result, "ok")
         self.complete(node, iteration, inputs, result)

@@ -10,33 +10,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Final
+from weakref import WeakKeyDictionary
 
 from asyncflow.compiler.placement.node_costs import NS_PER_ELEMENT, kernel_ns
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.compiler.program.work import makes_what_it_is_told
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost, Proof, UserCost
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Node
+from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.rows.by_row import called_op
 from asyncflow.values import Value
 
-ON_A_THREAD: Final = MeasuredCost(base_ns=inf)
-"""Of a function that has asked for a run and waited for it: short as that was, the event loop would wait for itself."""
+_proofs: WeakKeyDictionary[Op, Proof] = WeakKeyDictionary()
 
 
 def first_guess(node: PlanNode, inputs: Sequence[Value]) -> MeasuredCost:
-    """The expected cost of a kernel on such inputs; infinite where nobody can say."""
+    """Return the expected cost of a kernel, or a region, on such inputs; infinite where nothing is known."""
     source = node.source
+    if node.is_user and (node.estimate is not None or called_op(source).flops is None):
+        return user_cost(node)
     if node.estimate is not None:
         too_long = node.estimate.expects(INLINE_LIMIT_NS, inputs)
         return MeasuredCost(base_ns=inf if too_long else node.estimate.once_ns)
-    if (source.op.is_user and source.op.flops is None) or makes_what_it_is_told(source):
+    if makes_what_it_is_told(source):
         return MeasuredCost(base_ns=inf)
     given = _specs(source, inputs[len(inputs) - len(source.inputs) :])
     base_ns = kernel_ns(source, [spec.shape for spec in given], [spec.shape for spec in _made(source, given)])
+    if node.is_user:
+        return user_cost(node, base_ns)
     return MeasuredCost(base_ns=base_ns, slope_ns=NS_PER_ELEMENT if source.op.flops is None else 0.0)
+
+
+def user_cost(node: PlanNode, base_ns: float = inf) -> UserCost:
+    """Return the expected cost of a firing that calls functions of the user's, all nodes of which share their proof."""
+    called = node.region_nodes() if node.region is not None else (node.source,)
+    ops = dict.fromkeys(called_op(each) for each in called if each.op.is_user)
+    return UserCost(list(map(_proof_of, ops)), base_ns)
+
+
+def _proof_of(op: Op) -> Proof:
+    proof = _proofs.get(op)
+    if proof is None:
+        proof = _proofs[op] = Proof()
+    return proof
 
 
 def _specs(source: Node, values: Sequence[Value]) -> list[Spec]:

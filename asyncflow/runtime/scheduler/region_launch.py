@@ -8,21 +8,25 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+import numpy as np
+
+from asyncflow.devices.cost import INLINE_LIMIT_NS, ON_A_THREAD
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
-from asyncflow.runtime.scheduler.threads import goes_to_a_thread, submit
+from asyncflow.runtime.scheduler.threads import goes_to_a_thread, held, submit
 from asyncflow.state.waiting.awaiting import wake_on
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.cpu.lanes import Times
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
+
+T = TypeVar("T")
 
 
 class Regions:
@@ -65,7 +69,8 @@ class Regions:
             firing = SlicedRegion(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
         # A thread would gain nothing where steps only launch.
         hold_ns = firing.expected_hold_ns() if executor.asynchronous is None else 0.0
-        if hold_ns > INLINE_LIMIT_NS and goes_to_a_thread(executor, node, hold_ns):
+        may_leave = hold_ns > INLINE_LIMIT_NS or node.owner is not None
+        if may_leave and executor.asynchronous is None and goes_to_a_thread(executor, node, hold_ns):
             self._on_stream(firing)
         else:
             self.suspended.append(firing)
@@ -75,10 +80,11 @@ class Regions:
         executor, firing = self._executor, self.suspended.popleft()
         node, iteration, device = firing.node, firing.iteration, executor.asynchronous
         began, now = perf_counter_ns(), 0
+        run_slice = partial(executor.run.context.run, _quiet, firing.run_slice) if node.is_user else firing.run_slice
         try:
             with executor.recording(firing.spans):
                 while now < deadline_ns:
-                    now = firing.run_slice()
+                    now = run_slice()
                     if firing.lacks_memory:
                         executor.lacks_memory = True
                         break
@@ -136,12 +142,19 @@ class Regions:
                 executor.lacks_memory |= firing.lacks_memory
                 self._put_back(firing)
             elif error is None and not executor.stopped:
-                firing.learn(times.computed_ns)
+                firing.learn(times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
+                if hold is not None and hold.has_asked:
+                    node.cost = node.hold = ON_A_THREAD
                 executor.complete(node, iteration, firing.inputs, result)
             elif error is not None and not isinstance(error, Stopped):
                 executor.kernel_failed(error, node, iteration, firing.inputs)
 
-        submit(executor, node, firing.size, firing.run_to_end, (lambda: executor.stopped,), take)
+        work: Callable[..., object] = firing.run_to_end
+        args: tuple[Value, ...] = (lambda: executor.stopped,)
+        hold = None
+        if node.is_user:
+            work, args, hold = held(executor, _quiet, (work, *args))
+        submit(executor, node, firing.size, work, args, take)
 
     def _record_part(
         self,
@@ -161,3 +174,9 @@ class Regions:
         firing.paused_ns = ended
         if queued_ns is None:
             firing.inline_ns += ended - started
+
+
+def _quiet(work: Callable[..., T], *args: Value) -> T:
+    """``work(*args)`` without NumPy's floating-point warnings, which the context of a run has not turned off."""
+    with np.errstate(all="ignore"):
+        return work(*args)

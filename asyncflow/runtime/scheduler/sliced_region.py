@@ -5,6 +5,9 @@ the GIL wherever they run, and a slice ends with the session's turn. When an ite
 the event loop, the rest moves to one of the device's threads; that is safe where the generator stands still: at a back
 edge, or behind a kernel that may be long. Where the next firing starts depends on its node's `hold`: the longest
 time, as measured, for which it held its thread without giving way, wherever that was.
+
+A region that calls a user's function is taken for that function: it begins on a thread until it has proved to be short
+(`UserCost`). Its time is that of the clock on the wall, as the function may wait, and it stops behind a slow call.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from asyncflow.compiler.regions.region_code import Phase
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Spans
 from asyncflow.devices.working_set import WorkingSet
+from asyncflow.ops.rows.by_row import Paused
+from asyncflow.runtime.scheduler.first_guess import user_cost
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.values import Value
@@ -58,7 +63,7 @@ class SlicedRegion:
     node: PlanNode
     iteration: Iteration
     inputs: Sequence[Value]
-    generator: GeneratorType[bool | WorkingSet | PlaceInLine | None, int | None, tuple[Value, ...]]
+    generator: GeneratorType[bool | WorkingSet | PlaceInLine | Paused | None, int | None, tuple[Value, ...]]
     spans: Spans | None = None
     """What an asynchronous device records of it; None if the run is not traced."""
     clock: Callable[[], int] | None = None
@@ -75,6 +80,8 @@ class SlicedRegion:
     """Where it has stopped until it is called."""
     is_suspect: bool = field(init=False)
     """An earlier slice may have, in this firing or the one before."""
+    is_user: bool = field(init=False)
+    """It calls code of the user's."""
     is_unsettled: bool = field(default=False, init=False)
     """Nobody has looked whether the last one that took so long did so by itself."""
     is_proved: bool = field(default=False, init=False)
@@ -102,11 +109,14 @@ class SlicedRegion:
 
     def __post_init__(self) -> None:
         self.is_suspect = getattr(self.node, "is_suspect", False)
+        self.is_user = getattr(self.node, "is_user", False)
         self.size = size_of(self.inputs)
 
     def expected_hold_ns(self) -> float:
         """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
         hold: MeasuredCost | None = self.node.hold
+        if hold is None and self.is_user:
+            hold = self.node.hold = user_cost(self.node)
         if hold is not None:
             return hold.predict_ns(self.size)
         assert self.node.estimate is not None
@@ -121,7 +131,7 @@ class SlicedRegion:
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
         if self.is_traced and self._standing is None:
             self._standing = self._phase()
-        busy_ns = thread_time_ns() if self.is_watched else 0
+        busy_ns = thread_time_ns() if self.is_watched and not self.is_user else 0
         clock = self.clock or perf_counter_ns
         before = clock()
         try:
@@ -137,6 +147,9 @@ class SlicedRegion:
         self.place = why if isinstance(why, PlaceInLine) else None
         self._note_phase(before, now)
         taken, spent = self._take_time(before, now, busy_ns)
+        if isinstance(why, Paused):
+            self.is_heavy = True
+            self.hold_ns = max(self.hold_ns, taken)
         self.is_watched = (self.is_suspect and not self.is_proved) or begins_loop
         if self.place is not None:
             self.budget = spent  # at most: nobody knows
@@ -175,7 +188,10 @@ class SlicedRegion:
         limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
         held_ns = taken // spent
         self.is_heavy = False
-        if taken > limit_ns:
+        if self.is_user:
+            self.is_heavy = taken > limit_ns
+            held_ns = taken if self.is_heavy else held_ns
+        elif taken > limit_ns:
             self.is_suspect = True
             self.is_unsettled = not self.is_watched
             held_ns = INLINE_LIMIT_NS
@@ -194,15 +210,15 @@ class SlicedRegion:
         self.node.hold.observe(self.size, self.hold_ns)
         self.has_learned = True
 
-    def learn(self, computed_ns: int = 0) -> None:
-        """At its end: `learn_hold`, if that says anything new, and how long it computed, on a thread and before."""
+    def learn(self, on_thread_ns: int = 0) -> None:
+        """At its end: `learn_hold`, if that says anything new, and how long it took, on a thread and before."""
         self.node.is_suspect = self.is_unsettled
         is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
         if not (self.has_learned or is_known):
             self.learn_hold()
         if self.node.cost is None:
             self.node.cost = MeasuredCost()
-        self.node.cost.observe(self.size, self.inline_ns + computed_ns)
+        self.node.cost.observe(self.size, self.inline_ns + on_thread_ns)
 
     def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Value, ...]:
         """Runs on a thread until it ends, or lacks memory; watched until it has proved heavy.

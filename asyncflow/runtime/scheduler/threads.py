@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.program.kernels import waits_for_saved
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.cost import INLINE_LIMIT_NS, ON_A_THREAD, MeasuredCost
 from asyncflow.devices.cpu.lanes import Times
-from asyncflow.runtime.scheduler.first_guess import ON_A_THREAD
+from asyncflow.ops.rows.by_row import Paused, PausingKernel
+from asyncflow.runtime.scheduler.sliced_region import Stopped
 from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue
 
 if TYPE_CHECKING:
@@ -27,8 +29,7 @@ def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> 
     """Whether a firing that is expected to take so long is not for the event loop."""
     if executor.recorder is not None and executor.recorder.order is not None and node.source.op.effects is not None:
         return False  # the next firing is taken when this one has changed what it changes
-    owner = node.source.op.alone
-    if owner is not None and cast("CpuDevice", executor.device).lanes.holds(owner):
+    if node.owner is not None and cast("CpuDevice", executor.device).lanes.holds(node.owner):
         return True  # other work on the state that the kernel changes is under way
     # What nobody knows is found out on the loop where a thread might wait for itself.
     return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
@@ -41,16 +42,20 @@ def must_wait(swapping: Swapping, node: PlanNode, inputs: Sequence[Value]) -> bo
 
 
 def launch_on_a_thread(
-    executor: Executor, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], size: int
+    executor: Executor,
+    node: PlanNode,
+    iteration: Iteration,
+    inputs: Sequence[Value],
+    size: int,
+    begun: Paused | None = None,
 ) -> None:
-    """Starts a firing on inputs of so many elements."""
+    """Starts a firing on inputs of so many elements, or goes on with one that has `begun` on the event loop."""
     assert node.kernel is not None
-    work: Callable[..., object] = node.kernel
-    args = tuple(inputs)
+    work: Callable[..., object] = node.kernel if begun is None else begun.go_on
+    args = tuple(inputs) if begun is None else ()
     hold = None
     if node.is_user:
-        hold = ThreadHold()
-        work, args = executor.run.context.copy().run, (holding, hold, work, *args)
+        work, args, hold = held(executor, partial(_to_end, executor, in_parts(node) if begun is None else work), args)
 
     def take(result: Value, error: BaseException | None, times: Times) -> None:
         if executor.recorder is not None:
@@ -58,16 +63,46 @@ def launch_on_a_thread(
             status = "ok" if error is None else "error"
             executor.recorder.firing(node, iteration, lane, started_ns, ended_ns, result, status, queued_ns)
         if error is not None:
-            executor.kernel_failed(error, node, iteration, inputs)
+            if not isinstance(error, Stopped):
+                executor.kernel_failed(error, node, iteration, inputs)
         elif not executor.stopped:
             if hold is not None and hold.has_asked:
                 node.cost = ON_A_THREAD
-            elif node.cost is not ON_A_THREAD:
+            elif begun is None:
                 # The user's may wait for something else than the processor.
                 node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
             executor.complete(node, iteration, inputs, result)
 
     submit(executor, node, size, work, args, take)
+
+
+def held(
+    executor: Executor, work: Callable[..., object], args: tuple[Value, ...]
+) -> tuple[Callable[..., object], tuple[Value, ...], ThreadHold]:
+    """Work that calls a user's function, for a thread: in its run's context, and with the hold that it has there."""
+    hold = ThreadHold()
+    return executor.run.context.copy().run, (holding, hold, work, *args), hold
+
+
+def in_parts(node: PlanNode) -> Callable[..., object]:
+    """The kernel of a user's function, which pauses between rows if it has any and they take long."""
+    kernel = node.kernel
+    assert kernel is not None
+    return partial(kernel.begin, INLINE_LIMIT_NS) if isinstance(kernel, PausingKernel) else kernel
+
+
+def _to_end(executor: Executor, work: Callable[..., object], *args: Value) -> object:
+    """The results of work that may pause; no more of it is done once the run has stopped.
+
+    Raises:
+        Stopped: it has.
+    """
+    found = work(*args)
+    while isinstance(found, Paused):
+        if executor.stopped:
+            raise Stopped
+        found = found.go_on()
+    return found
 
 
 def submit(
@@ -99,7 +134,7 @@ def submit(
             executor.run.turn.loop,
             expected_ns=None if cost is None else cost.measured_ns(size),
             planned=node.stream,
-            owner=node.source.op.alone,
+            owner=node.owner,
             node=node.source,
         )
     except BaseException as error:
