@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
+
+import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.dtypes import float32, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import replaced, static_int
-from asyncflow.ops.cost import sorting
+from asyncflow.ops.cost import several_passes, sorting
 from asyncflow.ops.indexing import take_along_axis
 from asyncflow.ops.promotion import require_kind
 from asyncflow.values import Array, Kernel, Namespace, Value
@@ -29,8 +32,17 @@ def _argsort_spec(x: Spec, *, axis: int, descending: bool, stable: bool) -> Spec
     return Spec(int64, _sort_spec(x, axis=axis, descending=descending, stable=stable).shape)
 
 
+def _sortable(x: Array) -> Array:
+    """Return `x`, or float32 of the same values for bfloat16, whose NaNs NumPy leaves where they are."""
+    return x.astype(float32) if x.dtype.kind == "V" else x
+
+
 def _sort_kernel(xp: Namespace, *, axis: int, descending: bool, stable: bool) -> Kernel:
-    ascending = partial(xp.sort, axis=axis, kind="stable" if stable else None)
+    sorted_by = partial(xp.sort, axis=axis, kind="stable" if stable else None)
+
+    def ascending(x: Array) -> Array:
+        return sorted_by(_sortable(x)).astype(x.dtype, copy=False)
+
     if not descending:
         return ascending
     # Flipped on the way in as well: equal elements that differ in their bits (0.0, -0.0) then keep their order.
@@ -38,7 +50,11 @@ def _sort_kernel(xp: Namespace, *, axis: int, descending: bool, stable: bool) ->
 
 
 def _argsort_kernel(xp: Namespace, *, axis: int, descending: bool, stable: bool) -> Kernel:
-    ascending = partial(xp.argsort, axis=axis, kind="stable" if stable else None)
+    sorted_by = partial(xp.argsort, axis=axis, kind="stable" if stable else None)
+
+    def ascending(x: Array) -> Array:
+        return sorted_by(_sortable(x))
+
     if not descending:
         return ascending
     return lambda x: x.shape[axis] - 1 - xp.flip(ascending(xp.flip(x, axis)), axis)
@@ -84,12 +100,44 @@ def _top_k_kernel(xp: Namespace, *, k: int, axis: int, largest: bool) -> Kernel:
         at = axis % x.ndim
         if k > x.shape[at]:
             raise ValueError(f"there are no {k} elements along axis {axis} of {format_shape(x.shape)}")
-        return positions(x)[(slice(None),) * at + (slice(k),)]
+        if xp is np and x.dtype.kind != "c" and x.size >= _MANY and 0 < k * _FEW <= x.shape[at]:
+            chosen = _chosen(np.moveaxis(x, at, -1), k, largest=largest)
+            if chosen is not None:
+                return np.moveaxis(chosen, -1, at)
+        # A copy: a view would keep the memory of all positions.
+        return positions(x)[(slice(None),) * at + (slice(k),)].copy()
 
     return kernel
 
 
-TOP_K = define("top_k", _top_k_spec, _top_k_kernel, flops=sorting, rows="axis", traits=OPAQUE)
+_MANY: Final = 4_096
+_FEW: Final = 8
+"""A partition pays from `_MANY` elements on, of which at most one in `_FEW` is asked for."""
+
+
+def _chosen(x: Array, k: int, *, largest: bool) -> Array | None:
+    """Return the positions of the `k` first along the last axis, in order; None if the last of them is a NaN.
+
+    A partition takes a tenth of the time of a sort, and tells only the value of the last.
+    """
+    values = _sortable(x)
+    last = k - 1 if not largest else x.shape[-1] - k
+    bound = np.partition(values, last, axis=-1)[..., last : last + 1]
+    if (bound != bound).any():
+        return None
+    # NaNs count as large, and compare as False.
+    taken = ~(values < bound) if largest else values <= bound
+    if (np.count_nonzero(taken, axis=-1) > k).any():
+        ties = values == bound
+        room = k - np.count_nonzero(taken & ~ties, axis=-1, keepdims=True)
+        taken &= ~ties | (np.cumsum(ties, axis=-1) <= room)
+    positions = np.nonzero(taken)[-1].reshape(*x.shape[:-1], k)
+    order = _argsort_kernel(np, axis=-1, descending=largest, stable=True)
+    found: Array = np.take_along_axis(positions, order(np.take_along_axis(x, positions, axis=-1)), axis=-1)
+    return found
+
+
+TOP_K = define("top_k", _top_k_spec, _top_k_kernel, flops=several_passes, rows="axis", traits=OPAQUE)
 
 
 def top_k(x: TensorLike, k: int, /, *, axis: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:

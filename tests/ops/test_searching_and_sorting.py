@@ -11,6 +11,7 @@ from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
 from asyncflow.ops import searching, sorting
+from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import square
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import NUMBERS, compare, sample
@@ -158,6 +159,34 @@ def test_top_k(evaluate: Any, axis: int, largest: bool) -> None:
             places = np.take(places, range(k), axis=axis)
             expected = (np.take_along_axis(x, places, axis), places)
             compare(evaluate, lambda t, k=k: sorting.top_k(t, k, axis=axis, largest=largest), expected, x)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "ties"])
+def test_top_k_of_many(dtype: Any) -> None:
+    """The first of a sort, whatever is equal or a NaN, where a partition finds them; no result keeps a longer array."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-2, 2, (3, 2_000)) if dtype == "ties" else rng.normal(size=(3, 2_000)) * 100
+    with np.errstate(all="ignore"):
+        x = x.astype("float64" if dtype == "ties" else dtype)
+    if x.dtype.kind in "fV":
+        x[0, ::3], x[1, :5], x[2, 1:9] = np.nan, np.nan, -0.0
+    assert sorting.TOP_K.kernel is not None
+    for largest in (False, True):
+        for k in (1, 7, 200):
+            found = sorting.TOP_K.kernel(np, k=k, axis=1, largest=largest)(x)
+            wide = x.astype("float32") if x.dtype.kind == "V" else x
+            order = np.argsort(np.flip(wide, 1) if largest else wide, axis=1, kind="stable")
+            order = x.shape[1] - 1 - np.flip(order, 1) if largest else order
+            np.testing.assert_array_equal(found, order[:, :k])
+            assert found.base is None or found.base.nbytes <= found.nbytes
+
+
+def test_nans_of_bfloat16_are_sorted_behind_all_numbers(evaluate: Any) -> None:
+    x = np.array([1, np.nan, -3, 2, np.nan, 0], ml_dtypes.bfloat16)
+    compare(evaluate, sorting.argsort, np.array([2, 5, 0, 3, 1, 4]), x)
+    compare(
+        evaluate, lambda t: astype(sorting.sort(t), "float32"), np.array([-3, 0, 1, 2, np.nan, np.nan], "float32"), x
+    )
 
 
 def test_top_k_errors(evaluate: Any) -> None:

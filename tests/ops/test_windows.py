@@ -58,3 +58,51 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_the_gradient_goes_back_to_its_place() -> None:
     x = np.random.default_rng(0).normal(size=(5, 3))
     assert_derivatives(lambda x: af.square(af.dynamic_slice(x, [af.constant(2), 1], [2, 2])), x, order=2)
+
+
+async def test_windows_of_rows(run: Any) -> None:
+    """Each row has starts of its own: values and gradients, inside and outside, are those of rows one by one."""
+    rng = np.random.default_rng(0)
+    rows, shared = rng.normal(size=(4, 6, 3)), rng.normal(size=(6, 3))
+    starts = np.array([[0, 0], [4, 1], [2, 1], [4, 0]])
+
+    def of_row(x: af.Tensor, start: af.Tensor, w: af.Tensor) -> af.Tensor:
+        return af.sum(af.dynamic_slice(x, start, (2, 2)) ** 2 * af.dynamic_slice(w, start, (2, 2)))
+
+    def all_of(xs: Any, at: Any, w: Any, map_rows: Any) -> list[af.Tensor]:
+        inside = map_rows(lambda x, start: af.gradients(of_row(x, start, w), [x, w]), (xs, at))
+        total = af.sum(map_rows(lambda x, start: of_row(x, start, w), (xs, at)))
+        (first,) = af.gradients(total, [xs])
+        return [total, first, *af.gradients(total, [w]), *af.gradients(af.sum(first**2), [xs, w]), *inside]
+
+    def vmapped(function: Any, values: Any) -> Any:
+        return af.vmap(function)(*values)
+
+    def mapped(function: Any, values: Any) -> Any:
+        return af.map_fn(lambda row: function(*row), values)
+
+    def one_by_one(function: Any, values: Any) -> Any:
+        found = [function(*(value[k] for value in values)) for k in range(4)]
+        if isinstance(found[0], af.Tensor):
+            return af.stack(found)
+        return [af.stack(each) for each in zip(*found, strict=True)]
+
+    with af.Graph():
+        xs, at = af.placeholder("float64", (4, 6, 3)), af.placeholder("int64", (4, 2))
+        w = af.placeholder("float64", (6, 3))
+        ways = [all_of(xs, at, w, way) for way in (vmapped, mapped, one_by_one)]
+        *found, expected = await run(ways, {xs: rows, at: starts, w: shared})
+    for way in found:
+        for one, other in zip(way, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("start", [-1, 4])
+async def test_a_window_of_a_row_that_leaves_its_tensor(run: Any, start: int) -> None:
+    """The run fails and names the row: a negative position would be counted from the end."""
+    with af.Graph():
+        at = af.placeholder("int64", (3,))
+        y = af.vmap(lambda i: af.dynamic_slice(af.ones(5), [i], [2]))(at)
+        with pytest.raises(af.KernelError, match="out of bounds for axis 0 with size 5") as failed:
+            await run(y, {at: [0, start, 1]})
+    assert "vmap/1" in str(failed.value)

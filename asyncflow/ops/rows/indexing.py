@@ -15,17 +15,22 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import Shape, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import arange
+from asyncflow.ops.datatypes import in_dtype
 from asyncflow.ops.derivatives.scatter import SCATTER_ALONG_AXIS, SCATTER_TO, parts_of, sizes_of
+from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import template_shape
 from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_ALONG_AXIS
 from asyncflow.ops.keys import WHOLE, Key, along, place_of_positions
-from asyncflow.ops.manipulation import expand_dims, moveaxis
+from asyncflow.ops.logic import greater_equal, less_equal, logical_and
+from asyncflow.ops.manipulation import expand_dims, moveaxis, reshape
 from asyncflow.ops.nn import EMBEDDING
 from asyncflow.ops.rows.axes import behind
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.positions import positions_of_rows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, row_rule
+from asyncflow.ops.searching import where
+from asyncflow.ops.shape import extent_of
 from asyncflow.ops.windows import DYNAMIC_SLICE
 
 
@@ -155,6 +160,21 @@ def _scatter_to(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Seq
     return apply(SCATTER_TO, *tensors, keys=keys, shape=template, known=rows.shape(node.outputs[0].shape))
 
 
+def _as_positions(key: Key, indices: Sequence[LiftedValue], values: Shape) -> tuple[Key, Sequence[LiftedValue]]:
+    """Return a key of slices as one of positions if a bound is each row's own; `values` says how long the slices are.
+
+    A `dynamic_slice` has such a key in its derivative, and its windows lie inside.
+    """
+    is_window = all(entry[0] == "slice" and isinstance(entry[1], tuple) and entry[3] is None for entry in key)
+    if not is_window or values is None or not any(index.has_rows for index in indices):
+        return key, indices
+    sizes = [size for size in values[: len(key)] if size is not None]
+    if len(sizes) < len(key):
+        return key, indices
+    starts = [indices[entry[1][1]] for entry in key]
+    return tuple(("input", axis) for axis in range(len(key))), _windows(starts, sizes)
+
+
 def row_parts(
     node: Node, rows: RowAxis, inputs: Sequence[LiftedValue], part: tuple[Tensor, RowAxis] | None = None
 ) -> tuple[tuple[Key, ...], list[Tensor], Shape]:
@@ -166,6 +186,7 @@ def row_parts(
     shape = merge(template_shape(node.attrs["shape"], [x.tensor.spec for x in given]), node.attrs["known"])
     keys, tensors = [], []
     for key, (values, indices) in zip(node.attrs["keys"], parts_of(inputs, node.attrs["keys"]), strict=True):
+        key, indices = _as_positions(key, indices, values.shape)
         found = row_key(node, rows, key, shape, indices, places)
         keys.append(found.key)
         tensors += [found.to_front(rows.spread(values)), *found.indices]
@@ -190,10 +211,37 @@ def _scatter_along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]
 @row_rule(DYNAMIC_SLICE)
 def _dynamic_slice(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     x, *starts = inputs
-    if rows.extent is None or any(start.has_rows for start in starts):
-        return row_by_row(node, rows, inputs)
-    tensors = [constant(0, int64), *(start.tensor for start in starts)]
-    return apply(node.op, x.tensor, *tensors, sizes=(rows.extent, *node.attrs["sizes"]))
+    if rows.extent is not None and not any(start.has_rows for start in starts):
+        tensors = [constant(0, int64), *(start.tensor for start in starts)]
+        return apply(node.op, x.tensor, *tensors, sizes=(rows.extent, *node.attrs["sizes"]))
+    if not starts:
+        return [rows.spread(x)]
+    sizes = node.attrs["sizes"]
+    inside = [
+        _or_outside(start, extent_of(x.tensor, axis + x.has_rows), size)
+        for axis, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    key = tuple(("input", axis) for axis in range(len(starts)))
+    return [_indexed(node, rows, key, x, _windows(inside, sizes))]
+
+
+def _or_outside(start: LiftedValue, extent: int | Tensor, size: int) -> LiftedValue:
+    """Return `start` if a window of `size` from there lies inside, else `extent`: a position that indexing refuses."""
+    begin = in_dtype(start.tensor, int64)
+    is_inside = logical_and(greater_equal(begin, 0), less_equal(begin, extent - size))
+    return start._replace(tensor=where(is_inside, begin, extent))
+
+
+def _windows(starts: Sequence[LiftedValue], sizes: Sequence[int]) -> list[LiftedValue]:
+    """Return the positions in windows, one array for each axis; together they name each element of a row's window."""
+    found, rank = [], len(starts)
+    for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        begin = in_dtype(start.tensor, int64)
+        if start.has_rows:
+            begin = expand_dims(begin, axis=tuple(range(1, 1 + rank)))
+        steps = reshape(arange(size, dtype=int64), [size if each == axis else 1 for each in range(rank)])
+        found.append(start._replace(tensor=add(begin, steps)))
+    return found
 
 
 @row_rule(EMBEDDING)
