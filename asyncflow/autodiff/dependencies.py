@@ -8,7 +8,7 @@ Sets of sources are the bits of an int.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 
@@ -87,7 +87,8 @@ class Dependencies:
 
     def _of_structured(self, node: StructuredNode, given: Sequence[int]) -> list[int]:
         inputs, variables = self._summary(node)
-        return [_union(given, mask) | inside for mask, inside in zip(inputs, variables, strict=True)]
+        unions = {mask: _union(given, mask) for mask in set(inputs)}  # variables that feed one another share theirs
+        return [unions[mask] | inside for mask, inside in zip(inputs, variables, strict=True)]
 
     def _summary(self, node: StructuredNode) -> tuple[list[int], list[int]]:
         found = self._outputs.get(node)
@@ -110,28 +111,75 @@ class Dependencies:
         return _split([a | b for a, b in zip(*sides, strict=True)], len(node.inputs))
 
     def _of_while(self, node: WhileNode) -> tuple[list[int], list[int]]:
-        n_vars, step = node.n_vars, self._of_results(node, node.body)
-        closed = [1 << place for place in range(n_vars)]
-        while True:
-            wider = [mask | _substitute(each, closed, n_vars) for mask, each in zip(closed, step, strict=True)]
-            if wider == closed:
-                return _split(closed, len(node.inputs))
-            closed = wider
+        step = self._of_results(node, node.body)[: node.n_vars]
+        return _split(_closed(step), len(node.inputs))
 
 
-def _substitute(mask: int, variables: Sequence[int], n_vars: int) -> int:
-    """`mask` with each loop variable in it replaced by what that depends on."""
-    return mask >> n_vars << n_vars | _union(variables, mask & ((1 << n_vars) - 1))
+def _closed(step: Sequence[int]) -> list[int]:
+    """Return the dependencies of each loop variable after any number of iterations, on itself among them.
+
+    Args:
+        step: the dependencies after one iteration; the lowest bits stand for the loop variables.
+    """
+    own = (1 << len(step)) - 1
+    feeds = [list(_places(mask & own)) for mask in step]
+    closed = [0] * len(step)
+    for ring in _rings(feeds):
+        # Variables that feed one another depend on the same, and on all that the rings found before depend on.
+        union = 0
+        for place in ring:
+            union |= step[place] | 1 << place
+            for other in feeds[place]:
+                union |= closed[other]
+        for place in ring:
+            closed[place] = union
+    return closed
+
+
+def _rings(feeds: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield the strongly connected components of a graph, each after those that its edges lead to (Tarjan, 1972)."""
+    numbers, lowest, done = dict[int, int](), dict[int, int](), set[int]()
+    open_, path = list[int](), list[tuple[int, Iterator[int]]]()
+
+    def enter(place: int) -> None:
+        numbers[place] = lowest[place] = len(numbers)
+        open_.append(place)
+        path.append((place, iter(feeds[place])))
+
+    for start in range(len(feeds)):
+        if start not in numbers:
+            enter(start)
+        while path:
+            place, ahead = path[-1]
+            for other in ahead:
+                if other not in numbers:
+                    enter(other)
+                    break
+                if other not in done:
+                    lowest[place] = min(lowest[place], numbers[other])
+            else:
+                path.pop()
+                if path:
+                    before = path[-1][0]
+                    lowest[before] = min(lowest[before], lowest[place])
+                if lowest[place] == numbers[place]:
+                    ring = [open_.pop()]
+                    while ring[-1] != place:
+                        ring.append(open_.pop())
+                    done.update(ring)
+                    yield ring
+
+
+def _places(mask: int) -> Iterator[int]:
+    """Yield the places of the bits of a set, lowest first."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def _union(masks: Sequence[int], chosen: int) -> int:
-    union, place = 0, 0
-    while chosen:
-        if chosen & 1:
-            union |= masks[place]
-        chosen >>= 1
-        place += 1
-    return union
+    return reduce(or_, (masks[place] for place in _places(chosen)), 0)
 
 
 def _split(masks: Sequence[int], n_inputs: int) -> tuple[list[int], list[int]]:
