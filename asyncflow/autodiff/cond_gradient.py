@@ -119,7 +119,7 @@ def _restore(node: CondNode, body: GradientBody, tensor: Tensor) -> Tensor:
 
 def _exports(node: CondNode) -> dict[Tensor, Tensor]:
     """The outputs of the forward `cond` that show values of its branches."""
-    exports: dict[Tensor, Tensor] = node.graph.root.kept_for_gradients.setdefault(node, {})
+    exports: dict[Tensor, Tensor] = node.graph.kept_for_gradients.setdefault(node, {})
     return exports
 
 

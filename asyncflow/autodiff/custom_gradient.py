@@ -99,7 +99,7 @@ class CustomRule:
 
 def custom_rule(node: Node) -> CustomRule | None:
     """Return the rule by which a node of `CUSTOM_GRADIENT` is differentiated; None for other nodes, or without one."""
-    return node.graph.root.kept_for_gradients.get(node) if node.op is CUSTOM_GRADIENT else None
+    return node.graph.kept_for_gradients.get(node) if node.op is CUSTOM_GRADIENT else None
 
 
 def keep_copied_rule(
@@ -123,7 +123,7 @@ def keep_copied_rule(
 
     inputs = made.inputs[made.attrs["n_outputs"] :]
     results = nest.flatten(made.outputs)[1]
-    made.graph.root.kept_for_gradients[made] = replace(
+    made.graph.kept_for_gradients[made] = replace(
         rule, grad_fn=grad_fn, arguments=(nest.LEAF,) * len(inputs), results=results, captured=tuple(captured)
     )
 
@@ -206,7 +206,7 @@ class _Differentiable:
             structures = tuple(nest.flatten(x)[1] for x in taken)
             gives_variables = bool(variables) and _takes_variables(grad_fn)
             rule = CustomRule(name, grad_fn, structures, results, captured, variables, gives_variables)
-            graph.root.kept_for_gradients[passed[0].node] = rule
+            passed[0].node.graph.kept_for_gradients[passed[0].node] = rule
             return results.unflatten(passed)
 
 

@@ -48,10 +48,13 @@ class _Checking:
     def __init__(self, runs: int) -> None:
         self.runs = runs
         self.kinds: dict[PlanRequest, Sequence[Value]] = {}
+        self._graphs: set[Graph] = set()
+        """The graphs of `kinds`, for which the program may have no use any more."""
 
     def add(self, request: PlanRequest, values: Sequence[Value]) -> None:
         """Takes note of a kind of run."""
         self.kinds.setdefault(request, values)
+        self._graphs.add(request.graph)
 
     def add_graph(self, graph: Graph) -> None:
         """Takes note of a run of all effects of a graph, and of all values that nothing else uses."""
@@ -63,7 +66,7 @@ class _Checking:
             elif node.op not in (CONSTANT, PLACEHOLDER):
                 wanted += [tensor for tensor in node.outputs if tensor not in used]
         placeholders = [node.outputs[0] for node in graph.nodes if node.op is PLACEHOLDER]
-        self.kinds[PlanRequest(graph, tuple(wanted), tuple(placeholders))] = ()
+        self.kinds[PlanRequest(graph.home, tuple(wanted), tuple(placeholders))] = ()
 
     def report(self) -> int:
         """Prints; gives the exit code."""

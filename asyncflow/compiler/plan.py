@@ -285,6 +285,13 @@ class Partition:
     frames: dict[FramePath, PlanFrame] = field(default_factory=dict)
     is_on_host: bool = False
 
+    def __del__(self) -> None:
+        # Frames and nodes lead to one another, in both directions. Who runs any of them holds the partition.
+        for frame in self.frames.values():
+            for node in frame.nodes:
+                node.targets, node.dead_targets, node.controls = (), (), ()
+            frame.nodes, frame.initial, frame.exits = [], [], []
+
     @property
     def nodes(self) -> list[PlanNode]:
         """Every node, in the order of the lowered graph."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
+from weakref import ref
 
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SourceLocation, user_location
@@ -14,6 +15,7 @@ from asyncflow.foreign_names import close_names
 from asyncflow.graph.assumptions import Assumption
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.frames import FramePath
+from asyncflow.graph.home import Home
 from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor, is_name
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
@@ -42,9 +44,12 @@ class Lock:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """The scope that nodes which join a graph are given: the prefix of their names, and requests."""
+    """The scope that nodes which join a graph are given: the prefix of their names, and requests.
 
-    graph: Graph
+    `graph` is None in the scope that a graph itself keeps: nothing in a graph refers to it (see `Home`).
+    """
+
+    graph: Graph | None = None
     name_scope: str = ""
     device: str | None = None
     colocated_with: str | None = None
@@ -71,6 +76,11 @@ class Graph(NotPickled):
     and any thread may add to it, also at the same time: which graph is being built, and under which scopes, each knows
     for itself. `lock` keeps others out while several nodes have to be added in one go, as by `gradients`.
 
+    A graph is freed, with its plans, as soon as the last reference to it goes: a variable of yours, a `Session` made
+    for it, an `@af.function`. Its tensors and nodes do not count. A tensor that outlives its graph keeps what it is
+    computed from, and can still be run and built upon; names, gradients and nodes that it does not need went with the
+    graph.
+
     Args:
         effects: ``"ordered"``: nodes that touch one resource run in the order they were written, and a branch or
             loop that runs, runs all its effects. ``"unordered"``: only explicit edges order, and branches and loops
@@ -85,6 +95,8 @@ class Graph(NotPickled):
     """
 
     is_subgraph: ClassVar[bool] = False
+    made_of: Graph | None = None
+    """Of a lowered graph, the graph that the nodes in its regions still stand in."""
     _instead = PICKLE_GRAPHS
 
     def __init__(self, *, effects: Literal["ordered", "unordered"] = "ordered", seed: int | None = None) -> None:
@@ -92,14 +104,13 @@ class Graph(NotPickled):
             raise GraphError(f"Graph(effects={effects!r}): effects must be 'ordered' or 'unordered'")
         self.effects: Literal["ordered", "unordered"] = effects
         self.seed = seed
+        self.home = Home(ref(self))
         self.nodes: list[Node] = []
-        self.parent: Graph | None = None
-        self.root: Graph = self
         self.version = 0
         self.label = ""
         self.closed = False
         self.lock = Lock()
-        self._base = Scope(self)
+        self._base = Scope()
         self.frames: dict[Node, FramePath] = {}
         self.enters: dict[FramePath, Node] = {}  # the first of each frame, among so many nodes
         self.searched_for_enters = 0
@@ -112,6 +123,31 @@ class Graph(NotPickled):
         self.compiled: dict[Hashable, Any] = {}  # what sessions keep for it, which goes when it does
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}
+
+    @property
+    def parent(self) -> Graph | None:
+        """The graph that a body of a branch or loop stands in; None for others."""
+        return None
+
+    @property
+    def root(self) -> Graph:
+        """The graph that is in no other: this one, or the outermost around it."""
+        return self
+
+    @classmethod
+    def of_left(cls, plain: Mapping[str, object], nodes: list[Node], forgotten: dict[Node, Any]) -> Self:
+        """Return a graph of nodes that have outlived theirs; see `Home.revived`."""
+        graph = cls.__new__(cls)
+        Graph.__init__(graph)
+        graph.__dict__.update(plain)
+        graph.nodes, graph.closed = nodes, cls.is_subgraph
+        graph.kept_for_gradients = graph.parted = forgotten
+        graph._by_name = {node.name: node for node in graph.walk()}
+        return graph
+
+    def __del__(self) -> None:
+        if "_taken" in self.__dict__:  # else it refused its arguments
+            self.home.leave(self)
 
     def __enter__(self) -> Self:
         _current.enter(self)
@@ -145,7 +181,7 @@ class Graph(NotPickled):
     @contextmanager
     def scoped(self, **changes: object) -> Iterator[Scope]:
         """Changes the scope, for what this task or thread adds inside."""
-        scope = replace(self.scope, **cast("Attrs", changes))
+        scope = replace(self.scope, graph=self, **cast("Attrs", changes))
         _scopes.enter(scope)
         try:
             yield scope
@@ -220,6 +256,7 @@ class Graph(NotPickled):
             self.shapes = {x: found for x, found in self.shapes.items() if outputs.isdisjoint((x, found))}
             kept = {key: each for key, each in self.root.assumptions.items() if outputs.isdisjoint(each.tensors)}
             self.root.assumptions = kept
+            self.home.give_up(gone)
 
     def renumber(self) -> None:
         """Gives the nodes of a root graph ids in their order again."""
@@ -258,13 +295,13 @@ class Graph(NotPickled):
         Raises:
             GraphError: it belongs to another graph, or to the body of a branch or loop that does not enclose this one.
         """
-        if tensor.node.graph is self:
+        if tensor.node._home is self.home:
             return tensor
         raise GraphError(_leak(tensor, self))
 
     def import_control(self, node: Node) -> Node | None:
         """`node` as a control input here; None if an enclosing branch or loop waits for it instead."""
-        if node.graph is self:
+        if node._home is self.home:
             return node
         raise GraphError(_leak(node.outputs[0] if node.outputs else node, self))
 
@@ -321,6 +358,7 @@ class Subgraph(Graph):
 
     Attributes:
         label: for messages and names, such as ``while/body``.
+        around: the home of `parent`.
         inputs: one inner tensor per input of the structured node: first its parameters, then its captures.
         captures: outer tensor (of `parent`) to inner tensor.
         starts: in the body of a loop that is being built, inner loop variables to the outer tensors they start with.
@@ -333,23 +371,45 @@ class Subgraph(Graph):
 
     def __init__(self, parent: Graph, label: str) -> None:
         super().__init__(effects=parent.effects, seed=parent.seed)
-        self.parent = parent
-        self.root = parent.root
+        self.around = parent.home
         self.label = label
         outer = parent.scope
-        self._base = Scope(self, f"{label}/", outer.device, outer.colocated_with)
+        self._base = Scope(None, f"{label}/", outer.device, outer.colocated_with)
+        self._begin()
+
+    def _begin(self) -> None:
         self.inputs: list[Tensor] = []
         self.captures: dict[Tensor, Tensor] = {}
         self.starts: dict[Tensor, Tensor] = {}
         self.results: list[Tensor] = []
         self.outer_controls: dict[Node, None] = {}
 
+    @classmethod
+    def of_left(cls, plain: Mapping[str, object], nodes: list[Node], forgotten: dict[Node, Any]) -> Self:
+        """See `Graph.of_left`: a body without its branch or loop, of which only messages have use."""
+        body = super().of_left(plain, nodes, forgotten)
+        body._begin()
+        return body
+
+    @property
+    def parent(self) -> Graph:
+        """See `Graph.parent`."""
+        return self.around.graph
+
+    @parent.setter
+    def parent(self, parent: Graph) -> None:
+        self.around = parent.home
+
+    @property
+    def root(self) -> Graph:
+        """See `Graph.root`."""
+        return self.parent.root
+
     def __repr__(self) -> str:
         return f"<Subgraph {self.label} of {len(self.nodes)} nodes>"
 
     def can_use(self, graph: Graph) -> bool:
         """See `Graph.can_use`: those of enclosing graphs too."""
-        assert self.parent is not None
         return graph is self or self.parent.can_use(graph)
 
     def add_input(self, spec: Spec, name: str) -> Tensor:
@@ -361,11 +421,10 @@ class Subgraph(Graph):
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """See `Graph.import_tensor`; tensors of enclosing graphs become captures."""
-        if tensor.node.graph is self:
+        if tensor.node._home is self.home:
             return tensor
         if not self.can_use(tensor.node.graph):
             raise GraphError(_leak(tensor, self))
-        assert self.parent is not None
         outer = self.parent.import_tensor(tensor)
         if outer not in self.captures:
             self.captures[outer] = self.add_input(outer.spec, f"capture_{tensor.node.name.rpartition('/')[2]}")
@@ -373,11 +432,10 @@ class Subgraph(Graph):
 
     def import_control(self, node: Node) -> Node | None:
         """See `Graph.import_control`: a node outside runs before the whole branch or loop."""
-        if node.graph is self:
+        if node._home is self.home:
             return node
         if not encloses(node.graph, self):
             raise GraphError(_leak(node.outputs[0] if node.outputs else node, self))
-        assert self.parent is not None
         outer = self.parent.import_control(node)
         if outer is not None:
             self.outer_controls[outer] = None

@@ -41,7 +41,7 @@ _node_of = attrgetter("node")
 class Tensor(NotPickled, Operators):
     """A symbolic value: output number `index` of `node`. It has a value only inside a run."""
 
-    __slots__ = ("index", "node", "spec")
+    __slots__ = ("__weakref__", "index", "node", "spec")
     _instead = PICKLE_GRAPHS
 
     def __init__(self, node: Node, index: int, spec: Spec) -> None:
@@ -100,7 +100,6 @@ class Node(NotPickled):
     Of ops with bodies it is a `CondNode` or `WhileNode` (`asyncflow.graph.structured`).
 
     Attributes:
-        graph: the graph or subgraph it stands in.
         id: its place in the build order of the root graph.
         name: unique in the root graph.
         op: what it does.
@@ -115,11 +114,12 @@ class Node(NotPickled):
     """
 
     __slots__ = (
+        "__weakref__",
+        "_home",
         "attrs",
         "colocated_with",
         "control_inputs",
         "device",
-        "graph",
         "id",
         "inputs",
         "location",
@@ -148,7 +148,7 @@ class Node(NotPickled):
         colocated_with: str | None,
         location: SourceLocation,
     ) -> None:
-        self.graph = graph
+        self._home = graph.home
         self.id = id
         self.name = name
         self.op = op
@@ -161,6 +161,15 @@ class Node(NotPickled):
         self.device = device
         self.colocated_with = colocated_with
         self.location = location
+
+    @property
+    def graph(self) -> Graph:
+        """The graph or subgraph it stands in, which it does not keep alive."""
+        return self._home.ref() or self._home.revived()
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        self._home = graph.home
 
     @property
     def specs(self) -> Spec | tuple[Spec, ...]:

@@ -76,10 +76,15 @@ class SharedCode:
     def __init__(self, label: str, *bodies: Subgraph) -> None:
         self.label = label
         self.states: Mapping[Resource, object] = MappingProxyType({})
-        self.origin = self
+        self._origin: Self | None = None
         self.built_programs: dict[str, BodyProgram] = {}
         self._resources = variables_of(*bodies)
         self._versions: WeakValueDictionary[tuple[int, ...], Self] = WeakValueDictionary()
+
+    @property
+    def origin(self) -> Self:
+        """The code that this is a version of: itself, if it has none."""
+        return self if self._origin is None else self._origin
 
     def programs(self) -> tuple[BodyProgram, ...]:
         """The graphs that it consists of."""
@@ -106,6 +111,7 @@ class SharedCode:
         found = self._versions.get(key) if key else self
         if found is None:
             found = self._versions[key] = copy(self)
+            found._origin = self.origin
             found.states = {self._resources[name]: state for name, state in states.items()}
             for name, value in list(vars(found).items()):
                 if isinstance(value, BodyProgram):

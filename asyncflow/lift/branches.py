@@ -145,7 +145,7 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
     ]
     rows = lifting.rows
     joined: list[Tensor] = []
-    saved = node.graph.root.kept_for_gradients.get(node, {}).values()
+    saved = node.graph.kept_for_gradients.get(node, {}).values()
     for place, (y, one, other) in enumerate(zip(node.outputs, *sides, strict=True)):
         if y.dtype == VARIANT:
             # What a loop in one branch has saved, which the other one knows nothing of.

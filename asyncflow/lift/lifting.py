@@ -167,12 +167,17 @@ class Lifting:
         if arrays and not self.rows.owns_stores:
             found = find_rows(body.nodes, {x: value.has_rows for x, value in known.items()}).known
             self._without.update(each for each in arrays if not found[each.outputs[0]])
-        for node in needed:
-            given = [known[x] for x in (node.needs if isinstance(node, PartedRows) else node.inputs)]
-            self.rows.body = _BodyAtHand(self, body, known)
-            outputs = self._lifted(node, given, body)
-            self._note_extents(outputs)
-            known.update(zip(node.outputs, outputs, strict=True))
+        is_outermost = not hasattr(self.rows, "body")
+        try:
+            for node in needed:
+                given = [known[x] for x in (node.needs if isinstance(node, PartedRows) else node.inputs)]
+                self.rows.body = _BodyAtHand(self, body, known)
+                outputs = self._lifted(node, given, body)
+                self._note_extents(outputs)
+                known.update(zip(node.outputs, outputs, strict=True))
+        finally:
+            if is_outermost and hasattr(self.rows, "body"):
+                del self.rows.body  # which leads back to the rows
         return [known[x] for x in wanted]
 
     def checked_values(

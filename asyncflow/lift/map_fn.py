@@ -98,7 +98,7 @@ def _require_alike(body: Subgraph) -> None:
         for inner in node.subgraphs:
             _require_alike(inner)
         if isinstance(node, CondNode):
-            saved = set(node.graph.root.kept_for_gradients.get(node, {}).values())
+            saved = set(node.graph.kept_for_gradients.get(node, {}).values())
             sides = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
             differ = any(
                 one.shape != other.shape or not is_static(one.shape) for y, one, other in sides if y not in saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from sys import getrefcount
 from typing import Any, Generic, ParamSpec, TypeAlias, overload
@@ -88,13 +89,14 @@ class CustomOp(Generic[P]):
         self._is_stateful = self._has_effects(stateful)
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
+        calls = _Calls(function, is_async)
         self.op = Op(
             self.name,
             declared_specs,
-            self._one_row_kernel if rows else self._kernel,
-            rows_kernel=self._rows_kernel if rows else None,
-            effects=self._effects if self._is_stateful else None,
-            alone=self if self._is_stateful else None,
+            calls.one_row_kernel if rows else calls.kernel,
+            rows_kernel=calls.rows_kernel if rows else None,
+            effects=calls.effects if self._is_stateful else None,
+            alone=calls if self._is_stateful else None,
             is_async=is_async,
             is_user=True,
             is_repeatable=pure,
@@ -199,12 +201,20 @@ class CustomOp(Generic[P]):
                 f"either, so no run would call it; say stateful=True, or declare what it returns"
             )
 
-    def _effects(self, node: Node) -> Effects:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Calls:
+    """The calls of a user's function: its kernels, and what they change. An op has them, and they have no op."""
+
+    function: Callable[..., Any]
+    is_async: bool
+
+    def effects(self, node: Node) -> Effects:
+        """Each call may change what only calls of this function do."""
         return ((self, Access.WRITE),)
 
-    # -- running -------------------------------------------------------------------------------------------------
-
-    def _kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
+    def kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
+        """Return the function, checked, with static arguments."""
         function = partial(self.function, **arguments) if arguments else self.function
         check = partial(_checked, outputs) if isinstance(outputs, Spec) else _Results(outputs)
 
@@ -214,14 +224,16 @@ class CustomOp(Generic[P]):
         async def call_async(*values: Value) -> Value:
             return check(_given_up(await function(*map(_read_only, values))))
 
-        return call_async if self.op.is_async else call
+        return call_async if self.is_async else call
 
-    def _rows_kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
+    def rows_kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
+        """Return the same for a function of rows, given `outputs` of one row."""
         lifted = nest.map_leaves(lambda x: Spec(x.dtype, None if x.shape is None else (None, *x.shape)), outputs)
-        return self._kernel(xp, outputs=lifted, arguments=arguments)
+        return self.kernel(xp, outputs=lifted, arguments=arguments)
 
-    def _one_row_kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
-        of_rows = self._rows_kernel(xp, outputs=outputs, arguments=arguments)
+    def one_row_kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
+        """Return a function of rows as one of a single row."""
+        of_rows = self.rows_kernel(xp, outputs=outputs, arguments=arguments)
 
         def call(*values: Value) -> Value:
             found = of_rows(*(np.asarray(value)[None] for value in values))

@@ -7,7 +7,6 @@ that needs one, and then nobody would ever go on.
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 import threading
 import time
@@ -79,23 +78,18 @@ def giving_way(items: Iterable[_Item]) -> Iterator[_Item]:
 class Background:
     """Lets the event loop go on while a thread makes many objects, such as the plan of a large graph.
 
-    Python hands the GIL over every 5 ms, and the garbage collector holds it while it looks over what is half made.
-    Both are settings of the whole process, so they change only meanwhile: the GIL is handed over every 0.5 ms, and the
-    collector waits.
+    Python hands the GIL over every 5 ms. That is a setting of the whole process, so it changes only meanwhile: the GIL
+    is handed over every 0.5 ms. The garbage collector is the application's, and left alone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
-        self._was_enabled = False
-        self._freezes = True
         self._interval_s = 0.0
 
     def __enter__(self) -> None:
         with self._lock:
             if self._holders == 0:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
                 self._interval_s = sys.getswitchinterval()
                 sys.setswitchinterval(min(_SWITCH_S, self._interval_s))
             self._holders += 1
@@ -106,14 +100,6 @@ class Background:
             if self._holders:
                 return
             sys.setswitchinterval(self._interval_s)
-            if self._was_enabled:
-                # The count goes over all that is frozen, so who freezes objects of his own is asked once.
-                self._freezes = self._freezes and not gc.get_freeze_count()
-                if self._freezes:
-                    # Makes the new objects old without looking at each, which the next collection would.
-                    gc.freeze()
-                    gc.unfreeze()
-                gc.enable()
 
 
 background = Background()

@@ -39,7 +39,7 @@ class Growing:
     def partitions(self) -> list[Any]:
         self.others.append(af.Graph())
         for graph in (self.graph, *self.others):
-            self.cache.get_nowait(PlanRequest(graph, (), ()), lambda _: empty())
+            self.cache.get_nowait(PlanRequest(graph.home, (), ()), lambda _: empty())
         return []
 
 
@@ -52,7 +52,7 @@ def test_costs_are_asked_for_while_runs_add_plans() -> None:
     cache = PlanCache(256)
     with af.Graph() as graph:
         x = af.constant(0)
-    cache.get_nowait(PlanRequest(graph, (x,), ()), lambda _: cast("Plan", Growing(cache, graph)))
+    cache.get_nowait(PlanRequest(graph.home, (x,), ()), lambda _: cast("Plan", Growing(cache, graph)))
     assert cache.of(graph).learn_costs() == {}
     assert len(cache) == 3
 
@@ -63,7 +63,7 @@ def chain(n_nodes: int, n_constants: int = 1) -> PlanRequest:
         x = af.constant(np.zeros(n_constants))
         for _ in range(n_nodes):
             x = af.identity(x)
-    return PlanRequest(graph, (x,), ())
+    return PlanRequest(graph.home, (x,), ())
 
 
 async def compiled_on(cache: PlanCache, n_nodes: int = 1000, n_constants: int = 1) -> int:
@@ -151,7 +151,7 @@ def test_a_timeout_counts_from_the_first_time_that_a_graph_is_compiled(monkeypat
             y = af.constant(1.0) + 1
         with pytest.raises(af.DeadlineExceeded, match="not compiled within timeout=5"):
             async with in_time(5, 0.0, "the graph was not compiled"):
-                await cache.get(PlanRequest(graph, (y,), ()), lambda _: empty())
+                await cache.get(PlanRequest(graph.home, (y,), ()), lambda _: empty())
         assert asyncio.get_running_loop().time() == pytest.approx(5)
 
     cache = PlanCache(4)

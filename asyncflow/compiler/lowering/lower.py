@@ -66,6 +66,9 @@ def lower(
     lowering = _Lowering(graph, asynchronous, truncate, reads or (lambda _: ()))
     lowering.put_nodes(graph, lowering.outside)
     lowering.flat.renumber()
+    lowering.flat.made_of = graph
+    for place in lowering.opened:
+        place.open = None  # a function that leads back to the place
     return Lowered(lowering.flat, lowering.places)
 
 
@@ -162,6 +165,7 @@ class _Lowering(FlatBuilder):
                 self.value_places[side] = branch
             return false_side, true_side
 
+        self.opened += (on_true, on_false)
         on_true.open = lambda device: switch(pred, device)[1]
         on_false.open = lambda device: switch(pred, device)[0]
         true_branch, false_branch = node.subgraphs
@@ -219,6 +223,7 @@ class _Lowering(FlatBuilder):
         # Nodes that no loop variable holds back wait for a gate: a value that their device has in each iteration. Where
         # there is a loop variable, that is the gate. Elsewhere a control loop is made when the first node asks for it,
         # so that a device which takes part in the predicate alone, or in the body alone, gets no more than it needs.
+        self.opened += (in_cond, in_body)
         in_cond.open, in_body.open = open_cond, open_body
         gate = _gate_variable(merges, node)
         if gate is not None:

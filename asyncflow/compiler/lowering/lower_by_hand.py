@@ -91,6 +91,7 @@ class PlacesByHand:
             return self.unknown
         if live not in self._places:
             made = self._places[live] = Place()
+            self.emitter.opened.append(made)
             made.open = lambda device: self._open_side(live, device) if live.sides else self._open_frame(live, device)
         return self._places[live]
 

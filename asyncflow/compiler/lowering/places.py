@@ -98,6 +98,8 @@ class FlatBuilder:
         # Places of nodes; and of values, where they are not those of their nodes.
         self.places: dict[Node, Place] = {}
         self.value_places: dict[Tensor, Place] = {}
+        # Places that can be opened.
+        self.opened: list[Place] = []
         # LoopConds: whoever gets the predicate from one says when the iteration has ended.
         self.drivers: set[Node] = set()
         self.n_transfers = 0

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.graph import Graph, has_side_effect
+from asyncflow.graph.home import Home
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import bodies_in
 from asyncflow.values import Value
@@ -22,8 +23,8 @@ Fetch: TypeAlias = Tensor | Node | SupportsTensor
 class PlanRequest(NamedTuple):
     """One kind of run: what its plan is found by."""
 
-    graph: Graph
-    """A root graph."""
+    home: Home
+    """The home of a root graph, which keeps the plans of its requests: they do not keep the graph."""
     fetches: tuple[Fetch, ...]
     """The fetches of the run."""
     feeds: tuple[Tensor, ...]
@@ -36,6 +37,11 @@ class PlanRequest(NamedTuple):
     """Compile clusters of nodes that never wait to Python functions."""
     stores_on: str | None = None
     """The device that has the elements of TensorArrays and rows of RowStores that are fed."""
+
+    @property
+    def graph(self) -> Graph:
+        """The root graph."""
+        return self.home.graph
 
     @property
     def roots(self) -> list[Fetch]:

@@ -28,6 +28,7 @@ from asyncflow.runtime.call_costs import CallCosts
 from asyncflow.runtime.run.step_waits import StepWaits
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.turn import BURST_NS, Turn
+from asyncflow.runtime.step_turns import StepTurns
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.futures import resolve
@@ -280,6 +281,9 @@ class Batches(TellingState):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if not (self._under_way or self._runs_of):  # else the session was dropped while they went on
+            self.steps.turns = StepTurns()
+            del self.runs, self.pools.batches, self.vertex_pools.batches  # which lead back here
 
     def hurry(self) -> None:
         """Has no member wait for `max_delay_s` any more: the session ends, and no more will come."""

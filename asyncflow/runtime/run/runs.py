@@ -145,7 +145,8 @@ class Runs:
             check_trace(trace, may_be_path=True)
             recorder = trace if isinstance(trace, Trace) else Trace()
         asked_s = self._turn.loop.time()
-        plan = call.plan if recorder is None and call.version == call.request.graph.version else None
+        graph = call.request.home.ref()  # nobody else may have it while the run goes on
+        plan = call.plan if recorder is None and graph is not None and call.version == graph.version else None
         checked = None
         waits = False
         if plan is not None and plan.single_call is not None and not atomic:
@@ -485,7 +486,7 @@ class Runs:
             stores_on: the device that has what the stores among its inputs hold.
         """
         regions = self._options.regions
-        request = PlanRequest(program.graph, program.fetches, program.feeds, regions=regions, stores_on=stores_on)
+        request = PlanRequest(program.graph.home, program.fetches, program.feeds, regions=regions, stores_on=stores_on)
         return await self.versions.plan_of(request, program.states)
 
     def run_short(self, plan: Plan, values: list[Array], limit_ns: float = INLINE_LIMIT_NS) -> list[Array] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 from collections import deque
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import numpy as np
 
@@ -26,7 +27,7 @@ BURST_NS = 1_000_000
 class Turn:
     """The queue of runs with ready work, and the budget of the current pass of the event loop."""
 
-    __slots__ = ("_burst_end", "_queue", "_scheduled", "batches", "clock", "loop", "now", "number")
+    __slots__ = ("_batches", "_burst_end", "_queue", "_scheduled", "clock", "loop", "now", "number")
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self.loop = loop
@@ -39,8 +40,18 @@ class Turn:
         self._burst_end = 0
         self.number = 0
         """Counts passes, so that failures of one pass can be told from later ones."""
-        self.batches: Batches
-        """Firings that are computed together."""
+        self._batches: ref[Batches]
+
+    @property
+    def batches(self) -> Batches:
+        """Firings that are computed together; they hold the turn, and it does not hold them."""
+        batches = self._batches()
+        assert batches is not None
+        return batches
+
+    @batches.setter
+    def batches(self, batches: Batches) -> None:
+        self._batches = ref(batches)
 
     def drive_now(self, driven: Executor) -> None:
         """Drives at once if the current pass has time left; queues what remains."""
@@ -82,7 +93,7 @@ class Turn:
         self._scheduled = False
         self._burst_end = 0
         self.number += 1
-        queue, batches = self._queue, self.batches
+        queue, batches = self._queue, self._batches()
         end = self.now() + BURST_NS
         goes_on = True
         while goes_on:
@@ -95,6 +106,6 @@ class Turn:
                         if driven.drive(end):
                             self.enqueue(driven)
             # Who was computed alone goes on in this pass: to wait for the next would cost more than it brings together.
-            goes_on = batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
+            goes_on = batches is not None and batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
         if queue:
             self.wake()

@@ -80,7 +80,7 @@ class Call:
             raise FeedError(f"feeds to prepare for are a list, such as [x]; got {type(feeds).__name__} {feeds!r}")
         targets = feed_targets(feeds, graph)
         root = graph_of((*fetched, *streamed, *targets), graph)
-        self.request = PlanRequest(root, tuple(fetched), targets, tuple(streamed), all_effects, regions)
+        self.request = PlanRequest(root.home, tuple(fetched), targets, tuple(streamed), all_effects, regions)
         self._overridden = frozenset(x for x in targets if x.node.op is not PLACEHOLDER)
         self._about: tuple[int, list[Assumption]] = (-1, [])
         self._only = fetched[0] if self.structure is nest.LEAF and fetched and not self.staying else None
@@ -193,12 +193,13 @@ class Prepared(NotPickled):
     It stays valid when the graph grows; the next call then compiles anew.
     """
 
-    __slots__ = ("_call", "_session")
+    __slots__ = ("_call", "_graph", "_session")
     _instead = "it belongs to a session of this process; prepare it in the other one"
 
     def __init__(self, session: Session, call: Call) -> None:
         self._session = session
         self._call = call
+        self._graph = call.request.graph  # a request does not keep it
 
     def __repr__(self) -> str:
         names = ", ".join(tensor.name for tensor in self._call.request.feeds)

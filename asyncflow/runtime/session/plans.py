@@ -8,7 +8,7 @@ from functools import partial
 from heapq import nlargest
 from operator import attrgetter
 from typing import Any, TypeAlias
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from asyncflow.compiler.memory.segments import trip_count
 from asyncflow.compiler.placement.node_costs import assumed_ns
@@ -39,6 +39,7 @@ class GraphPlans:
     """The plans and costs that one session keeps for one graph. The graph holds it, so that both go together.
 
     Attributes:
+        graph: a weak reference to it.
         version: of the graph, when `plans` was empty.
         plans: by what they were compiled for.
         calls: kinds of runs that have been read, by what the caller gave; see `CallCache`.
@@ -48,7 +49,7 @@ class GraphPlans:
     __slots__ = ("__weakref__", "calls", "costs", "graph", "plans", "version")
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        self.graph = ref(graph)
         self.version = graph.version
         self.plans: dict[PlanRequest, Plan] = {}
         self.calls: dict[Hashable, Any] = {}
@@ -105,8 +106,13 @@ class PlanCache:
     def clear(self) -> None:
         """Forgets everything."""
         for kept in list(self._graphs):
-            kept.graph.compiled.pop(self, None)
+            self._drop(kept)
         self._graphs.clear()
+
+    def _drop(self, kept: GraphPlans) -> None:
+        graph = kept.graph()
+        if graph is not None:
+            graph.compiled.pop(self, None)
 
     def _keep(self, kept: GraphPlans, request: PlanRequest, plan: Plan) -> None:
         everywhere = [(other, held) for other in list(self._graphs) for held in list(other.plans.items())]
@@ -116,7 +122,7 @@ class PlanCache:
             other.plans.pop(unused, None)
             other.calls = {key: call for key, call in other.calls.items() if call.plan is not dropped}
             if not other.plans and other is not kept:
-                other.graph.compiled.pop(self, None)
+                self._drop(other)
                 self._graphs.discard(other)
         kept.plans[request] = plan
         self._alive.add(plan)
