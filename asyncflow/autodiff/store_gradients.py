@@ -237,7 +237,7 @@ def _written_rows(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     return [grads, *[None] * len(indices), reached]
 
 
-@derivative(tensor_array.STACK, tensor_array.GATHER)
+@derivative(tensor_array.STACK, tensor_array.GATHER, tensor_array.PEEK)
 def _read_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     _, *indices = node.inputs
     return [stacked_gradients(grad, *indices), *[None] * len(indices)]

@@ -243,26 +243,30 @@ class Store:
             return None
         return Block(size, first.shape, kind.dtype) if size * max(first.nbytes, 1) <= _BLOCK_LIMIT else None
 
-    def find(self, index: int, version: int) -> Array | None:
-        """An element as a state of that version sees it; None if it is not written there."""
+    def find(self, index: int, version: int, *, keeps: bool = False) -> Array | None:
+        """Return an element as a state of that version sees it; None if it is not written there.
+
+        With `keeps`, it stays there for later reads, whatever the kind of array.
+        """
         self.require_open()
+        clears = self.kind.clear_after_read and not keeps
         element = self.elements.get(index)
         if element is not None:
             if element.version > version:
                 return None
             value = element.value
-            if self.kind.clear_after_read and value is not None:
+            if clears and value is not None:
                 element.shape = value.shape
                 element.value = None
             if type(value) is Block:
-                value = value.take(index) if self.kind.clear_after_read else value.row(index)
+                value = value.take(index) if clears else value.row(index)
             return self.require_unread(value, index)
         rows = self.rows_at(version)
         if rows is None or index >= rows.count:
             return None
         if not self.kind.clear_after_read:
             return rows.row(index)
-        return self.require_unread(None if rows.taken[index] else rows.take(index), index)
+        return self.require_unread(None if rows.taken[index] else rows.row(index) if keeps else rows.take(index), index)
 
     def find_shape(self, index: int, version: int) -> tuple[int, ...] | None:
         """The shape of an element as a state of that version sees it, read or not; None if it is not written there."""

@@ -203,14 +203,14 @@ class ArrayValue:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def read(self, index: int) -> Array:
-        """Element `index`; zeros if it is not written and its shape is known."""
+    def read(self, index: int, *, keeps: bool = False) -> Array:
+        """Element `index`; zeros if it is not written and its shape is known. With `keeps`, it can be read again."""
         if not 0 <= index < self.size:
             raise IndexError(f"cannot read element {index} of a TensorArray of size {self.size}")
         store = self._store
         if store.kind.clear_after_read:
             with store.family.lock:
-                value = store.find(index, self._version)
+                value = store.find(index, self._version, keeps=keeps)
         else:
             value = store.find(index, self._version)
         return self._zeros(index) if value is None else value
@@ -233,6 +233,10 @@ class ArrayValue:
         """The elements at `indices`, joined along a new first axis."""
         return self._stacked(indices)
 
+    def peek(self, indices: Sequence[int]) -> Array:
+        """The elements at `indices`, joined along a new first axis; they can be read again."""
+        return self._stacked(indices, keeps=True)
+
     def concat(self) -> tuple[Array, Array]:
         """All elements, joined along their first axis; and how long each is along it, as int64 of NumPy's."""
         xp, dtype = self._store.xp, self.kind.dtype
@@ -254,9 +258,9 @@ class ArrayValue:
                 )
         return xp.concatenate(pieces), np.array([len(piece) for piece in pieces], "int64")
 
-    def _stacked(self, indices: Sequence[int]) -> Array:
+    def _stacked(self, indices: Sequence[int], *, keeps: bool = False) -> Array:
         xp, dtype = self._store.xp, self.kind.dtype
-        elements = [self.read(index) for index in indices]
+        elements = [self.read(index, keeps=keeps) for index in indices]
         if not elements:
             self._store.require_open()
             shape = self._known_shape()

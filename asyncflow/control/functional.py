@@ -10,6 +10,7 @@ from collections.abc import Callable
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
+from asyncflow.control.windows import of_whole_windows
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, constant, graph_for
@@ -223,7 +224,10 @@ class _State:
         leaves = nest.match(self.structure, returned, rule)
         body = graph_for()
         assert isinstance(body, Subgraph)
-        after = [result_tensor(body, leaf, like) for leaf, like in zip(leaves, self.initial, strict=True)]
+        after = [
+            of_whole_windows(result_tensor(body, leaf, like), like.shape, f"the state of {self.what}")
+            for leaf, like in zip(leaves, self.initial, strict=True)
+        ]
         for path, new, old in zip(self.structure.paths("state"), after, self.initial, strict=True):
             self._check(path, new, old)
         return after

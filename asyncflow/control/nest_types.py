@@ -17,8 +17,14 @@ class DataclassLike(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
+class AttrsLike(Protocol):
+    """An instance of an attrs class, whose fields are taken to be tensors."""
+
+    __attrs_attrs__: ClassVar[Any]
+
+
 Tensors: TypeAlias = Union[
-    "Tensor", "TensorArray", "RowStore", "tuple[Tensors, ...]", "Mapping[str, Tensors]", DataclassLike
+    "Tensor", "TensorArray", "RowStore", "tuple[Tensors, ...]", "Mapping[str, Tensors]", DataclassLike, AttrsLike
 ]
 """A nest of tensors, TensorArrays and RowStores: what goes in has the type of what comes out. That cannot be said of
 one with numbers in it, which become tensors, and of a list, which may be one array."""

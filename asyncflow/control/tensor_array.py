@@ -176,6 +176,8 @@ SCATTER = _array_op(
 GATHER = _array_op(
     "gather", _gather_spec, lambda array, indices: array.gather(_ints(indices)), flops=None, host_inputs=(1,)
 )
+PEEK = _array_op("peek", _gather_spec, lambda array, indices: array.peek(_ints(indices)), flops=None, host_inputs=(1,))
+"""A gather that frees nothing: of rows that read one array at places of their own, others may come back later."""
 SPLIT = _array_op("split", _split_spec, ArrayValue.split, host_inputs=(2,))
 CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None)
 SIZE = _array_op("size", lambda: Spec(int64, ()), lambda array: np.int64(array.current_size()))

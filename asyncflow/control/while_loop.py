@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias, overload
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
+from asyncflow.control.windows import of_whole_windows
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
@@ -259,6 +260,7 @@ class _Variables:
                 f"{name} of {label} enters as {dtype_name(spec.dtype)} but the body returns "
                 f"{dtype_name(tensor.dtype)}; convert it with af.astype"
             )
+        tensor = of_whole_windows(tensor, spec.shape, f"{name} of {label}")
         if not is_subshape(tensor.shape, spec.shape):
             raise ShapeError(
                 f"{name} of {label} has shape {format_shape(spec.shape)} but the body returns "

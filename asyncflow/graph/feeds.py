@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from asyncflow.errors import FeedError, GraphError, told
+from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_array
 from asyncflow.graph.dtypes import VARIANT, DType, dtype_name
 from asyncflow.graph.frames import format_frame, output_frame
@@ -15,14 +16,16 @@ from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.values import Array
 
 Feeds: TypeAlias = Mapping[Any, Any]
-"""Values by the tensors, or their names, that they stand in for. Any: the keys of a mapping are of one type alone."""
+"""Values by the tensors, or their names, that they stand in for; nested tuples of these have nests like them.
+
+Any: the keys of a mapping are of one type alone."""
 
 
 def as_feeds(feeds: object) -> Feeds:
-    """`feeds` as given to a run; none for None.
+    """`feeds` as given to a run, with one tensor or name a key; none for None.
 
     Raises:
-        FeedError: it is no mapping.
+        FeedError: it is no mapping, or a value is not a nest like its key.
     """
     if feeds is None:
         return {}
@@ -31,9 +34,26 @@ def as_feeds(feeds: object) -> Feeds:
             f"feeds is a mapping of tensors, or their names, to values, such as {{x: 1.0}}; got {type(feeds).__name__}"
         )
     try:
-        return dict(feeds)
+        given = dict(feeds)
     except Exception as error:
         raise FeedError(f"feeds, a {type(feeds).__name__}, cannot be read: {told(error)}") from error
+    return _opened(given) if any(isinstance(key, tuple) for key in given) else given
+
+
+def _opened(feeds: Feeds) -> Feeds:
+    """`feeds` with an entry for each tensor of those keys that are tuples, whose values are nests like them."""
+    opened: dict[Any, Any] = {}
+    for key, value in feeds.items():
+        keys, structure = nest.flatten(key) if isinstance(key, tuple) else ([key], nest.LEAF)
+        try:
+            values = nest.flatten_like(structure, value, nested_leaves=True)
+        except nest.StructureMismatch as error:
+            raise FeedError(f"the value of a feed is a nest like its key, {key!r}: {error}") from None
+        for each, part in zip(keys, values, strict=True):
+            if each in opened:
+                raise FeedError(f"{each!r} is fed twice")
+            opened[each] = part
+    return opened
 
 
 def feed_target(key: object, graph: Graph | None) -> Tensor:

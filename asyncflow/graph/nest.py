@@ -1,4 +1,4 @@
-"""Nests: trees of tuples, lists, dicts, namedtuples and dataclasses whose leaves are values.
+"""Nests: trees of tuples, lists, dicts, namedtuples, dataclasses and attrs classes whose leaves are values.
 
 Loop variables, branch results, feeds and fetches may be any nest. ``None`` is an empty nest. A leaf is anything that
 is not one of the containers; a class can join the containers through `register`.
@@ -78,7 +78,9 @@ class Structure:
             return make(self.aux, items) if issubclass(self.kind, defaultdict) else make(items)
         if issubclass(self.kind, tuple):
             return self.kind(*children)
-        return self.kind(**{str(key): child for key, child in zip(self.keys, children, strict=True)})
+        fields = getattr(self.kind, "__attrs_attrs__", ())  # a private field has another name where it is given
+        names = [field.alias for field in fields] or map(str, self.keys)
+        return self.kind(**dict(zip(names, children, strict=True)))
 
     def paths(self, root: str = "") -> Iterator[str]:
         """The path of each leaf, such as ``['state'].h[0]``."""
@@ -124,6 +126,9 @@ def _open(nest: Nest) -> tuple[tuple[Hashable, ...], tuple[Nest, ...], Hashable]
         return kind._fields, tuple(nest), None
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         names = tuple(field.name for field in dataclasses.fields(nest))
+        return names, tuple(getattr(nest, name) for name in names), None
+    if (fields := getattr(kind, "__attrs_attrs__", None)) is not None:
+        names = tuple(field.name for field in fields)
         return names, tuple(getattr(nest, name) for name in names), None
     return None
 

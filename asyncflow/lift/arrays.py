@@ -1,4 +1,4 @@
-"""Row rules of TensorArrays: every element has a row axis. Places in an array are the same for all rows."""
+"""Row rules of TensorArrays: every element has a row axis. Rows write at the same places, and read where they like."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from asyncflow.control import tensor_array as ta
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.creation import arange
 from asyncflow.ops.indexing import getitem
-from asyncflow.ops.manipulation import moveaxis
+from asyncflow.ops.manipulation import expand_dims, moveaxis
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, no_row_rule, refuse_part, row_rule
+from asyncflow.ops.sets import unique_inverse
 
 
 def _array(node: Node, rows: RowAxis, value: LiftedValue) -> Tensor:
@@ -58,7 +60,9 @@ def _read(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[
     array, index = inputs
     if array.has_rows:
         refuse_part(node, rows)
-        return apply(ta.READ, array.tensor, fixed(node, [index], "an index")[0], element=_element(node, rows))
+        if index.has_rows:
+            return [_at_own_places(node, rows, array.tensor, index.tensor, arange(rows.count))]
+        return apply(ta.READ, array.tensor, index.tensor, element=_element(node, rows))
     return apply(ta.GATHER, array.tensor, index.tensor, element=node.attrs["element"])
 
 
@@ -69,15 +73,23 @@ def _stack(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence
     return [moveaxis(whole, 1, 0)]
 
 
-@row_rule(ta.GATHER)
+@row_rule(ta.GATHER, ta.PEEK)
 def _gather(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     refuse_part(node, rows)
     array, indices = inputs
     if not array.has_rows:
         raise CannotLift(f"{node.name} has indices of its own for each row")
-    places = fixed(node, [indices], "indices")[0]
-    (whole,) = apply(ta.GATHER, array.tensor, places, element=_element(node, rows))
+    if indices.has_rows:
+        return [_at_own_places(node, rows, array.tensor, indices.tensor, expand_dims(arange(rows.count), axis=1))]
+    (whole,) = apply(node.op, array.tensor, indices.tensor, element=_element(node, rows))
     return [moveaxis(whole, 1, 0)]
+
+
+def _at_own_places(node: Node, rows: RowAxis, array: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
+    """Return the elements at places that differ between rows; elements that no row asks for are not looked at."""
+    distinct = unique_inverse(places)
+    (whole,) = apply(ta.PEEK, array, distinct.values, element=_element(node, rows))
+    return getitem(whole, (distinct.inverse_indices, numbers))
 
 
 @row_rule(ta.ELEMENT_SHAPE, alike=True)

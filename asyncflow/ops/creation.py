@@ -228,7 +228,7 @@ def arange(
         device: where to make it; None for no request.
 
     Raises:
-        GraphError: a step of 0.
+        GraphError: a step of 0, or an infinite or undefined length.
     """
     if stop is None:
         start, stop = 0, start
@@ -238,7 +238,12 @@ def arange(
         step_value = default_value(bounds[2])
         if step_value is not None and step_value.size == 1 and step_value.item() == 0:
             raise GraphError("arange: the step is 0, so the values never reach the stop")
-        return apply(ARANGE, *bounds, dtype=found, length=assumed(_LENGTH, *bounds))[0]
+        try:
+            length = assumed(_LENGTH, *bounds)
+        except (OverflowError, ValueError):
+            seen = ", ".join(str(value.item()) for value in map(default_value, bounds) if value is not None)
+            raise GraphError(f"arange: start, stop and step are finite numbers; got {seen}") from None
+        return apply(ARANGE, *bounds, dtype=found, length=length)[0]
 
 
 _LENGTH = "length of arange"
@@ -398,11 +403,16 @@ def asarray(
         obj: a tensor, an array, a number, or nested lists of numbers.
         dtype: of the result; None keeps that of `obj`.
         device: where to make it; None for no request.
-        copy: accepted for the standard's sake.
+        copy: False refuses what has to be copied, which is all but a tensor of that dtype.
 
     Raises:
         DTypeError: a value that no tensor can hold, or that does not fit `dtype`.
+        ValueError: `copy` is False, and a copy is necessary.
     """
+    if copy is False and not (is_symbolic(obj) and (dtype is None or as_dtype(dtype) == as_tensor(obj).dtype)):
+        raise ValueError(
+            f"asarray(copy=False): a {type(obj).__name__} becomes a tensor only by a copy; leave copy= out"
+        )
     if not is_symbolic(obj):
         with placed_on(device):
             return constant(obj, dtype)

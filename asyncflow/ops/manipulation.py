@@ -13,7 +13,7 @@ import numpy as np
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, WHOLE_VIEW, Memory, Op, Traits, define, inputs_from
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -113,22 +113,28 @@ def _join(op: Op, arrays: Sequence[TensorLike], axis: int | None) -> Tensor:
     return apply(op, *promote_operands(*listed), axis=axis)[0]
 
 
-def _unstack_spec(x: Spec, *, axis: int) -> tuple[Spec, ...]:
+def _unstack_spec(x: Spec, *, axis: int, num: int | None = None) -> tuple[Spec, ...]:
     if x.shape is None:
+        if num is not None:
+            return (Spec(x.dtype),) * num
         raise ShapeError("the length of the result must be known while the graph is built; this rank is not")
     at = normalize_axis(axis, len(x.shape))
-    extent = x.shape[at]
+    extent = num if x.shape[at] is None else x.shape[at]
     if extent is None:
         raise ShapeError(
             f"the length of the result must be known while the graph is built, but axis {axis} of "
-            f"{format_shape(x.shape)} is not; loop over it with af.map_fn or af.scan"
+            f"{format_shape(x.shape)} is not; give num=, or loop over it with af.map_fn or af.scan"
         )
+    if num is not None and num != extent:
+        raise ShapeError(f"num={num}, but axis {axis} of {format_shape(x.shape)} has {extent} slices")
     return (Spec(x.dtype, x.shape[:at] + x.shape[at + 1 :]),) * extent
 
 
-def _unstack_kernel(xp: Namespace, *, axis: int) -> Kernel:
+def _unstack_kernel(xp: Namespace, *, axis: int, num: int | None = None) -> Kernel:
     def kernel(x: Array) -> tuple[Array, ...]:
         parts = xp.moveaxis(x, axis, 0)
+        if num is not None and len(parts) != num:
+            raise ValueError(f"unstack: num={num}, but axis {axis} of {format_shape(x.shape)} has {len(parts)} slices")
         # The ellipsis keeps each part an array: one string would otherwise be a Python str.
         return tuple(parts[i, ...] for i in range(len(parts)))
 
@@ -138,13 +144,21 @@ def _unstack_kernel(xp: Namespace, *, axis: int) -> Kernel:
 UNSTACK = define("unstack", _unstack_spec, _unstack_kernel, flops=free, rows="axis", traits=KERNELS)
 
 
-def unstack(x: TensorLike, /, *, axis: int = 0) -> tuple[Tensor, ...]:
-    """The slices of `x` along `axis`, without that axis.
+def unstack(x: TensorLike, /, *, axis: int = 0, num: int | None = None) -> tuple[Tensor, ...]:
+    """Return the slices of `x` along `axis`, without that axis.
+
+    Args:
+        x: of rank 1 or more.
+        axis: along which it is cut.
+        num: number of slices, where the extent of `axis` is not known while the graph is built; the run checks it.
 
     Raises:
-        ShapeError: the extent of `axis` is not known while the graph is built.
+        ShapeError: the extent of `axis` is not known and `num` is not given, or `num` is another one.
     """
-    return apply(UNSTACK, x, axis=static_int(axis, "axis"))
+    given: Attrs = {} if num is None else {"num": static_int(num, "num")}
+    if given.get("num", 0) < 0:
+        raise ShapeError(f"unstack: num is not negative; got {num}")
+    return apply(UNSTACK, x, axis=static_int(axis, "axis"), **given)
 
 
 # -- axes ------------------------------------------------------------------------------------------------------------
@@ -271,8 +285,10 @@ def flip(x: TensorLike, /, *, axis: Axes = None) -> Tensor:
 def _roll_spec(x: Spec, by: Spec | None = None, *, shift: int | tuple[int, ...] | None, axis: Axes) -> Spec:
     if by is not None:
         require_kind(by, "iu", "an integer shift")
-        if by.shape not in (None, ()):
-            raise ShapeError(f"a shift known only in the run must be a scalar, got {format_shape(by.shape)}")
+        count = len(axis) if isinstance(axis, tuple) else None
+        if by.rank not in (None, 0, 1) or (by.rank == 1 and (count is None or by.shape not in ((count,), (None,)))):
+            seen = f"axis {axis} and a shift of shape {format_shape(by.shape)}"
+            raise ShapeError(f"a shift is a scalar, or a vector with a place for each of several axes; got {seen}")
     if isinstance(shift, tuple) and isinstance(axis, tuple) and len(shift) != len(axis):
         raise ShapeError(f"shift {shift} and axis {axis} must have one length")
     if isinstance(shift, tuple) and not isinstance(axis, tuple):
@@ -285,8 +301,16 @@ def _roll_spec(x: Spec, by: Spec | None = None, *, shift: int | tuple[int, ...] 
 
 def _roll_kernel(xp: Namespace, *, shift: int | tuple[int, ...] | None, axis: Axes) -> Kernel:
     if shift is None:
-        return lambda x, by: xp.roll(x, int(by), axis)
+        return lambda x, by: xp.roll(x, _places(by, axis), axis)
     return partial(xp.roll, shift=shift, axis=axis)
+
+
+def _places(by: Array, axis: Axes) -> int | tuple[int, ...]:
+    if not np.ndim(by):
+        return int(by)
+    if not isinstance(axis, tuple) or len(by) != len(axis):
+        raise ValueError(f"roll: {len(by)} shifts for axis {axis}")  # NumPy would roll by each along the same one
+    return tuple(by.tolist())
 
 
 ROLL = define("roll", _roll_spec, _roll_kernel, host_inputs=inputs_from(1), traits=KERNELS)
@@ -297,10 +321,14 @@ def roll(x: TensorLike, /, shift: TensorLike, *, axis: Axes = None) -> Tensor:
 
     Args:
         x: any tensor.
-        shift: an int, one int per axis, or an integer scalar tensor.
+        shift: an int, one int per axis, an integer scalar tensor, or a vector with an item per axis; ints in a tuple
+            may be scalar tensors.
         axis: one axis, several, or None to roll the flattened `x`.
     """
     axes = as_axes(axis)
+    if isinstance(shift, tuple | list) and any(map(is_symbolic, shift)):
+        with graph_for(x, *shift):
+            shift = stack(shift)
     if is_symbolic(shift):
         return apply(ROLL, x, shift, shift=None, axis=axes)[0]
     return apply(ROLL, x, shift=as_axes(shift), axis=axes)[0]

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.foreign_names import public_names
-from asyncflow.graph.build import TensorLike, apply, as_tensor, is_symbolic
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KernelContext, Op, register
@@ -31,6 +31,8 @@ from asyncflow.ops.elementwise import add, multiply, subtract
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.known_values import default_value
 from asyncflow.ops.promotion import is_weak, kind_of, require_kind
+from asyncflow.ops.shape import extent_of
+from asyncflow.ops.shape import shape as shape_of_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -340,7 +342,7 @@ POISSON = _parameter_op(
 
 
 def gamma(
-    shape: ExtentsLike = (),
+    shape: ExtentsLike | None = None,
     *,
     alpha: TensorLike,
     scale: TensorLike = 1.0,
@@ -351,7 +353,7 @@ def gamma(
     """Floats of a gamma distribution, of mean ``alpha * scale``; no gradient reaches `alpha`, which is an error.
 
     Args:
-        shape: see `normal`.
+        shape: see `normal`; None for one number for each item of `alpha`.
         alpha: the distribution's shape; finite and above 0, or the run fails; broadcasts to `shape`.
         scale: what the standard sample is multiplied by; broadcasts with the result.
         dtype: a float dtype.
@@ -361,11 +363,21 @@ def gamma(
     found = as_dtype(dtype)
     if kind_of(found) != "f":
         raise DTypeError(f"random_gamma gives floats, not {dtype_name(found)}; use af.astype")
-    return _scaled(_drawn(GAMMA, shape, alpha, seed=seed, name=name, dtype=found), scale, 0.0)
+    with graph_for(alpha, scale, outside="np.random.Generator.gamma"):
+        given = as_tensor(alpha)
+        return _scaled(_drawn(GAMMA, _shape_for(shape, given), given, seed=seed, name=name, dtype=found), scale, 0.0)
+
+
+def _shape_for(shape: ExtentsLike | None, parameter: Tensor) -> ExtentsLike:
+    if shape is not None:
+        return shape
+    if parameter.ndim is None:
+        return shape_of_value(parameter)
+    return [extent_of(parameter, axis) for axis in range(parameter.ndim)]
 
 
 def poisson(
-    shape: ExtentsLike = (),
+    shape: ExtentsLike | None = None,
     *,
     rate: TensorLike,
     dtype: DTypeLike = int64,
@@ -375,7 +387,7 @@ def poisson(
     """Numbers of a Poisson distribution: how often happens what happens `rate` times on average.
 
     Args:
-        shape: see `normal`.
+        shape: see `normal`; None for one number for each item of `rate`.
         rate: finite and 0 or more, or the run fails; broadcasts to `shape`.
         dtype: an integer dtype, or a float dtype.
         seed: see `normal`.
@@ -384,7 +396,9 @@ def poisson(
     found = as_dtype(dtype)
     if kind_of(found) not in "iuf":
         raise DTypeError(f"random_poisson gives integers or floats, not {dtype_name(found)}")
-    return _drawn(POISSON, shape, rate, seed=seed, name=name, dtype=found)
+    with graph_for(rate, outside="np.random.Generator.poisson"):
+        given = as_tensor(rate)
+        return _drawn(POISSON, _shape_for(shape, given), given, seed=seed, name=name, dtype=found)
 
 
 # -- choices ---------------------------------------------------------------------------------------------------------

@@ -31,15 +31,21 @@ def stacked(specs: Sequence[Spec], pads: Pads | None, elements: Sequence[Element
     Args:
         specs: of the leaves of an element.
         pads: what open extents are filled up with, to the longest of the batch; None where they have to be equal.
-        elements: one or more.
+        elements: any number.
 
     Raises:
         ShapeError: they are not alike, and there is nothing to fill them up with.
     """
     batches: list[Array] = []
     lengths: list[Array] = []
-    for place, (spec, values) in enumerate(zip(specs, zip(*elements, strict=True), strict=True)):
+    columns = zip(*elements, strict=True) if elements else ((),) * len(specs)
+    for place, (spec, values) in enumerate(zip(specs, columns, strict=True)):
         axes = open_axes(spec)
+        if not values:
+            batches.append(np.empty((0, *(extent or 0 for extent in spec.shape or ())), spec.dtype))
+            if pads is not None and axes:
+                lengths.append(np.empty((0,) if len(axes) == 1 else (0, len(axes)), np.int64))
+            continue
         if pads is None or not axes:
             try:
                 batches.append(np.stack(values) if spec.shape else np.array(values, spec.dtype))

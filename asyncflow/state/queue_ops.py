@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import Access, Effects, define, not_differentiable
+from asyncflow.graph.op import Access, Effects, define, inputs_from, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.state.immutable import LARGE_BYTES, immutable, is_immutable, lock
@@ -75,7 +75,9 @@ def _dequeue_specs(*, queue: Queue) -> Spec | tuple[Spec, ...]:
     return _outputs(queue._specs)
 
 
-def _batch_specs(*, queue: Queue, count: int, or_fewer: bool, pads: Pads | None) -> Spec | tuple[Spec, ...]:
+def _batch_specs(
+    *n: Spec, queue: Queue, count: int | None, or_fewer: bool, pads: Pads | None
+) -> Spec | tuple[Spec, ...]:
     first = None if or_fewer else count
     found = [Spec(spec.dtype, (first, *(spec.shape or ()))) for spec in queue._specs]
     for spec in queue._specs if pads is not None else ():
@@ -162,13 +164,22 @@ def _only_element(elements: Sequence[Element]) -> Element:
     return elements[0]
 
 
-def _dequeue_many_kernel(xp: Namespace, *, queue: QueueState, count: int, or_fewer: bool, pads: Pads | None) -> Kernel:
-    what = f"dequeue_{'up_to' if or_fewer else 'many'}({count}) of queue {queue.name!r}"
+def _dequeue_many_kernel(
+    xp: Namespace, *, queue: QueueState, count: int | None, or_fewer: bool, pads: Pads | None
+) -> Kernel:
+    verb = f"dequeue_{'up_to' if or_fewer else 'many'}"
     specs = queue.specs
     n_outputs = len(specs) + (0 if pads is None else sum(bool(open_axes(spec)) for spec in specs))
     stack = partial(stacked, specs, pads)
     finish = stack if n_outputs > 1 else lambda found: stack(found)[0]
-    return partial(queue.take, count, or_fewer, what, finish, copies=True)
+
+    def take(count: int) -> Value | PlaceInLine:
+        what = f"{verb}({count}) of queue {queue.name!r}"
+        if count < 0:
+            raise ValueError(f"{what}: n is at least 0")
+        return queue.take(count, or_fewer, what, finish, copies=True) if count else finish(())
+
+    return (lambda n: take(int(n))) if count is None else partial(take, count)
 
 
 _PUT, _TAKE = ("put", Access.WRITE), ("take", Access.WRITE)
@@ -177,7 +188,14 @@ _LOOK = (("put", Access.READ), ("take", Access.READ))
 ENQUEUE = define("enqueue", _put_specs, _enqueue_kernel, effects=_effects(_PUT), is_async=True)
 ENQUEUE_MANY = define("enqueue_many", _put_specs, _enqueue_many_kernel, effects=_effects(_PUT), is_async=True)
 DEQUEUE = define("dequeue", _dequeue_specs, _dequeue_kernel, effects=_effects(_TAKE), is_async=True)
-DEQUEUE_MANY = define("dequeue_many", _batch_specs, _dequeue_many_kernel, effects=_effects(_TAKE), is_async=True)
+DEQUEUE_MANY = define(
+    "dequeue_many",
+    _batch_specs,
+    _dequeue_many_kernel,
+    effects=_effects(_TAKE),
+    is_async=True,
+    host_inputs=inputs_from(0),
+)
 QUEUE_SIZE = define(
     "queue_size",
     lambda *, queue: Spec(int64, ()),

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, told_at
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_array, as_tensor, constant, graph_for, is_symbolic
+from asyncflow.graph.build import SupportsTensor, TensorLike, as_array, as_tensor, constant, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
@@ -127,11 +127,11 @@ class Queue(Resource):
         outputs = self._add(DEQUEUE, (), "dequeue").outputs
         return self._structure.unflatten(outputs)
 
-    def dequeue_many(self, n: int, pad: Nest = None) -> Nest:
+    def dequeue_many(self, n: int | Tensor | SupportsTensor, pad: Nest = None) -> Nest:
         """Takes n elements at once, once there are so many, and none before: a nest with one more axis in front.
 
         Args:
-            n: at least 1.
+            n: an int or an integer scalar, at least 0; 0 gives an empty batch at once.
             pad: a number (or a nest of them, as the spec is) that fills open extents up to the longest element; then
                 the result is ``(elements, lengths)``. Lengths are ``int64[n]`` for a value with one open extent,
                 ``int64[n, k]`` for one with k, and None where nothing is open.
@@ -143,7 +143,7 @@ class Queue(Resource):
         """
         return self._batch(n, pad, "dequeue_many", or_fewer=False)
 
-    def dequeue_up_to(self, n: int, pad: Nest = None) -> Nest:
+    def dequeue_up_to(self, n: int | Tensor | SupportsTensor, pad: Nest = None) -> Nest:
         """Takes n elements as `dequeue_many` does; of a closed queue those that are left, at least one, if fewer."""
         return self._batch(n, pad, "dequeue_up_to", or_fewer=True)
 
@@ -258,9 +258,14 @@ class Queue(Resource):
         if not is_compatible(found.shape, wanted.shape):
             raise ShapeError(f"{what}: queue {self.name!r} holds {wanted}, not {found}")
 
-    def _batch(self, n: int, pad: Nest, verb: str, *, or_fewer: bool) -> Nest:
-        pads = self._pads(n, pad, verb)
-        node = self._add(DEQUEUE_MANY, (), verb, count=int(n), or_fewer=or_fewer, pads=pads)
+    def _batch(self, n: int | Tensor | SupportsTensor, pad: Nest, verb: str, *, or_fewer: bool) -> Nest:
+        pads, what = self._pads(pad, verb), f"{verb} of queue {self.name!r}: n"
+        with graph_for(n, outside=_OUTSIDE[verb]):
+            x = as_tensor(n) if is_symbolic(n) else whole_number(n, what, 0)
+            if isinstance(x, Tensor) and (x.dtype.kind not in "iu" or x.shape not in ((), None)):
+                raise GraphError(f"{what} is an int or an integer scalar; got {x!r}")
+            inputs, count = ([x], None) if isinstance(x, Tensor) else ([], x)
+            node = self._add(DEQUEUE_MANY, inputs, verb, count=count, or_fewer=or_fewer, pads=pads)
         return self._as_batch(node.outputs, pads)
 
     def _as_batch(self, values: Sequence[Nest], pads: Pads | None) -> Nest:
@@ -270,9 +275,8 @@ class Queue(Resource):
         lengths = iter(values[len(self._specs) :])
         return elements, self._structure.unflatten([next(lengths) if open_axes(spec) else None for spec in self._specs])
 
-    def _pads(self, n: int, pad: Nest, verb: str) -> Pads | None:
+    def _pads(self, pad: Nest, verb: str) -> Pads | None:
         """A number for each leaf; None if nothing is padded."""
-        whole_number(n, f"{verb} of queue {self.name!r}: n")
         if pad is None:
             vague = [spec for spec in self._specs if not is_static(spec.shape)]
             if vague:
@@ -322,9 +326,12 @@ class Queue(Resource):
         return self._structure.unflatten(elements[0])
 
     async def _got(self, n: int, pad: Nest, verb: str, or_fewer: bool, session: HasState | None) -> Nest:
-        pads = self._pads(n, pad, verb)
+        whole_number(n, f"{verb} of queue {self.name!r}: n", 0)
+        pads, state = self._pads(pad, verb), self._state(session)
         stack = partial(stacked, self._specs, pads)
-        taken = self._state(session).take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack, copies=True)
+        if not n:
+            return self._as_batch(stack(()), pads)
+        taken = state.take(n, or_fewer, f"{verb}({n}) of queue {self.name!r}", stack, copies=True)
         values: Nest = await granted_beside(taken)
         return self._as_batch(values, pads)
 
@@ -451,7 +458,7 @@ class PaddingQueue(Queue):
             large; gives its bucket, such as ``len(x) // 16``. A batch is of one bucket, the one with the oldest element
             of those that have enough; only if the queue is full and none has enough, or it is closed, of the oldest
             elements. None: in the order in which they came in.
-        pad: a number, or a nest of them as `spec` is, that fills open extents up.
+        pad: a number or string, or a nest of them as `spec` is, that fills open extents up. None: 0, False or "".
         name: see `FIFOQueue`.
         container: see `FIFOQueue`.
     """
@@ -462,7 +469,7 @@ class PaddingQueue(Queue):
         spec: Nest,
         *,
         bucket_by: Callable[..., Hashable] | None = None,
-        pad: Nest = 0,
+        pad: Nest = None,
         name: str | None = None,
         container: str | None = None,
     ) -> None:
@@ -470,15 +477,19 @@ class PaddingQueue(Queue):
         if bucket_by is not None and not callable(bucket_by):
             raise GraphError(f"PaddingQueue: bucket_by={bucket_by!r} is a function of an element, or None")
         self.bucket_by, self.pad = bucket_by, pad
-        self._pads(1, None, "PaddingQueue")
+        self._pads(None, "PaddingQueue")
 
     @property
     def is_fifo(self) -> bool:
         """See `Queue.is_fifo`."""
         return self.bucket_by is None
 
-    def _pads(self, n: int, pad: Nest, verb: str) -> Pads | None:
-        return super()._pads(n, self.pad if pad is None else pad, verb)
+    def _pads(self, pad: Nest, verb: str) -> Pads | None:
+        found = self.pad if pad is None else pad
+        if found is None:
+            blank: dict[str, str | bool] = {"T": "", "b": False}
+            found = self._structure.unflatten([blank.get(spec.dtype.kind, 0) for spec in self._specs])
+        return super()._pads(found, verb)
 
     def _order(self) -> ElementOrder:
         if self.bucket_by is None:

@@ -348,3 +348,19 @@ async def test_f37_masks_are_lost_nowhere(run: Run, graph: af.Graph) -> None:
         returned = af.op(outputs=outputs)(lambda value=value: value)()
         with pytest.raises(af.KernelError, match=r"returned a masked array as (its result|output 1), which would lose"):
             await run(returned)
+
+
+async def test_a_key_may_be_a_nest_of_tensors_and_names(graph: af.Graph) -> None:
+    x, y, z = (af.placeholder("float64", shape, name=name) for shape, name in (((2,), "x"), ((), "y"), ((), "z")))
+    total = x * y + z
+    async with af.Session(graph) as session:
+        assert (await session.run(total, {(x, ("y", z)): ([1.0, 2.0], (3.0, 4.0))})).tolist() == [7.0, 10.0]
+        assert (await session.run(total, {(x,): (np.ones(2),), (y, z): (3.0, 4.0)})).tolist() == [7.0, 7.0]
+        for feeds, message in (
+            ({(x, y): [1.0, 2.0], z: 4.0}, r"a nest like its key, .*: expected a tuple of 2 values, got a list of 2"),
+            ({(x,): np.ones(2), (y, z): (3.0, 4.0)}, r"a nest like its key"),
+            ({(x, y): (np.ones(2), 3.0), y: 3.0, z: 1.0}, r"is fed twice"),
+            ({(x, 3): (np.ones(2), 3.0)}, r"keyed by tensors or their names; got int 3"),
+        ):
+            with pytest.raises(af.FeedError, match=message):
+                await session.run(total, feeds)

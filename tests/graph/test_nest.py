@@ -6,6 +6,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,3 +149,23 @@ def test_registered_leaves_stay_whole() -> None:
     assert nest.flatten(value)[0] == [1]
     nest.register_leaf(Whole)
     assert nest.flatten([value])[0] == [value]
+
+
+def test_attrs_classes_are_containers() -> None:
+    @attrs.frozen
+    class Cell:
+        h: Any
+        _c: Any
+
+    @attrs.define
+    class Pair:
+        first: Any
+        second: Any = None
+
+    given = Pair(Cell(1, [2, 3]), {"x": 4})
+    leaves, structure = nest.flatten(given)
+    assert leaves == [1, 2, 3, 4]
+    assert structure.unflatten(leaves) == given
+    assert list(structure.paths()) == [".first.h", ".first._c[0]", ".first._c[1]", ".second['x']"]
+    with pytest.raises(nest.StructureMismatch, match=r"\.first: expected a Cell with fields h, _c, got one value"):
+        nest.flatten_like(structure, Pair(1, {"x": 4}))

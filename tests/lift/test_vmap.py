@@ -240,3 +240,37 @@ async def test_an_array_without_rows_is_made_once() -> None:
     assert [*own] == [6.0, 2.0, 4.0, 6.0]
     assert rows.tolist() == [[2.0, 2.0, 3.0], [4.0, 4.0, 3.0], [6.0, 6.0, 3.0]]
     assert [*looped] == [3.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("open_", [False, True])
+async def test_rows_read_arrays_at_places_of_their_own(open_: bool) -> None:
+    """Each row reads an element once, although others come to it later; gradients are those of indexing."""
+    x, k, rows = np.arange(20.0).reshape(4, 5), np.array([1, 4, 1, 0]), np.arange(4)
+
+    def row(values: Any, place: Any) -> Any:
+        array = af.TensorArray("float64", 5, element_shape=()).unstack(values * values)
+        pair = array.gather(af.stack([(place + 2) % 5, (place + 3) % 5]))
+        first = array.read(place)
+        last = af.while_loop(
+            lambda i, _: i < 2, lambda i, s: (i + 1, s + array.read((place + 1 - 2 * i) % 5)), (0, 0.0)
+        )[1]
+        return first, pair, last
+
+    with af.Graph() as graph:
+        values = af.placeholder("float64", (None, 5) if open_ else (4, 5))
+        places = af.placeholder("int64", (None,) if open_ else (4,))
+        found = af.vmap(row)(values, places)
+        (gradient,) = af.gradients(af.sum(found[0]) + af.sum(found[1] * [2.0, 3.0]) + 4 * af.sum(found[2]), [values])
+        one_by_one = af.map_fn(lambda pair: row(*pair), (values, places), lift=False)
+    async with af.Session(graph) as session:
+        fed = {values: x, places: k}
+        for result in await session.run([found, one_by_one], fed):
+            np.testing.assert_array_equal(result[0], x[rows, k] ** 2)
+            np.testing.assert_array_equal(result[1], np.stack([x[rows, (k + 2) % 5], x[rows, (k + 3) % 5]], 1) ** 2)
+            np.testing.assert_array_equal(result[2], x[rows, (k + 1) % 5] ** 2 + x[rows, (k - 1) % 5] ** 2)
+        weights = np.zeros((4, 5))
+        for step, weight in ((0, 1), (2, 2), (3, 3), (1, 4), (-1, 4)):
+            weights[rows, (k + step) % 5] += weight
+        np.testing.assert_allclose(await session.run(gradient, fed), 2 * x * weights)
+        with pytest.raises(af.KernelError, match="cannot read element 7 of a TensorArray of size 5"):
+            await session.run(found[0], {values: x, places: k + 3})

@@ -124,6 +124,11 @@ def test_arange_up_to_a_tensor(evaluate: Evaluate) -> None:
     check(evaluate(creation.arange(3, dtype="bfloat16")), np.arange(3).astype(ml_dtypes.bfloat16))
     with pytest.raises(GraphError, match=r"arange: the step is 0"):
         creation.arange(0, n, 0)
+    for stop in (float("inf"), float("nan")):
+        with pytest.raises(
+            GraphError, match=r"arange: start, stop and step are finite.*; got 0.0, (inf|nan), 1.0[\s\S]*test_creation"
+        ):
+            creation.arange(0, stop)
     with pytest.raises(DTypeError, match=r"arange: takes real numbers, not complex128"):
         creation.arange(1j)
     with pytest.raises(ShapeError, match=r"arange: takes tensors of rank 0"):
@@ -191,6 +196,10 @@ def test_asarray(evaluate: Evaluate) -> None:
     x[0] = 9
     check(evaluate(t), np.array([1, 2], np.float32))
     assert creation.asarray(t) is t
+    check(evaluate(creation.asarray(t, dtype=t.dtype, copy=False)), np.array([1, 2], np.float32))
+    for copied, dtype in (([1, 2], None), (x, None), (3, None), (t, "int8")):
+        with pytest.raises(ValueError, match=r"asarray\(copy=False\): a \w+ becomes a tensor only by a copy"):
+            creation.asarray(copied, dtype=dtype, copy=False)
     check(evaluate(creation.asarray(t, dtype="int8")), np.array([1, 2], np.int8))
     check(evaluate(creation.asarray([[1], [2]], dtype="float32")), np.array([[1], [2]], np.float32))
     with pytest.raises(GraphError, match=r"use af.stack"):

@@ -18,7 +18,7 @@ import asyncflow as af
 from asyncflow.autodiff import part_sums, saved_values, store_gradients
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.case import CASE_INDEX
-from asyncflow.control.tensor_array import ELEMENT_SHAPE
+from asyncflow.control.tensor_array import ELEMENT_SHAPE, PEEK
 from asyncflow.graph.build import apply, constant, placeholder
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
@@ -270,6 +270,7 @@ def _arrays(x: Tensor, n: Tensor) -> list[Tensor]:
         written.read(n[2] - 1),
         array.unstack(x).stack(),
         scattered.gather(n),
+        apply(PEEK, scattered.handle, n, element=af.spec("float64", (2,)))[0],
         split.concat(),
         counters.stack(),
         counters.size(),

@@ -112,8 +112,24 @@ def test_moveaxis(evaluate: Any, source: Any, destination: Any) -> None:
     compare(evaluate, lambda t: m.moveaxis(t, source, destination), expected, x, known=("all", "rank"))
 
 
+@pytest.mark.parametrize("shape", [(None, 3), (None, None), None])
+def test_unstack_into_a_number_that_the_run_checks(evaluate: Any, shape: Any) -> None:
+    x = sample((2, 3), "float32")
+    with Graph():
+        t = placeholder("float32", shape)
+        parts = m.unstack(t, num=2)
+    assert parts[0].shape == (None if shape is None else shape[1:])
+    for part, row in zip(parts, x, strict=True):
+        np.testing.assert_array_equal(evaluate(part, {t: x}), row)
+        with pytest.raises(Exception, match=r"unstack: num=2, but axis 0 of \[3,3\] has 3 slices"):
+            evaluate(part, {t: np.ones((3, 3), np.float32)})
+
+
 def test_roll_by_a_tensor(evaluate: Any) -> None:
     x = sample((2, 3), "float32")
+    both = np.roll(x, (1, -2), (0, 1))
+    compare(evaluate, lambda t, n: m.roll(t, n, axis=(0, 1)), both, x, np.array([1, -2]))
+    compare(evaluate, lambda t, n: m.roll(t, (n, -2), axis=(0, 1)), both, x, np.array(1))
     compare(evaluate, lambda t, n: m.roll(t, n, axis=1), np.roll(x, -1, 1), x, np.int32(-1))
     compare(evaluate, m.roll, np.roll(x, 2), x, np.array(2, np.uint64))
 
@@ -184,6 +200,10 @@ def _p(*shape: Any) -> Any:
         (lambda: m.stack([_p(2), _p(2, 1)]), ShapeError, "must have one shape"),
         (lambda: m.unstack(_p(None, 2)), ShapeError, "loop over it with af.map_fn"),
         (lambda: m.unstack(placeholder("int8")), ShapeError, "must be known while the graph is built"),
+        (lambda: m.unstack(_p(3, 2), num=2), ShapeError, "num=2, but axis 0 of .* has 3 slices"),
+        (lambda: m.unstack(_p(None), num=-1), ShapeError, "num is not negative"),
+        (lambda: m.roll(_p(2), constant([1, 2]), axis=0), ShapeError, "a place for each of several axes"),
+        (lambda: m.roll(_p(2, 2), constant([1]), axis=(0, 1)), ShapeError, "a place for each of several axes"),
         (lambda: m.squeeze(_p(2, 1), 0), ShapeError, "only axes of extent 1"),
         (lambda: m.permute_dims(_p(2, 3), (0,)), ShapeError, "must name every axis"),
         (lambda: m.permute_dims(_p(2, 3), (0, 0)), ShapeError, "names an axis twice"),

@@ -320,3 +320,13 @@ def test_gradients_of_gamma() -> None:
     assert gradients(x, scale) is not None
     with pytest.raises(GraphError, match="random_gamma has no gradient with respect to alpha"):
         gradients(x, alpha)
+
+
+def test_gamma_and_poisson_draw_one_number_for_each_parameter() -> None:
+    for build in (lambda p: random.gamma(alpha=p), lambda p: random.poisson(rate=p)):
+        assert build([[1.0, 2.0, 3.0]]).shape == (1, 3)
+        values = draw(build(np.array([[1e-3] * 3, [1e6] * 3])))
+        assert (values[0] < 1e3).all()
+        assert (values[1] > 1e3).all()
+        x = placeholder("float64", (None, 2))
+        assert build(x).shape == (None, 2)

@@ -458,9 +458,11 @@ def test_mistakes_are_told_while_the_graph_is_built(graph: af.Graph) -> None:
         queue.enqueue_many((1, good))
     with pytest.raises(af.GraphError, match="may differ in shape; fill them up with pad="):
         queue.dequeue_many(3)
-    for n in (0, -1, 2.5, True, "3"):
-        with pytest.raises(af.GraphError, match=r"n is a whole number of at least 1; got"):
+    for n in (-1, 2.5, True, "3"):
+        with pytest.raises(af.GraphError, match=r"n is a whole number of at least 0; got"):
             queue.dequeue_many(n, pad=0)  # type: ignore[arg-type]
+    with pytest.raises(af.GraphError, match=r"n is an int or an integer scalar; got"):
+        queue.dequeue_up_to(af.constant([2]), pad=0)
     with pytest.raises(af.DTypeError, match=r"'x'"):
         queue.dequeue_many(2, pad="x")
     with pytest.raises(af.GraphError, match="padding needs a known rank"):

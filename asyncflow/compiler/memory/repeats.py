@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.control.tensor_array import CONCAT, GATHER, READ, SCATTER, SPLIT, STACK, TENSOR_ARRAY, UNSTACK, WRITE
+from asyncflow.control.tensor_array import (
+    CONCAT,
+    GATHER,
+    PEEK,
+    READ,
+    SCATTER,
+    SPLIT,
+    STACK,
+    TENSOR_ARRAY,
+    UNSTACK,
+    WRITE,
+)
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
@@ -27,7 +38,7 @@ from asyncflow.values import Kernel, Namespace, Value
 Owners = dict["Graph", StructuredNode]
 """The branch or loop that each body belongs to."""
 
-_READERS = frozenset({READ, GATHER, STACK, CONCAT})
+_READERS = frozenset({READ, GATHER, PEEK, STACK, CONCAT})
 _WRITERS = frozenset({WRITE, SCATTER, UNSTACK, SPLIT})
 
 

@@ -391,7 +391,7 @@ class Session(CheckpointedSession, NotPickled):
         Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
         """
         self._bind()
-        if type(feeds) is not dict:
+        if type(feeds) is not dict or tuple in map(type, feeds):
             feeds = as_feeds(feeds)
         call = self._calls.of_run(fetches, feeds)
         values = tuple(feeds.values())
