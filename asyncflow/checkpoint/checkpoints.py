@@ -11,8 +11,19 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -23,7 +34,7 @@ import numpy as np
 
 from asyncflow.checkpoint.directory import find_step
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
-from asyncflow.checkpoint.reader import empty_buffers, read_arrays
+from asyncflow.checkpoint.reader import Arrays, empty_buffers, read_arrays
 from asyncflow.checkpoint.writer import Content, SaveStopped, write_checkpoint
 from asyncflow.devices.heap import process_heap
 from asyncflow.errors import CheckpointError, DeviceLostError, brief, warn_user
@@ -224,15 +235,10 @@ class Checkpoints:
         """Does what `Session.restore` promises; with `awaits`, states that nobody knows yet get their values later."""
         flips = self._state.flips
         found = await self._find_states(variables)
-        step = await call_beside(find_step, path)
+        read = partial(self._read, found, awaits, variables is None)
+        step, (compared, arrays), _ = await _of_latest(path, read)
+        manifest = compared.manifest
         with background:
-            manifest = await call_beside(read_manifest, step)
-            compared = _Comparison(manifest, step, awaits)
-            await self._compare(compared, found, extra_is_fault=variables is None)
-            buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
-            arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
-            del buffers
-            compared.faults += damaged
             new = [name async for name, parts in _in_turns(arrays.items()) if _fits(compared, name, parts, found)]
         if strict:
             _refuse(compared, _NO_GRAPH if self._graph is None and variables is None else "")
@@ -255,6 +261,19 @@ class Checkpoints:
         if compared.faults:
             warn_user(f"restored from {step}, but not all: {_listed(compared.faults)}")
         return Restored(step, manifest.step, tuple(new), tuple(compared.faults))
+
+    async def _read(
+        self, found: States, awaits: bool, extra_is_fault: bool, step: Path
+    ) -> tuple[tuple[_Comparison, Arrays], list[str]]:
+        """Read the states of a step that there are here, too, and find out where the two differ."""
+        with background:
+            manifest = await call_beside(read_manifest, step)
+            compared = _Comparison(manifest, step, awaits)
+            await self._compare(compared, found, extra_is_fault=extra_is_fault)
+            buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
+            arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
+            compared.faults += damaged
+        return (compared, arrays), compared.faults
 
     async def _compare(self, compared: _Comparison, found: States, *, extra_is_fault: bool) -> None:
         """Finds out which states there are on both sides."""
@@ -283,11 +302,7 @@ class Checkpoints:
         if isinstance(source, Path):
             states = await self._find_states(variables)
             found = {x: each for x, each in states.items() if isinstance(each[1], VariableState)}
-            step = await call_beside(find_step, source)
-            manifest = await call_beside(read_manifest, step)
-            names = found.keys() & manifest.states.keys()
-            buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, names))}
-            arrays, faults = await call_beside(read_arrays, step, manifest, names, buffers)
+            step, arrays, faults = await _of_latest(source, partial(_states_of, found.keys()))
             place = f"{step}: "
         else:
             resources = [key for key in source if isinstance(key, Resource)]
@@ -412,6 +427,42 @@ def _as_resources(variables: Sequence[Resource]) -> Sequence[Resource]:
         if not isinstance(each, Resource):
             raise TypeError(f"variables is a list of variables; one of them is {brief(each)}")
     return variables
+
+
+async def _states_of(wanted: Collection[str], step: Path) -> tuple[Arrays, list[str]]:
+    manifest = await call_beside(read_manifest, step)
+    names = wanted & manifest.states.keys()
+    buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, names))}
+    return await call_beside(read_arrays, step, manifest, names, buffers)
+
+
+async def _of_latest(path: Path, read: Callable[[Path], Awaitable[tuple[T, list[str]]]]) -> tuple[Path, T, list[str]]:
+    """Read the step that `path` stands for; begin again if that one is deleted meanwhile and another takes its place.
+
+    A saver deletes old steps once it has published a new one, which is then the latest.
+
+    Args:
+        path: a step, or a directory of steps.
+        read: gives what it reads of a step, and what is wrong with it.
+    """
+    while True:
+        step = await call_beside(find_step, path)
+        try:
+            found, faults = await read(step)
+        except CheckpointError:
+            if await call_beside(_is_latest, step, path):
+                raise
+            continue
+        if not faults or await call_beside(_is_latest, step, path):
+            return step, found, faults
+
+
+def _is_latest(step: Path, path: Path) -> bool:
+    """Return whether `path` still stands for a step; False if another one has to be read in its place."""
+    try:
+        return find_step(path) == step
+    except CheckpointError:
+        return True
 
 
 def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: States) -> bool:
