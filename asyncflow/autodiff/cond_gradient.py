@@ -13,7 +13,7 @@ from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
 from asyncflow.autodiff.saved_values import new_store, store_node
 from asyncflow.autodiff.store_gradients import no_gradient
-from asyncflow.autodiff.sweep import Sweep, sweep_rule
+from asyncflow.autodiff.sweep import Sweep, sweep_rule, value_of
 from asyncflow.control.cond import COND, add_cond
 from asyncflow.graph.build import constant, graph_for
 from asyncflow.graph.builtin import is_constant
@@ -87,7 +87,7 @@ def _differentiate(node: CondNode, grads: Sequence[Tensor | None], sweep: Sweep)
         if isinstance(x, Tensor):
             sweep.give(x, whole_sum(output, x) if parts else ensure_shape(output, x.shape))
         else:
-            sweep.give_variable(x.serial, whole_sum(output, x.read()) if parts else output)
+            sweep.give_variable(x.serial, whole_sum(output, value_of(x)) if parts else output)
     return found
 
 

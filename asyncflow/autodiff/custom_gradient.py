@@ -14,7 +14,7 @@ from types import MethodType
 from typing import NamedTuple, TypeAlias
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
-from asyncflow.autodiff.sweep import Sweep, sweep_rule
+from asyncflow.autodiff.sweep import Sweep, sweep_rule, value_of
 from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
@@ -79,7 +79,7 @@ class CustomRule:
         what = f"grad_fn of {self.name}"
         if self.gives_variables:
             returned, of_variables = self._pair(node, self.grad_fn(*places, variables=list(self.variables)))
-            reads = [variable.read() for variable in self.variables]
+            reads = [value_of(variable) for variable in self.variables]
             found = input_gradients(f"{what}, for variables,", node, reads, [nest.LEAF] * len(reads), of_variables)
         else:
             returned, found = self.grad_fn(*places), [None] * len(self.variables)

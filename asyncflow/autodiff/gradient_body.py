@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncflow.autodiff.store_gradients import no_gradient
+from asyncflow.autodiff.sweep import value_of
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
@@ -80,4 +81,4 @@ def zeros_if_none(grad: Tensor | None, x: Tensor | Variable) -> Tensor:
         return grad
     if x.spec.dtype == VARIANT:
         return no_gradient()
-    return zeros_of(x if isinstance(x, Tensor) else x.read())
+    return zeros_of(value_of(x))

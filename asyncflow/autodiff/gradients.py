@@ -10,7 +10,7 @@ from typing import Literal
 from asyncflow.autodiff import cond_gradient, row_gradients, row_rules, while_gradient
 from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.sweep import Sweep, add_gradients
+from asyncflow.autodiff.sweep import Sweep, add_gradients, value_of
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for, is_symbolic, symbolic
@@ -139,7 +139,7 @@ def _given(structure: nest.Structure, grad_ys: Nest) -> list[TensorLike | None]:
 
 
 def _zeros(x: Tensor | Variable) -> Tensor | None:
-    return zeros_of(x.read() if isinstance(x, Variable) else x) if carries_gradient(x.spec) else None
+    return zeros_of(value_of(x)) if carries_gradient(x.spec) else None
 
 
 class _Gradients:

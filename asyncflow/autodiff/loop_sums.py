@@ -15,7 +15,7 @@ from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
 from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.autodiff.stores import STORE
-from asyncflow.autodiff.sweep import add_gradients, sum_gradients
+from asyncflow.autodiff.sweep import add_gradients, sum_gradients, value_of
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import summed_in
@@ -128,7 +128,7 @@ class _KeySum(_Sum):
         return super().added(total, [grad.node.inputs[0] for grad in grads])
 
     def finished(self, output: Tensor) -> Tensor:
-        output, like = super().finished(output), _tensor(self.target)
+        output, like = super().finished(output), value_of(self.target)
         body = self.value.graph  # its constants are made again; those outside are used, as a run may feed them
         indices = [constant(x.node.attrs["value"]) if x.graph is body else x for x in self.indices]
         return scatter_to(output, self.key, indices, shape_of(like), known=like.shape)
@@ -148,12 +148,8 @@ class _Parts(_Sum):
         return reduce(with_parts, grads, total)
 
     def finished(self, output: Tensor) -> Tensor:
-        return whole_sum(output, _tensor(self.target))
+        return whole_sum(output, value_of(self.target))
 
 
 def _wide_spec(spec: Spec) -> Spec:
     return replace(spec, dtype=summed_in(spec.dtype))
-
-
-def _tensor(target: Tensor | Variable) -> Tensor:
-    return target if isinstance(target, Tensor) else target.read()

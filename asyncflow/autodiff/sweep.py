@@ -168,6 +168,14 @@ class Sweep:
         return [None] * len(node.inputs)
 
 
+def value_of(x: Tensor | Variable) -> Tensor:
+    """Return a tensor, or a variable read where the user has placed the variable, not beside what is differentiated."""
+    if isinstance(x, Tensor):
+        return x
+    with device(None):
+        return x.read()
+
+
 def sum_gradients(grads: Sequence[Tensor]) -> Tensor:
     """The sum of gradients of one value, at least one."""
     return reduce(merge_gradients, grads) if grads[0].dtype == VARIANT else sum_of_gradients(grads)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 import asyncflow as af
 from asyncflow.autodiff.saved_values import MOVING_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.program.transfers import SEND
+from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncflow.compiler.plan import Plan
 
 
@@ -103,3 +108,56 @@ def test_stores_of_inner_loops_stay_with_those_that_keep_them() -> None:
     sent = [node.source.inputs[0] for part in plan.partitions for node in part.nodes if node.source.op is SEND]
     assert sent
     assert all(tensor.dtype != VARIANT for tensor in sent)
+
+
+def _second_order() -> list[af.Tensor]:
+    """Of a loop in a loop, on another device each: second gradients of both go to stores that are one."""
+    x = af.constant(np.ones((4, 4), np.float32))
+
+    def outer(i: af.Tensor, v: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        def inner(j: af.Tensor, w: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            return j + 1, af.sin(w) * v
+
+        with af.device("sim:1"):
+            _, w = af.while_loop(lambda j, w: j < 2, inner, (np.int32(0), v))
+        return i + 1, w * af.cos(v)
+
+    with af.device("sim:0"):
+        _, y = af.while_loop(lambda i, v: i < 3, outer, (np.int32(0), x))
+    slope = af.gradients(af.sum(y), x)
+    return [slope, af.gradients(af.sum(slope * slope), x)]
+
+
+def _variables_in_branches() -> list[af.Tensor]:
+    """A gradient in the branch that does not read the variable is zeros of its shape, which only a run knows."""
+    weights = af.Variable(np.eye(4, dtype=np.float32), name="weights", shape=(None, None))
+
+    def read() -> af.Tensor:
+        with af.device("sim:0"):
+            return af.sum(x @ weights.read())
+
+    x = af.placeholder("float32", (4, 4))
+    with af.device("sim:1"):
+        y = af.cond(x[0, 0] > 0, read, lambda: af.sum(x))
+    found: list[af.Tensor] = af.gradients(y, [x, weights])
+    return found
+
+
+@pytest.mark.parametrize("build", [_second_order, _variables_in_branches])
+def test_what_gradients_copy_is_a_preference(build: Callable[[], list[af.Tensor]]) -> None:
+    """Requests bind where the user has written them; where gradients of several meet in one store, they give way."""
+
+    async def found() -> list[np.ndarray]:
+        with af.Graph() as graph:
+            fetches = build()
+            feeds = {node.outputs[0]: np.ones((4, 4), np.float32) for node in graph.nodes if node.op is PLACEHOLDER}
+        async with af.Session(graph) as session:
+            return await session.run(fetches, feeds)
+
+    with virtual_clock("2 x v100, nvlink2") as clock:
+        two = clock.run(found())
+    with virtual_clock("2 x v100, nvlink2") as clock, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(af, "device", lambda spec: nullcontext())
+        one = clock.run(found())
+    for a, b in zip(two, one, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

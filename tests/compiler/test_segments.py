@@ -217,6 +217,31 @@ async def test_a_function_of_the_user_is_not_run_twice(graph: af.Graph) -> None:
     assert lines[2].startswith(f"  in the loop built at {__file__}")
 
 
+async def test_what_waits_is_not_run_twice(graph: af.Graph) -> None:
+    """The reason is the op's: a pool is no function of the user's."""
+
+    def pooled(x: Any) -> Any:
+        double = lambda s: s * 2.0  # noqa: E731
+        grown = af.while_loop(
+            lambda s: s < 8.0, double, af.stop_gradient(af.sum(x)) + 1.0, pool=af.Pool(2), name="pooled"
+        )
+        return (af.sin(x) * grown,)
+
+    @af.op(outputs=af.spec("float64", (WIDTH,)), gradient=lambda inputs, outputs, grad: grad)
+    async def asked(x: Any) -> Any:
+        return x + 1
+
+    queue = af.FIFOQueue(4, af.spec("float64", ()))
+    reasons = {
+        "would run while/body/pooled.*it is computed together with calls of other runs": pooled,
+        "would run while_1/body/asked.*it awaits your function": lambda x: (af.sin(asked(x)),),
+        "would run while_2/body/.*dequeue.*it waits for others": lambda x: (af.sin(x) * queue.dequeue(),),
+    }
+    for reason, body in reasons.items():
+        with pytest.raises(af.GraphError, match=f"(?s){reason}"):
+            explained(slope_of(body))
+
+
 async def test_a_pure_function_of_the_user_is_run_again(graph: af.Graph, open_session: OpenSession) -> None:
     @af.op(outputs=af.spec("float64", (WIDTH,)), gradient=lambda inputs, outputs, grad: grad * 2, pure=True)
     def twice(x: Any) -> Any:

@@ -105,8 +105,12 @@ def used_up(loop: WhileNode, part: BodyPart, owners: Owners) -> Node | None:
 
 def _why_not(node: Node, written: Collection[object]) -> str | None:
     op = node.op
-    if op.is_async or (op.is_user and not op.is_repeatable):
-        return "it calls your function" + ("" if op.is_async else ", which @af.op(pure=True) does not declare pure")
+    if op.waits_in_line:
+        return "it is computed together with calls of other runs, as a pool or a batch"
+    if op.is_async:
+        return "it awaits your function" if op.is_user and op.effects is None else "it waits for others"
+    if op.is_user and not op.is_repeatable:
+        return "it calls your function, which @af.op(pure=True) does not declare pure"
     if op is VARIABLE_READ:
         ((resource, _),) = node_effects(node)
         if resource in written:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from asyncflow.autodiff.saved_values import SAVE
+from asyncflow.autodiff.store_gradients import NO_GRADIENT
 from asyncflow.compiler.program.extract import EMIT, FETCH
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.hand_written import HandWritten
@@ -103,7 +104,7 @@ class _Groups:
         self.loops: list[list[Node]] = []
         """The nodes of each loop written by hand, those of loops in it included."""
         self.keepers: list[Node] = []
-        """Those that save values for a gradient, and ask for a device."""
+        """Nodes of gradients that ask for a device as what they differentiate does: a preference."""
         # Kernels cannot follow a reference into the memory of another card.
         self.follows_variants = any(device.capabilities.own_memory for device in devices)
         for node in nodes:
@@ -123,10 +124,11 @@ class _Groups:
         follows = self.follows_variants and any(tensor.dtype == VARIANT for tensor in node.inputs)
         if self.follows_variants:
             self._join_variants(node)
-        if node.device is not None and not follows:
-            self.askers[node.name] = node
-        elif node.device is not None and node.op is SAVE:
+        prefers = self.follows_variants and node.op in (SAVE, NO_GRADIENT)
+        if node.device is not None and prefers:
             self.keepers.append(node)
+        elif node.device is not None and not follows:
+            self.askers[node.name] = node
         if node.colocated_with is not None:
             target = node.colocated_with
             self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
@@ -205,8 +207,8 @@ class _Groups:
             members.setdefault(self._root(node.name) if node.name in self.parent else node.name, []).append(node)
         merged = {group: self._merged(asking, devices) for group, asking in askers.items()}
         for node in self.keepers:
-            # A value is kept where it is made, unless somebody asks for another place: else all are on one card, and
-            # cross to it in every iteration.
+            # A value is kept where it is made, and gradients of one store are where the first part of it is, unless the
+            # user asks for another place: else all are on one card, and cross to it in every iteration.
             assert node.device is not None
             if _matching(node.device, devices):
                 merged.setdefault(self._root(node.name), node.device)
