@@ -14,10 +14,10 @@ SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full mutants check reference doctest bench size gpu-check package clean
+.PHONY: help setup demo serve test test-full test-adversary mutants check reference doctest bench size gpu-check package clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("asyncflow needs Python 3.11 or newer, and " \
@@ -39,6 +39,15 @@ test: $(STAMP) ## Run the tests, but for slow ones, in the five cells that find 
 
 test-full: $(STAMP) ## Run every test, the slow ones too, in every cell
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) --full $(PYTEST_ARGS)
+
+# One function of tests in SHARE has its turn with each seed; `TURN` begins the seeds.
+SEEDS ?= 1
+SHARE ?= 1
+CONCURRENT := $(addprefix tests/,conformance runtime serving faults streams devices vertex state)
+test-adversary: $(STAMP) ## Run the tests of concurrent code on a machine that pauses and stops them, with SEEDS=20 seeds
+	@set -e; for seed in $$(seq $(SEEDS)); do set -x; \
+		$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m 'not slow' --adversary="$(TURN)$$seed" --share=$(SHARE) \
+		$(PYTEST_ARGS) $(CONCURRENT); { set +x; } 2>/dev/null; done
 
 mutants: $(STAMP) ## Put 20 faults of one line into copies of the code, and write down which of the five cells find each
 	$(BIN)/python -m tests.mutants

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
 import pytest
-import uvloop
 
 from asyncflow.compiler.pipeline import PASSES
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.loops import new_loop, new_uvloop
 
 if TYPE_CHECKING:
     from _pytest.python import CallSpec
@@ -67,8 +67,8 @@ REAL_CPUS_ONLY: Mapping[str, str] = {
 """Tests of the distributed rooms that run neither on virtual time nor on cards, and why."""
 
 LOOPS: Mapping[str, LoopFactory] = {
-    "asyncio": asyncio.new_event_loop,
-    "uvloop": uvloop.new_event_loop,
+    "asyncio": new_loop,
+    "uvloop": new_uvloop,
     "virtual": VirtualClockLoop,
 }
 

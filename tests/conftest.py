@@ -37,7 +37,10 @@ from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.scheduler import Statistics
 from asyncflow.streams.cuda import stream as cuda_stream
 from asyncflow.streams.virtual import VirtualClockLoop
-from tests.cells import LOOPS, WITHOUT, Arrangement, LoopFactory, Selection
+from tests import loops
+from tests.adversary import Adversary
+from tests.cells import LOOPS, ON_CARDS, WITHOUT, Arrangement, LoopFactory, Selection
+from tests.clocks import CLOCKS, REAL, WorkClock
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 from tests.moves import AuditedManager, left_over
@@ -68,6 +71,7 @@ settings.load_profile("steady")
 
 _selection = pytest.StashKey[Selection]()
 _loop = pytest.StashKey[str]()
+_adversary = pytest.StashKey[Adversary]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,19 +80,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     passes = [cell.without for cell in WITHOUT]
     group.addoption("--without", choices=passes, help="leave a pass of the compiler out of all tests")
     group.addoption("--turn", metavar="WORD", default="", help="run a part of what --full adds, chosen by a word")
+    group.addoption("--adversary", metavar="SEED", default="", help="run on a machine that disturbs concurrent tests")
+    group.addoption("--share", metavar="N", type=int, default=1, help="with --adversary: run one test function in N")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    loops.install()
     config.stash[_selection] = Selection(config)
-    config.pluginmanager.register(ProcessorTime())
+    if seed := config.getoption("adversary"):
+        config.stash[_adversary] = adversary = Adversary(seed, config.getoption("share"))
+        config.pluginmanager.register(adversary)
+    else:
+        config.pluginmanager.register(ProcessorTime())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Says on which loop the test runs, before its fixtures are made."""
+    """Set the clock and the event loop of the test, before its fixtures are made."""
+    set_clock(item)
     if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
         cell = item.callspec.params.get("arrangement")
         item.config.stash[_loop] = cell.loop if isinstance(cell, Arrangement) else ""
+
+
+def set_clock(item: pytest.Item) -> None:
+    """Have the library read the clock that the test asks for (`tests.clocks`)."""
+    is_real = bool(item.get_closest_marker("real_time")) or (item.path.parent.name == ON_CARDS and has_real_cards())
+    is_held = "work" in getattr(item, "fixturenames", ())
+    if adversary := item.config.stash.get(_adversary, None):
+        adversary.begin(item, is_held=is_held, is_real=is_real)
+    elif is_real:
+        CLOCKS.set(None, REAL)
+    else:
+        clock = WorkClock(is_held=is_held)
+        CLOCKS.set(clock, clock.readings())
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
@@ -151,6 +176,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def work() -> WorkClock:
+    """The clock of a test that asserts where work runs or what shares a call; it moves when the test says so."""
+    assert CLOCKS.current is not None, "a test that is marked `real_time` has no clock of its own"
+    return CLOCKS.current
+
+
+@pytest.fixture
 def graph() -> Iterator[af.Graph]:
     """A graph that the test builds in."""
     with af.Graph() as built:
@@ -192,9 +224,14 @@ def small_cards(seed: int) -> AbstractContextManager[FakeCupy]:
     return stand_in(devices=2, nbytes=CARD_BYTES, seed=seed, pinned_nbytes=PINNED_BYTES)
 
 
+def has_real_cards() -> bool:
+    """Return True if tests of cards run on those of the machine."""
+    return os.environ.get("ASYNCFLOW_REQUIRE_GPU", "") not in ("", "0")
+
+
 def any_cards(seed: int) -> AbstractContextManager[object]:
     """`small_cards`; with ``ASYNCFLOW_REQUIRE_GPU=1`` those of the machine, whose order is what it is."""
-    if os.environ.get("ASYNCFLOW_REQUIRE_GPU", "") in ("", "0"):
+    if not has_real_cards():
         return small_cards(seed)
     backend = cuda_backend()
     assert backend.cupy is not None, f"ASYNCFLOW_REQUIRE_GPU is set, and there is no usable card: {backend.reason}"

@@ -156,6 +156,7 @@ LOADS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
 """What to build from the feed, the feed, and how many runs."""
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("load", [pytest.param(load, marks=pytest.mark.slow) for load in LOADS])
 async def test_87_other_coroutines_keep_their_latency(graph: af.Graph, load: str, regions: bool) -> None:
     """CONFORMANCE 87: a heartbeat beside the load is never held up for long."""
@@ -172,6 +173,7 @@ async def test_87_other_coroutines_keep_their_latency(graph: af.Graph, load: str
         await assert_latency(work)
 
 
+@pytest.mark.real_time
 async def test_87_a_loop_without_kernels(graph: af.Graph, regions: bool) -> None:
     """CONFORMANCE 87: a loop that never fires a kernel does not hold the event loop either."""
     always = af.constant(True)
@@ -227,6 +229,7 @@ async def heartbeat() -> AsyncIterator[list[float]]:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.real_time
 async def test_87_the_guard_names_a_kernel_that_holds_the_loop(
     open_session: OpenSession,
     graph: af.Graph,
@@ -244,6 +247,7 @@ async def test_87_the_guard_names_a_kernel_that_holds_the_loop(
         assert [record.getMessage().partition(" for ")[0] for record in caplog.records] == expected
 
 
+@pytest.mark.real_time
 async def test_87_the_guard_says_nothing_of_threads(
     open_session: OpenSession,
     graph: af.Graph,

@@ -21,11 +21,11 @@ from asyncflow.runtime.batcher import BatchCall, Batcher
 from asyncflow.runtime.call_costs import CallCosts, Returns
 from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.runs import Runs
+from tests.clocks import WorkClock
 from tests.conftest import OpenSession
 from tests.faults.kernels import DEADLINES_S
 from tests.others import others_end
 from tests.patience import PATIENCE_S
-from tests.runtime.work_clock import WorkClock
 
 WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
@@ -56,9 +56,8 @@ class Held(NamedTuple):
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+def held(work: WorkClock, monkeypatch: pytest.MonkeyPatch) -> Held:
     """Whoever asks for the plan of a call sets the first event, and waits for the second; no pause divides a call."""
-    WorkClock(monkeypatch)
     found = Held(asyncio.Event(), asyncio.Event())
     plan_of = Runs.plan_of
 
@@ -81,6 +80,7 @@ def layer_of(x: np.ndarray[Any, Any]) -> tuple[Any, Any]:
     return y, y.max() if y.sum() > 0 else y.min()
 
 
+@pytest.mark.usefixtures("work")
 async def test_runs_share_calls_and_each_gets_its_own(open_session: OpenSession, sizes: Counter[int]) -> None:
     """FAULTS F42: whoever shares a call, result i is that of request i by itself."""
     with af.Graph() as graph:
@@ -97,6 +97,7 @@ async def test_runs_share_calls_and_each_gets_its_own(open_session: OpenSession,
     assert max(sizes) >= 10
 
 
+@pytest.mark.usefixtures("work")
 async def test_f42_calls_made_at_once_give_each_member_its_own(
     open_session: OpenSession, sizes: Counter[int], in_halves: None
 ) -> None:
@@ -159,6 +160,7 @@ async def test_iterations_and_branches_share_calls(open_session: OpenSession, si
     assert max(sizes) > 1
 
 
+@pytest.mark.usefixtures("work")
 async def test_a_loop_that_waits_for_its_own_calls_is_one_function() -> None:
     """Where an iteration needs what the one before was given, the loop is a region; else iterations share calls."""
     fn = af.batched(lambda x: x * 3 % 1000, cost="none")
@@ -241,6 +243,7 @@ async def test_88_a_check_fails_its_own_member(open_session: OpenSession) -> Non
         assert error.location.function == ("limited" if k == 4 else "checked")
 
 
+@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("at_fault", [0, 7, 31])
 async def test_88_one_bad_member_fails_alone(open_session: OpenSession, sizes: Counter[int], at_fault: int) -> None:
     """CONFORMANCE 88, FAULTS F38: of 32, one fails with its own node and cause; the others get their results."""
@@ -466,9 +469,9 @@ async def test_members_have_deadline_and_priority_of_their_run(
     assert second_deadline_ns == float("inf")
 
 
-async def test_little_memory_makes_small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("work")
+async def test_little_memory_makes_small_calls() -> None:
     """What does not fit into memory for all is computed in parts, and it is learnt how many fit."""
-    WorkClock(monkeypatch)  # else a pause could divide those that are asked for at once
     with af.Graph() as graph:
         x = af.placeholder("float64", (10_000,), name="x")
         y = af.batched(lambda x: af.sum(af.sort(x * 2) + 1), cost="none")(x)

@@ -22,7 +22,6 @@ from asyncflow.runtime.shares import PATIENCE_S
 from tests.conftest import OpenSession
 from tests.others import others_end
 from tests.patience import PATIENCE_S as PATIENCE
-from tests.runtime.work_clock import WorkClock
 
 WEIGHTS = np.linspace(-0.4, 0.4, 9, dtype=np.float32).reshape(3, 3)
 
@@ -110,13 +109,7 @@ async def test_f42_whoever_comes_and_goes(data: st.DataObject) -> None:
         assert session.statistics().runs == 0
 
 
-@pytest.fixture
-def swift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step takes too long for the event loop, and runs asked for at once begin at once, however busy it is."""
-    WorkClock(monkeypatch)
-
-
-@pytest.mark.usefixtures("swift")
+@pytest.mark.usefixtures("work")
 async def test_steps_are_neither_runs_nor_tasks() -> None:
     """Short steps are calls on the event loop: a request is one run, all requests together need one task for steps."""
     with af.Graph() as graph:
@@ -134,7 +127,7 @@ async def test_steps_are_neither_runs_nor_tasks() -> None:
         assert session.statistics().completed == before + len(requests) + 1  # one that says who goes on at all
 
 
-@pytest.mark.usefixtures("swift")
+@pytest.mark.usefixtures("work")
 async def test_one_that_is_alone_is_stepped_as_it_was_written() -> None:
     """Its bits are those of the loop without a pool, and many steps share a pass of the event loop."""
     with af.Graph() as graph:
@@ -166,7 +159,7 @@ async def test_one_that_is_alone_is_stepped_as_it_was_written() -> None:
         assert passes < 250
 
 
-@pytest.mark.usefixtures("swift")
+@pytest.mark.usefixtures("work")
 async def test_only_where_somebody_may_join_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has come or gone may be followed by others, so there is one step then; a full pool steps until a row ends."""
     with af.Graph() as graph:
@@ -288,7 +281,7 @@ async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
         await others_end()
 
 
-@pytest.mark.usefixtures("swift")
+@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("debug", [False, True])
 async def test_88_what_cannot_be_done_again_fails_those_that_it_was_done_for(debug: bool) -> None:
     """CONFORMANCE 88: elements that may be read once are not read again, one by one; others, that wait, go on."""
@@ -404,6 +397,7 @@ async def test_f22_timeouts_around_a_pooled_loop(open_session: OpenSession) -> N
         await others_end()
 
 
+@pytest.mark.real_time
 async def test_long_steps_share_a_run_until_somebody_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are too long for the event loop are made in one run, which joins and cancellations cut short."""
     with af.Graph() as graph:
@@ -581,7 +575,7 @@ async def test_f18_caches_of_different_lengths_are_filled_together(open_session:
         assert session.statistics().runs == 0
 
 
-@pytest.mark.usefixtures("swift")
+@pytest.mark.usefixtures("work")
 async def test_rows_of_caches_are_written_where_they_stand() -> None:
     """A step makes no other array as large as all of them."""
     with af.Graph() as graph:
@@ -781,6 +775,7 @@ async def test_each_activation_hands_out_its_own(open_session: OpenSession) -> N
         await others_end()
 
 
+@pytest.mark.usefixtures("work")
 async def test_f47_a_slow_consumer_holds_up_itself_alone() -> None:
     """FAULTS F47: an endless loop whose items nobody takes stands still after two, outside the pool's only row."""
     graph, x, n, square, y = streaming(capacity=1)
@@ -859,6 +854,7 @@ async def test_what_is_deeper_in_a_pooled_loop_is_not_handed_out() -> None:
             await anext(session.stream(inside[0]))
 
 
+@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize(("patience_s", "in_order"), [(inf, ["a", "b", "c"]), (PATIENCE_S, ["b", "a", "c"])])
 async def test_a_run_of_higher_priority_is_a_row_first(
     monkeypatch: pytest.MonkeyPatch, patience_s: float, in_order: list[str]

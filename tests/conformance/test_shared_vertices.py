@@ -81,6 +81,7 @@ async def test_structures_of_runs_share_calls(open_session: OpenSession, name: s
         assert session.statistics().runs == 0
 
 
+@pytest.mark.usefixtures("work")
 async def test_any_sets_are_one_call(open_session: OpenSession) -> None:
     """A run that comes while another computes joins at the next set; nobody's sets wait for those of others."""
     program = Program(slotted)
@@ -168,6 +169,7 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
         assert 1 <= counts.failed <= 8  # of five, of halves, and of the two
 
 
+@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("known", [True, False], ids=["heights", "no-heights"])
 async def test_88_a_run_whose_graph_is_none(open_session: OpenSession, known: bool) -> None:
     """It alone fails, and is told what is wrong with it, by its own sample and vertex; the others share all sets."""

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.clocks import LIGHT_NS, WorkClock
 from tests.patience import PATIENCE_S
-from tests.runtime.work_clock import LIGHT_NS, WorkClock
 
 FLOAT = af.spec("float64", ())
 SLOW_NS = 50_000_000
@@ -26,11 +26,11 @@ class Watched:
     """A function that is short until it is told to be slow, and knows where it was called.
 
     Args:
-        monkeypatch: of the test.
+        clock: of the test.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock = WorkClock(monkeypatch)
+    def __init__(self, clock: WorkClock) -> None:
+        self.clock = clock
         self.loop_thread = threading.get_ident()
         self.takes_ns = LIGHT_NS
         self.calls: list[tuple[bool, int]] = []
@@ -88,11 +88,9 @@ PLACES: dict[str, tuple[Build, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("place", "regions"), [*((place, True) for place in PLACES), ("map_fn", False), ("loop", False)]
 )
-async def test_108_a_function_that_turns_slow_holds_the_loop_once(
-    place: str, regions: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_108_a_function_that_turns_slow_holds_the_loop_once(place: str, regions: bool, work: WorkClock) -> None:
     """CONFORMANCE 108: by the clock on the wall, call by call; and one that is short gets to the loop."""
-    watched, (build, options) = Watched(monkeypatch), PLACES[place]
+    watched, (build, options) = Watched(work), PLACES[place]
     with af.Graph() as graph:
         x = af.placeholder("float64", (ROWS,))
         y = build(af.op(watched, outputs=FLOAT, **options), x)  # type: ignore[call-overload]
@@ -116,9 +114,9 @@ async def test_108_a_function_that_turns_slow_holds_the_loop_once(
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_108_one_that_waits_now_and_then_stays_away(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_108_one_that_waits_now_and_then_stays_away(place: str, work: WorkClock) -> None:
     """CONFORMANCE 108: each tenth call waits, which takes no time of the processor."""
-    watched, (build, options) = Watched(monkeypatch), PLACES[place]
+    watched, (build, options) = Watched(work), PLACES[place]
     with af.Graph() as graph:
         x = af.placeholder("float64", (ROWS,))
         y = build(af.op(watched, outputs=FLOAT, **options), x)  # type: ignore[call-overload]
@@ -130,9 +128,9 @@ async def test_108_one_that_waits_now_and_then_stays_away(place: str, monkeypatc
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_108_context_timeouts_and_runs_of_its_own(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_108_context_timeouts_and_runs_of_its_own(place: str, work: WorkClock) -> None:
     """CONFORMANCE 108: it has its caller's context, may ask for a run, and a run that is over calls it no more."""
-    watched, (build, options) = Watched(monkeypatch), PLACES[place]
+    watched, (build, options) = Watched(work), PLACES[place]
     is_held, asked = threading.Event(), list[float]()
     with af.Graph() as graph:
         x = af.placeholder("float64", (ROWS,))

@@ -94,6 +94,7 @@ async def test_f18_a_cancel_in_every_tick_of_a_run_that_waits(way: str) -> None:
     assert passes > 8
 
 
+@pytest.mark.real_time
 @every_loop
 async def test_f15_an_endless_run_makes_room_when_its_time_is_up() -> None:
     """FAULTS F15: for the next one, which waits for it."""

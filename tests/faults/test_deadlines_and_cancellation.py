@@ -54,6 +54,7 @@ ENDLESS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("kind", ENDLESS)
 async def test_f15_an_endless_loop_with_a_deadline(session: af.Session, graph: af.Graph, kind: str) -> None:
     """FAULTS F15: stopped on time, other tasks keep running meanwhile, and the session runs again."""

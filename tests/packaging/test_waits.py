@@ -14,6 +14,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[2]
 WAITING = {"run", "call", "check_call", "check_output"}
 STARTED_BY_HAND = {
+    "tests/adversary.py": "a process for as long as the tests run, which waits for its end with a limit",
     "tests/faults/programs.py": "kills what it started",
     "benchmarks/http_serving.py": "a server, which it kills, and then waits with a limit",
     "examples/goes_on.py": "kills it, and then waits with a limit",

@@ -94,6 +94,7 @@ async def test_what_is_fed_and_fetched_by_itself_stays_in_between(cupy: FakeCupy
     assert_freed(session)
 
 
+@pytest.mark.usefixtures("work")
 async def test_results_that_are_only_fetched_are_copied_at_once(cupy: FakeCupy) -> None:
     """Of all members by one copy, but for those that somebody goes on with."""
     with af.Graph() as graph:

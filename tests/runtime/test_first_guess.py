@@ -12,9 +12,9 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.runtime.scheduler.first_guess import first_guess
+from tests.clocks import LIGHT_NS, WorkClock
 from tests.faults.kernels import INT
 from tests.patience import PATIENCE_S
-from tests.runtime.work_clock import LIGHT_NS, WorkClock
 
 LOOP_THREAD = threading.current_thread().name
 
@@ -32,16 +32,14 @@ def guessed(fetch: af.Tensor, *feeds: Any) -> float:
     return first_guess(node, feeds).predict_ns(sum(np.size(value) for value in feeds))
 
 
-async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(
-    graph: af.Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(work: WorkClock, graph: af.Graph) -> None:
     """CONFORMANCE 95: a function that blocks does not block the loop; one that is short is called there, once known."""
-    clock, threads = WorkClock(monkeypatch), list[str]()
+    threads = list[str]()
 
     @af.op(outputs=INT)
     def mine(v: Any) -> Any:
         threads.append(threading.current_thread().name)
-        clock.work(LIGHT_NS)
+        work.work(LIGHT_NS)
         return v
 
     x = af.placeholder("int64", ())

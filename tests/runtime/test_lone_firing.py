@@ -18,7 +18,6 @@ from asyncflow.runtime.scheduler.turn import Turn
 from tests.others import others_end
 from tests.patience import PATIENCE_S
 from tests.runtime.test_waits import positive
-from tests.runtime.work_clock import WorkClock
 
 SIZE = 3
 
@@ -153,12 +152,10 @@ async def test_a_failure_says_where(program: Program, lone: list[Run]) -> None:
         assert session.statistics().runs == 0
 
 
+@pytest.mark.usefixtures("work")
 @programs
-async def test_f18_cancelled_at_every_pass_it_leaves_the_others(
-    program: Program, later: bool, lone: list[Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_f18_cancelled_at_every_pass_it_leaves_the_others(program: Program, later: bool, lone: list[Run]) -> None:
     """Before it stands in line, there, or when its result is there."""
-    WorkClock(monkeypatch)  # else it could be computed on a thread, and last longer than that
     graph, x, y = graph_of(program)
     async with af.Session(graph) as session:
         fates = set()

@@ -114,6 +114,7 @@ async def test_what_does_not_fit_alone_fails(graph: af.Graph) -> None:
         assert isinstance(results[3], af.OutOfMemoryError)
 
 
+@pytest.mark.usefixtures("work")
 async def test_a_run_that_somebody_might_notice_twice_fails_as_ever(graph: af.Graph) -> None:
     """It is not done again."""
     x = af.placeholder("float32", (None,))
@@ -228,6 +229,7 @@ async def test_what_callers_keep_of_results_takes_no_room(graph: af.Graph, regio
     assert len(kept) == 11
 
 
+@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("is_map", [False, True])
 async def test_what_is_computed_for_one_who_has_gone_is_waited_for(graph: af.Graph, is_map: bool) -> None:
     """It holds memory until its thread is done: the next run, alone but for that, failed for good."""
@@ -266,7 +268,9 @@ async def test_what_is_computed_for_one_who_has_gone_is_waited_for(graph: af.Gra
             return session.statistics().memory["cpu:0"].peak
 
     gate.opened.set()
-    limit = await peak_of(1 << 30, is_beside=False) * 11 // 10
+    # Before the gate opens a second call needs one array more than one alone, and a second set three; a set that starts
+    # while another ends may itself need one more.
+    limit = await peak_of(1 << 30, is_beside=False) + (3 if is_map else 1) * LARGE.nbytes // 2
     gate.opened.clear()
     gate.entered.clear()
     assert await peak_of(limit, is_beside=True) > limit

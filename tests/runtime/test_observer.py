@@ -16,7 +16,6 @@ import asyncflow as af
 from asyncflow.runtime.observer import ObservedBatch, ObservedRun
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.faults.kernels import INT, CoroutineGate, raising, until
-from tests.runtime.work_clock import WorkClock
 
 
 class Log:
@@ -140,8 +139,8 @@ async def test_what_is_streamed_is_one_run() -> None:
     assert all(run.started_s is not None and run.label == inside.name for run in log.ended)
 
 
-async def test_a_batch_names_the_runs_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    WorkClock(monkeypatch)  # else a pause could divide it
+@pytest.mark.usefixtures("work")
+async def test_a_batch_names_the_runs_of_its_members() -> None:
     log = Log()
     with af.Graph() as graph:
         x = af.placeholder("float32", (3,))
@@ -156,6 +155,7 @@ async def test_a_batch_names_the_runs_of_its_members(monkeypatch: pytest.MonkeyP
     assert set(batch.runs) == set(log.ended) and len(log.ended) == 4
 
 
+@pytest.mark.usefixtures("work")
 async def test_steps_of_a_pool_are_told() -> None:
     log = Log()
     with af.Graph() as graph:

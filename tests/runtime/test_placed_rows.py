@@ -82,6 +82,7 @@ async def test_variables_stay_on_a_card_and_nothing_blocks(cupy: FakeCupy) -> No
         assert value.tolist() == [11 + k] * 4
 
 
+@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("has_time", [True, False])
 async def test_the_next_step_is_launched_before_a_predicate_is_read(
     cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, has_time: bool

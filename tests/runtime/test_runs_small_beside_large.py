@@ -15,24 +15,18 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.scheduler import sliced_region
 from asyncflow.runtime.trace import WHOLE
+from tests.clocks import WorkClock
 from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import INT, SLOW, ThreadGate, in_flight, until
 from tests.patience import PATIENCE_S
 from tests.runtime.test_sliced_region import Probe, counting
-from tests.runtime.work_clock import WorkClock
 
 BUSY_NS = 500_000
 """A step that is too long for the event loop, of which a few are still a short run."""
 
 MANY = 12
 """More large runs than a session has threads for them."""
-
-
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
-    return WorkClock(monkeypatch)
 
 
 def _gates(count: int) -> list[ThreadGate]:
@@ -76,11 +70,12 @@ async def test_f69_a_first_run_beside_large_ones(graph: af.Graph) -> None:
 
 async def test_different_runs_of_one_function_overlap(graph: af.Graph) -> None:
     """Two firings of a function without state meet inside it."""
-    meeting = threading.Barrier(2)
+    entered = [threading.Event(), threading.Event()]
 
     @af.op(outputs=INT, cost=SLOW)
     def meets(v: Any) -> Any:
-        meeting.wait(PATIENCE_S)
+        entered[v].set()
+        assert entered[1 - v].wait(PATIENCE_S)
         return v
 
     x = af.placeholder("int64", ())
@@ -204,15 +199,13 @@ async def test_101_waiting_for_a_thread_is_not_computing(work: WorkClock, graph:
     assert len(queued) >= MANY - len(threads) > 0
 
 
-async def test_101_taking_turns_is_not_computing(graph: af.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_101_taking_turns_is_not_computing(work: WorkClock, graph: af.Graph) -> None:
     """CONFORMANCE 101: loops that share the event loop compute one after the other, in parts."""
-    # No slice proves heavy, which one would in which the garbage collector happens to run.
-    monkeypatch.setattr(sliced_region, "thread_time_ns", lambda: 0)
     n = af.placeholder("int64", ())
-    (count,) = af.while_loop(lambda i: i < n, lambda i: i + 1, (0,))
+    count = counting(Probe(work, busy_ns=50_000, flops=1.0), n)
     trace = af.Trace(detail="region")
     async with af.Session(graph) as session:
-        await asyncio.gather(*(session.run(count, {n: 60_000}, trace=trace) for _ in range(3)))
+        await asyncio.gather(*(session.run(count, {n: 60}, trace=trace) for _ in range(3)))
     assert set(_assert_one_after_the_other(trace)) == {"inline"}
     regions = [firing for firing in trace.firings if firing.op in WHOLE]
     assert len({firing.run for firing in regions}) == 3

@@ -27,7 +27,6 @@ from asyncflow.errors import DeviceLostError, PlacementError
 from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
-from tests.runtime.work_clock import WorkClock
 
 PINNED = 128 << 10
 
@@ -490,12 +489,10 @@ async def test_a_kernel_of_the_host_with_several_lost_inputs(cupy: FakeCupy, cap
 # -- timelines ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("regions", [False, True])
-async def test_a_timeline_of_events(
-    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, regions: bool, streams: int
-) -> None:
-    WorkClock(monkeypatch)  # which shows a nanosecond more to each who looks, the card among them
+async def test_a_timeline_of_events(cupy: FakeCupy, regions: bool, streams: int) -> None:
     with af.Graph() as graph:
         x = af.placeholder("float32", (64, 64))
         y = af.exp(x @ x)

@@ -18,10 +18,10 @@ from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.runtime.scheduler import sliced_region
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine
+from tests.clocks import LIGHT_NS, WorkClock
 from tests.conftest import assert_baseline
 from tests.faults.kernels import DEADLINES_S, until
 from tests.patience import PATIENCE_S
-from tests.runtime.work_clock import LIGHT_NS, WorkClock
 
 LOOP_THREAD = threading.current_thread().name
 
@@ -70,12 +70,6 @@ def counting(probe: Probe, trips: Any, *, name: str = "loop") -> af.Tensor:
 
 HEAVY_NS = 2_000_000
 ENDLESS = 2**62
-
-
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
-    """Asked for before `session`."""
-    return WorkClock(monkeypatch)
 
 
 @pytest.fixture
@@ -363,6 +357,7 @@ async def test_numbers_are_the_same_on_the_thread(work: WorkClock, graph: af.Gra
     assert LOOP_THREAD not in probe.threads[1:5]
 
 
+@pytest.mark.real_time
 async def test_other_coroutines_go_on(session: af.Session, graph: af.Graph) -> None:
     """Passes of the event loop beside a long light loop and a heavy one."""
     limit = af.placeholder("int64", ())
@@ -514,6 +509,7 @@ async def test_cancelled_at_a_back_edge(work: WorkClock, session: af.Session, gr
     assert probe.calls == calls
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("kind", ["scalars", "matmul"])
 async def test_a_deadline_on_an_endless_loop(session: af.Session, graph: af.Graph, kind: str) -> None:
     if kind == "scalars":

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
 import asyncflow as af
 from tests.faults.kernels import late, until
@@ -105,6 +106,7 @@ async def test_a_run_without_room_for_its_rows() -> None:
         assert not pools_of(session)
 
 
+@pytest.mark.usefixtures("work")
 async def test_rows_stand_there_once_while_a_set_is_computed_in_halves() -> None:
     """Where memory is short for a set of all, each half finds room: at every halving there was one copy of all more."""
 

@@ -94,6 +94,7 @@ def test_f45_times_are_in_seconds_and_a_deadline_in_the_queue_computes_nothing()
     )
 
 
+@pytest.mark.usefixtures("work")
 async def test_batches_and_pools_are_counted() -> None:
     with af.Graph() as graph:
         x = af.placeholder("int64", ())

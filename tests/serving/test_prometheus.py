@@ -17,7 +17,6 @@ import asyncflow as af
 from asyncflow import serving
 from asyncflow.serving import Metric, Sample
 from asyncflow.streams.beside import call_beside
-from tests.runtime.work_clock import WorkClock
 
 
 def written(*metrics: Metric) -> list[str]:
@@ -33,8 +32,8 @@ def written(*metrics: Metric) -> list[str]:
     return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
 
 
-async def test_a_scrape_of_prometheus_reads_what_the_snapshot_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    WorkClock(monkeypatch)  # else a pause could divide the batch
+@pytest.mark.usefixtures("work")
+async def test_a_scrape_of_prometheus_reads_what_the_snapshot_has() -> None:
     registry = CollectorRegistry()
     with af.Graph() as graph:
         x = af.placeholder("int64", ())

@@ -18,7 +18,6 @@ from asyncflow import serving
 from asyncflow.serving import spans as spans_module
 from tests.faults.kernels import INT, raising
 from tests.patience import PATIENCE_S
-from tests.runtime.work_clock import WorkClock
 
 ONE = np.int64(1)
 
@@ -44,6 +43,7 @@ def tracer(processor: SpanProcessor) -> Any:
     return provider.get_tracer("test")
 
 
+@pytest.mark.real_time
 async def test_a_run_is_a_child_of_its_caller_and_a_parent_of_its_coroutines() -> None:
     collected = Collected()
     traced = tracer(collected)
@@ -80,8 +80,8 @@ async def test_a_run_is_a_child_of_its_caller_and_a_parent_of_its_coroutines() -
     assert [event.name for event in failed.events] == ["exception"]
 
 
-async def test_a_batch_has_links_to_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    WorkClock(monkeypatch)  # else a pause could divide it
+@pytest.mark.usefixtures("work")
+async def test_a_batch_has_links_to_its_runs() -> None:
     collected = Collected()
     with af.Graph() as graph:
         x = af.placeholder("int64", ())

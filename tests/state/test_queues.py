@@ -17,7 +17,6 @@ from benchmarks.walks import walk_of
 from tests.conftest import OpenSession
 from tests.faults.kernels import late, until
 from tests.patience import PATIENCE_S
-from tests.runtime.work_clock import WorkClock
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -578,9 +577,9 @@ async def test_rows_put_in_by_a_loop(session: af.Session, graph: af.Graph) -> No
     assert (await session.run(mapped)).tolist() == [11, 22, 33]
 
 
-async def test_a_hand_over_is_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("work")
+async def test_a_hand_over_is_a_few_calls() -> None:
     """Who can be served at once costs neither a task nor a future, and in a loop nothing is interpreted."""
-    WorkClock(monkeypatch)  # else the loops give way to each other as often as the machine is slow
     queue, count = af.FIFOQueue(1000, INT, name="q"), 200
     with af.Graph() as graph:
 

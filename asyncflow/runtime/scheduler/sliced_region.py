@@ -38,6 +38,9 @@ _OVERRUN_NS = 1_000_000
 
 _GROWTH = 16
 
+_MOST_STEPS = 1 << 12
+"""The largest budget of a slice. A loop that never ends gives way even if the clock hardly moves."""
+
 
 class PhaseSpan(NamedTuple):
     """A time in which a traced region computed in one of its phases."""
@@ -155,7 +158,8 @@ class SlicedRegion:
             self.budget = spent  # at most: nobody knows
             return now
         # What iterations took so far says nothing about those of another loop.
-        self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
+        most = min(spent * _GROWTH, _MOST_STEPS)
+        self.budget = 1 if begins_loop else max(1, min(most, spent * _SLICE_NS // max(taken, 1)))
         return now
 
     def _phase(self) -> Phase | None:

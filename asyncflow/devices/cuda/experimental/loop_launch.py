@@ -10,8 +10,8 @@ may make therefore follows how long launches take.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Coroutine, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.cuda.arguments import Values
@@ -120,9 +120,9 @@ class WhileLauncher(CoroutineKernel):
             iterated = host.in_one_block(self._loop.launch, variables, captures, limits)
             if iterated is None:
                 break
-            began = time.monotonic()  # what was captured and compiled before is no part of it
+            began = monotonic()  # what was captured and compiled before is no part of it
             count, outcome, *_ = (await host.fetched(iterated.state)).tolist()
-            is_worth_another = self._patience.learn(outcome, time.monotonic() - began)
+            is_worth_another = self._patience.learn(outcome, monotonic() - began)
             if outcome in (ENDED, STOPPED):
                 done += count
                 code.identity.check(done + (outcome == STOPPED), code.limit)
