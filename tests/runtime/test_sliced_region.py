@@ -435,7 +435,7 @@ async def test_a_region_is_one_span(session: af.Session, graph: af.Graph) -> Non
     trace = af.Trace(detail="region")
     assert await session.run([count, total], {n: 1000}, trace=trace) == [1000, 499_500]
     *_, span = [firing for firing in trace.firings if firing.op == "loop"]  # in parts, if it gave way to others
-    assert (span.node, span.label) == ("sum", "sum (loop)")
+    assert (span.node, span.label) == ("sum", "sum (loop, 1000 iterations)")
     assert span.outputs == "int64[], int64[]"
     assert span.tag == ""
     assert span.scheduled_ns <= span.started_ns < span.ended_ns
@@ -468,6 +468,19 @@ async def test_a_region_is_shown_as_its_loops_and_what_is_between_them(session: 
     assert between[0].split(", ")[0] == "model"
     spans = sorted((firing.started_ns, firing.ended_ns) for firing in trace.firings if firing.run == trace.runs[0].run)
     assert all(ended <= started for (_, ended), (started, _) in pairwise(spans)), "they follow one another"
+
+
+@pytest.mark.parametrize("trips", [0, 1, 3000])
+async def test_a_trace_counts_the_iterations_of_a_loop_that_ends_its_region(trips: int) -> None:
+    """Of one over scalars, too, whose function returns at once; whoever runs it says how often it goes around."""
+    with af.Graph() as graph:
+        n = af.placeholder("int64", (), name="n")
+        total = af.while_loop(lambda i, _: i < n, lambda i, x: (i + 1, x + 0.5), (0, 0.0), name="counted")[1]
+    trace = af.Trace(detail="region")
+    async with af.Session(graph) as session:
+        assert await session.run(total, {n: trips}, trace=trace) == trips / 2
+    *_, loop = [firing for firing in trace.firings if firing.op == "loop"]  # in parts, if it gave way to others
+    assert (loop.node, loop.iterations) == ("counted", trips)
 
 
 async def test_a_trace_may_look_inside(session: af.Session, graph: af.Graph) -> None:

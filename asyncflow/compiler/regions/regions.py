@@ -38,7 +38,7 @@ from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.join_regions import Body, RegionCosts, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
+from asyncflow.graph.graph import Graph, Subgraph, has_side_effect, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.resource import waits_in_line
@@ -170,6 +170,17 @@ def _waits_for_itself(loop: WhileNode, node: Node) -> bool:
     return False
 
 
+def _may_overtake(node: Node) -> bool:
+    """Return True if firings of different iterations have effects that nothing orders, so that a seed may reorder them.
+
+    A region runs its nodes together, and a loop in one has no two iterations at a time.
+    """
+    is_in_turn = node.graph.effects == "ordered" or (isinstance(node, WhileNode) and node.parallel_iterations == 1)
+    if is_in_turn or not (node.graph.is_subgraph or isinstance(node, WhileNode)):
+        return False
+    return bool(node_effects(node))
+
+
 def _nesting(node: Node) -> int:
     inside = [_nesting(inner) for body in node.subgraphs for inner in body.nodes]
     return 1 + max(inside, default=0) if node.subgraphs else 0
@@ -258,6 +269,8 @@ class _Clustering:
         return {self.lane(inner) for body in node.subgraphs for inner in body.nodes if not has_no_stream(inner)}
 
     def may_join(self, node: Node, lane: ComputeStream | None) -> bool:
+        if self.random is not None and _may_overtake(node):
+            return False
         return (
             lane is not None
             and lane.device not in self.asynchronous

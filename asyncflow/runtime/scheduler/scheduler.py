@@ -88,16 +88,24 @@ class Statistics(NamedTuple):
 
 
 class ShuffledQueue(deque["tuple[PlanNode, Iteration]"]):
-    """A ready queue that gives any of its firings, picked at random; without a seed, the oldest."""
+    """A ready queue that gives any of its firings, picked at random; without a seed, the oldest.
+
+    Firings with effects are held back by odds that the seed draws, from not at all to 63 of 64 picks. Otherwise an
+    update would fire long before the next iteration has come as far as its own, and no seed would exchange the two.
+    """
 
     def __init__(self, seed: int | None) -> None:
         super().__init__()
         self._random = None if seed is None else Random(seed)
+        self._held_back = 0.0 if self._random is None else 1 - 2.0 ** -self._random.randrange(7)
 
     def popleft(self) -> tuple[PlanNode, Iteration]:
         """Takes one."""
         if self._random is not None:
             index = self._random.randrange(len(self))
+            if self[index][0].source.op.effects is not None and self._random.random() < self._held_back:
+                others = [at for at, (node, _) in enumerate(self) if node.source.op.effects is None]
+                index = self._random.choice(others) if others else index
             self[index], self[-1] = self[-1], self[index]
             return self.pop()
         return super().popleft()

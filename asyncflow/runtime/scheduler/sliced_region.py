@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter_ns, thread_time_ns
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import NamedTuple
 
 from asyncflow.compiler.plan import PlanNode
@@ -132,6 +132,8 @@ class SlicedRegion:
             StopIteration: it has ended; the exception's value is the tuple of outputs.
         """
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
+        # Whoever has the frame finds its variables when the function has returned: the last loop's counter.
+        frame = self.generator.gi_frame if self.is_traced else None
         if self.is_traced and self._standing is None:
             self._standing = self._phase()
         busy_ns = thread_time_ns() if self.is_watched and not self.is_user else 0
@@ -141,14 +143,14 @@ class SlicedRegion:
             why = self.generator.send(self.budget)
         except StopIteration:
             now = clock()
-            self._note_phase(before, now)
+            self._note_phase(before, now, frame)
             self._take_time(before, now, busy_ns)
             raise
         now = clock()
         begins_loop = why is True
         self.is_waiting, self.lacks_memory = why is False, isinstance(why, WorkingSet)
         self.place = why if isinstance(why, PlaceInLine) else None
-        self._note_phase(before, now)
+        self._note_phase(before, now, frame)
         taken, spent = self._take_time(before, now, busy_ns)
         if isinstance(why, Paused):
             self.is_heavy = True
@@ -168,7 +170,7 @@ class SlicedRegion:
         assert code is not None
         return None if frame is None else code.phase_at(frame.f_lineno)
 
-    def _note_phase(self, started_ns: int, ended_ns: int) -> None:
+    def _note_phase(self, started_ns: int, ended_ns: int, frame: FrameType | None) -> None:
         """Notes a slice of a traced region; of a loop that has ended the iterations, which a variable still counts."""
         phase = self._standing
         if phase is None:
@@ -177,9 +179,10 @@ class SlicedRegion:
             started_ns = self.phases.pop().started_ns
         self.phases.append(PhaseSpan(phase, started_ns, ended_ns))
         self._standing = self._phase()
-        frame = self.generator.gi_frame
         if phase.counter and frame is not None and self._standing is not phase:
-            self.iterations[phase] = frame.f_locals[phase.counter]
+            count = frame.f_locals.get(phase.counter)  # none if it failed before the loop began
+            if count is not None:
+                self.iterations[phase] = count
 
     def take_phases(self) -> list[PhaseSpan]:
         """Where it computed since this was asked for last; none if the run is not traced."""
