@@ -300,7 +300,9 @@ def _delay_recvs(program: Program, context: Context) -> None:
 
 @wraps(Binding.partitions)
 def _bind(program: Program, context: Context) -> None:
-    binding = Binding(context.options, context.resolve, program.streams, program.on_host)
+    assert program.survey is not None
+    takes = program.survey.takes
+    binding = Binding(context.options, context.resolve, program.streams, program.on_host, takes)
     fetches = (fetch for fetch in program.fetches if fetch is not None)
     program.partitions = binding.partitions(program.graph, fetches, context.devices)
 

@@ -317,6 +317,8 @@ class Plan:
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
         writes: the ones among them that it may write.
+        takes: it takes elements of queues or inputs.
+        waits: it may wait in line of a resource, such as a queue.
         cost: what runs of it take.
         used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
@@ -333,6 +335,8 @@ class Plan:
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
     writes: frozenset[Hashable] = frozenset()
+    takes: bool = False
+    waits: bool = False
     cost: RunCost = field(default_factory=RunCost)
     used: int = 0
     saved: tuple[Saved, ...] = ()

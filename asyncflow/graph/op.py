@@ -124,6 +124,7 @@ class Op:
         commutes: writes of such ops to one resource leave the same behind in any order, if its values are integers.
         alone: whose state a user's kernel changes, where that is not safe on several threads: two firings of ops that
             name the same object are never under way on two threads at once. None: nobody's.
+        is_undone: nothing that such a kernel does outlasts a run that ends early: what it took goes back to its place.
         is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
     """
 
@@ -152,6 +153,7 @@ class Op:
     node_type: type[Node] = Node
     commutes: bool = False
     alone: object = None
+    is_undone: bool = False
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:

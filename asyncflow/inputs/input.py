@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -135,24 +137,27 @@ class InputState:
     """One session's reading of an input.
 
     Attributes:
-        position: how many elements have been taken.
-        reading: what is read ahead of that.
+        reading: what is read ahead of the elements that have been taken.
     """
 
-    __slots__ = ("__weakref__", "_pipeline", "name", "position", "reading")
+    __slots__ = ("__weakref__", "_pipeline", "name", "reading")
 
     def __init__(self, name: str, pipeline: Pipeline) -> None:
         self.name = name
         self._pipeline = pipeline
-        self.position = 0
         self.reading = self._from(0)
 
     def __repr__(self) -> str:
         return f"<InputState {self.name}, {self.position} elements taken>"
 
-    def _from(self, position: int) -> ReadAhead:
+    @property
+    def position(self) -> int:
+        """Number of the first element that was never taken."""
+        return self.reading.progress[0]
+
+    def _from(self, position: int, returned: Sequence[int] = ()) -> ReadAhead:
         pipeline = self._pipeline
-        return ReadAhead(self.name, pipeline.source, pipeline.stages, pipeline.ahead, position)
+        return ReadAhead(self.name, pipeline.source, pipeline.stages, pipeline.ahead, position, returned)
 
     async def has_more(self) -> np.bool_:
         """Whether another element comes."""
@@ -160,17 +165,11 @@ class InputState:
 
     async def next(self) -> Element:
         """The next element."""
-        element = await self.reading.take()
-        self.position += 1
-        return element
+        return await self.reading.take()
 
     def next_or_wait(self) -> Element | Awaitable[Element]:
         """The next element if it is there, for which no task is needed; else what waits for it."""
-        if not self.reading.is_ready:
-            return self.next()
-        element = self.reading.take_nowait()
-        self.position += 1
-        return element
+        return self.reading.take_nowait() if self.reading.is_ready else self.next()
 
     def has_more_or_wait(self) -> np.bool_ | Awaitable[np.bool_]:
         """True if another element is there; else what waits for it."""
@@ -179,8 +178,12 @@ class InputState:
     kind: ClassVar[str] = "input"
 
     def capture(self) -> dict[str, Array]:
-        """The position, at once: what was read ahead is read again."""
-        return {"position": np.array(self.position)}
+        """The position, and the elements before it that runs have given back; what was read ahead is read again."""
+        position, returned = self.reading.progress
+        arrays: dict[str, Array] = {"position": np.array(position)}
+        if returned:
+            arrays["returned"] = np.array(returned)
+        return arrays
 
     def check_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Checks that a capture is one of an input.
@@ -190,7 +193,7 @@ class InputState:
         """
         position = arrays.get("position")
         if (
-            set(arrays) != {"position"}
+            not {"position"} <= set(arrays) <= {"position", "returned"}
             or position is None
             or position.shape
             or position.dtype != np.int64
@@ -198,6 +201,13 @@ class InputState:
         ):
             raise CheckpointError(
                 f"input {self.name!r} has a position, an int64 of 0 or more; found {brief(dict(arrays))}"
+            )
+        returned = arrays.get("returned", np.zeros(0, np.int64))
+        numbers = [-1, *returned.tolist(), int(position)] if returned.ndim == 1 else []
+        if returned.dtype != np.int64 or not numbers or any(a >= b for a, b in pairwise(numbers)):
+            raise CheckpointError(
+                f"input {self.name!r}: the numbers of elements that were given back ascend, and are below the position "
+                f"{position}; found {brief(returned)}"
             )
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
@@ -208,8 +218,7 @@ class InputState:
         """
         self.check_arrays(arrays)
         self.reading.stop()
-        self.position = int(arrays["position"])
-        self.reading = self._from(self.position)
+        self.reading = self._from(int(arrays["position"]), arrays.get("returned", np.zeros(0, np.int64)).tolist())
 
     async def aclose(self) -> None:
         """Closes what is open."""
@@ -246,8 +255,7 @@ def _has_more_kernel(xp: Namespace, *, input: InputState) -> Kernel:
 
 
 # What is read is the user's, and so may be the code that reads it.
-INPUT_NEXT = define("input_next", _next_spec, _next_kernel, is_async=True, is_user=True, effects=_effects)
-INPUT_HAS_MORE = define(
-    "input_has_more", lambda *, input: Spec(bool_, ()), _has_more_kernel, is_async=True, is_user=True, effects=_effects
-)
+_of_input = partial(define, is_async=True, is_user=True, is_undone=True, effects=_effects)
+INPUT_NEXT = _of_input("input_next", _next_spec, _next_kernel)
+INPUT_HAS_MORE = _of_input("input_has_more", lambda *, input: Spec(bool_, ()), _has_more_kernel)
 not_differentiable(INPUT_NEXT, INPUT_HAS_MORE, because="elements come from outside, as feeds do")

@@ -8,13 +8,14 @@ touches the source.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, cast
 
 from asyncflow.errors import EndOfInput
 from asyncflow.inputs.stages import Element, Passes, Stacked, Stage
+from asyncflow.state.waiting.element_orders import ArrivalOrder
+from asyncflow.state.waiting.taken import current_taken
 from asyncflow.streams.beside import giving_way
 
 Source: TypeAlias = "Callable[[], Generator[Element | Stacked] | AsyncGenerator[Element]]"
@@ -33,20 +34,31 @@ class ReadAhead:
         stages: what elements go through.
         ahead: how many elements are read before they are asked for; at least 1.
         skip: how many elements to leave out.
+        returned: numbers of elements below `skip` that are not left out, in ascending order.
 
     Attributes:
         waits: how often somebody found no element and had to wait.
     """
 
-    def __init__(self, name: str, source: Source, stages: Sequence[Stage], ahead: int, skip: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        stages: Sequence[Stage],
+        ahead: int,
+        skip: int = 0,
+        returned: Sequence[int] = (),
+    ) -> None:
         self._name = name
         self._source = source
         self._ahead = ahead
         self._skip = skip
+        self._kept = tuple(returned)  # the first elements that are delivered
+        self._read = 0  # elements that have come, those left out included
         self._passes = Passes(stages)
         self._reading: Generator[Element | Stacked] | AsyncGenerator[Element] | None = None
         self._parts: Iterator[Sequence[Element]] = iter(())  # what is read, so many at a time as the stages want
-        self._ready: deque[Element] = deque()
+        self._ready = ArrivalOrder()
         self._end: Exception | None = None  # why no element follows those that are ready
         self._job: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,9 +77,25 @@ class ReadAhead:
 
     def take_nowait(self) -> Element:
         """Takes the next element, which is ready."""
-        element = self._ready.popleft()
+        (element,) = self._ready.remove(1)
         self._read_on()
+        taken = current_taken()
+        if taken is not None:
+            taken.add(self._give_back, (element,), self._ready.last)
         return element
+
+    def _give_back(self, elements: Sequence[Element], where: object) -> None:
+        """Put elements of a run that has ended early back to their places."""
+        self._ready.give_back(elements, where)
+        self._changed.set()
+
+    @property
+    def progress(self) -> tuple[int, list[int]]:
+        """The number of the first element that was never taken, and those of earlier ones that are not taken now."""
+        removed, returned = self._ready.removed
+        kept = self._kept
+        numbers = [kept[n] if n < len(kept) else self._skip + n - len(kept) for n in returned]
+        return self._skip + max(0, removed - len(kept)), [*numbers, *kept[removed:]]
 
     async def has_more(self) -> bool:
         """Whether another element comes; waits until one is there, or none will be.
@@ -184,8 +212,8 @@ class ReadAhead:
 
     def _deliver(self, elements: Iterable[Element]) -> None:
         for element in elements:
-            if self._skip:
-                self._skip -= 1
+            number, self._read = self._read, self._read + 1
+            if number < self._skip and number not in self._kept:
                 continue
             self._ready.append(element)
             if self._waiting and self._loop is not None:

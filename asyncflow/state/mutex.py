@@ -236,6 +236,9 @@ class BarrierState(MeetingState):
             self.check()
             self.line.append(place)
             if len(self.line) == self.n:
+                # A run that is cancelled leaves in the next turn of its event loop: it has not come.
+                self.line = deque(each for each in self.line if each.is_given_up is None or not each.is_given_up())
+            if len(self.line) == self.n:
                 while self.line:
                     self.call(self.line.popleft())
         self.wake_called()
@@ -270,6 +273,7 @@ _of_mutex = partial(
     effects=lambda node: ((node.attrs["mutex"].effect_key, Access.WRITE),),
     needs_context=True,
     is_async=True,
+    is_undone=True,
 )
 LOCK = _of_mutex("mutex_lock", lambda *, mutex, until="": (), _lock_kernel)
 UNLOCK = _of_mutex("mutex_unlock", lambda *, mutex: (), _unlock_kernel)

@@ -34,6 +34,7 @@ from asyncflow.state.queue_arrays import as_arrays, as_elements
 from asyncflow.state.queue_places import CopyingPlace, QueuePlace, Stage
 from asyncflow.state.waiting.element_orders import Element, ElementOrder
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
+from asyncflow.state.waiting.taken import Taken
 from asyncflow.values import Array, Value
 
 
@@ -95,6 +96,7 @@ class QueueState(LinedState):
         self._takers: deque[QueuePlace] = deque()
         self._coming = 0  # elements of those who wait to put them in
         self._in_hand: list[Element] = []  # of the first who takes, where it copies them
+        self._restored = 0  # how often `become` was called
         self._element_bytes = _bytes_of(specs)
 
     def __repr__(self) -> str:
@@ -102,8 +104,12 @@ class QueueState(LinedState):
 
     # -- what is asked for ---------------------------------------------------------------------------------------
 
-    def put(self, elements: Sequence[Element], what: str, finish: Callable[[None], Value]) -> Value | PlaceInLine:
+    def put(
+        self, elements: Sequence[Element], what: str, finish: Callable[[None], Value], taken: Taken | None = None
+    ) -> Value | PlaceInLine:
         """Puts elements in, all at once: what `finish` makes of None, or a place in line.
+
+        What a run has `taken` counts as used once they are in.
 
         Raises:
             QueueClosedError: it is closed.
@@ -114,11 +120,13 @@ class QueueState(LinedState):
             if self.is_closed or self.ended is not None:
                 self._refuse(what)
             if self._putters or ((self._in_hand or len(order) + count > self.capacity) and not self._may_put(count)):
-                place = QueuePlace(self, what, finish, count, partial(order.add, entries))
+                place = QueuePlace(self, what, finish, count, partial(order.add, entries), taken=taken)
                 self._putters.append(place)
                 self._coming += count
             else:
                 order.add(entries)
+                if taken is not None and taken.count:
+                    taken.keep()
             if self._takers:
                 self._settle()
         if self.to_wake:
@@ -126,7 +134,12 @@ class QueueState(LinedState):
         return place if place is not None else finish(None)
 
     def put_copies(
-        self, copy: Callable[[], Sequence[Element]], count: int, what: str, finish: Callable[[None], Value]
+        self,
+        copy: Callable[[], Sequence[Element]],
+        count: int,
+        what: str,
+        finish: Callable[[None], Value],
+        taken: Taken | None = None,
     ) -> PlaceInLine:
         """As `put` of the elements that ``copy()`` gives, which takes long and is called on a thread.
 
@@ -139,7 +152,7 @@ class QueueState(LinedState):
             elements = copy()
             return partial(order.add, elements if order.entries is None else order.entries(elements))
 
-        place = CopyingPlace(self, what, finish, count, puts=copied)
+        place = CopyingPlace(self, what, finish, count, puts=copied, taken=taken)
         with self.lock:
             if self.is_closed or self.ended is not None:
                 self._refuse(what)
@@ -150,7 +163,14 @@ class QueueState(LinedState):
         return place
 
     def take(
-        self, count: int, or_fewer: bool, what: str, finish: Callable[[list[Element]], Value], *, copies: bool = False
+        self,
+        count: int,
+        or_fewer: bool,
+        what: str,
+        finish: Callable[[list[Element]], Value],
+        *,
+        copies: bool = False,
+        taken: Taken | None = None,
     ) -> Value | PlaceInLine:
         """Takes so many elements, all at once: what `finish` makes of them, or a place in line.
 
@@ -160,29 +180,42 @@ class QueueState(LinedState):
             what: it does, for messages.
             finish: makes the result.
             copies: it copies the elements; large ones on a thread.
+            taken: remembers the elements, for a run that may give them back; None for a coroutine.
 
         Raises:
             QueueClosedError: it is closed, and there will never be enough.
         """
         place: QueuePlace | None = None
-        taken: list[Element] = []
+        found: list[Element] = []
         with self.lock:
             if self.ended is not None:
                 self.check()
             if self._takers or not self._may_take(count, or_fewer):
                 kind = CopyingPlace if copies else QueuePlace
-                place = kind(self, what, finish, count, or_fewer=or_fewer)
+                place = kind(self, what, finish, count, or_fewer=or_fewer, taken=taken)
                 self._takers.append(place)
             else:
-                taken = self._taken(count, or_fewer, what) if self.is_closed else self.elements.remove(count)
-                if copies and self._are_large(taken):
-                    place = CopyingPlace(self, what, finish, count, or_fewer=or_fewer)
-                    self._copy(place, taken)
+                found = self._taken(count, or_fewer, what) if self.is_closed else self.elements.remove(count)
+                if copies and self._are_large(found):
+                    place = CopyingPlace(self, what, finish, count, or_fewer=or_fewer, taken=taken)
+                    self._copy(place, found)
+                elif taken is not None:
+                    taken.add(self.give_back, found, (self._restored, self.elements.last))
             if self._putters:
                 self._settle()
         if self.to_wake:
             self.wake_called()
-        return place if place is not None else finish(taken)
+        return place if place is not None else finish(found)
+
+    def give_back(self, elements: Sequence[Element], where: object) -> None:
+        """Put elements of a run that has ended early back to their places, also above the capacity."""
+        restored, where = cast("tuple[int, object]", where)
+        with self.lock:
+            if restored != self._restored:
+                return  # they are no part of what the queue was made
+            self.elements.give_back(elements, where)
+            self._settle()
+        self.wake_called()
 
     def size(self) -> int:
         """How many elements are in it."""
@@ -252,6 +285,7 @@ class QueueState(LinedState):
         """Makes it what it was; those who wait go on waiting, for what there is now."""
         with self.lock:
             self._in_hand = []  # who copies them has taken them before this
+            self._restored += 1
             self.elements.restore(snapshot.elements, snapshot.order)
             self.is_closed = snapshot.is_closed
             self._settle()
@@ -346,18 +380,24 @@ class QueueState(LinedState):
                 return self._served(place)
             self._coming -= place.count
             place.add()
+            if place.taken is not None and place.taken.count:
+                place.taken.keep()
             return None
         finally:
             self._settle()
 
     def _served(self, place: QueuePlace) -> object:
-        if isinstance(place, CopyingPlace):
-            if place.stage is Stage.MADE:
-                self._in_hand = []
-                return place.made
-            taken = self._taken(place.count, place.or_fewer, place.what)
-            return self._copy(place, taken) if self._are_large(taken) else taken
-        return self._taken(place.count, place.or_fewer, place.what)
+        if isinstance(place, CopyingPlace) and place.stage is Stage.MADE:
+            in_hand, self._in_hand = self._in_hand, []
+            if place.taken is not None and in_hand:
+                place.taken.add(self.give_back, in_hand, (self._restored, self.elements.last))
+            return place.made
+        found = self._taken(place.count, place.or_fewer, place.what)
+        if isinstance(place, CopyingPlace) and self._are_large(found):
+            return self._copy(place, found)
+        if place.taken is not None:
+            place.taken.add(self.give_back, found, (self._restored, self.elements.last))
+        return found
 
     def left(self, place: PlaceInLine) -> None:
         """See `LinedState.left`."""
@@ -369,7 +409,8 @@ class QueueState(LinedState):
                 self._coming -= place.count
             elif place.stage is not Stage.WAITING:
                 in_hand, self._in_hand = self._in_hand, []
-                self.elements.give_back(in_hand)
+                if in_hand:
+                    self.elements.give_back(in_hand, self.elements.last)
             self._settle()
 
     # -- copies, under the lock ----------------------------------------------------------------------------------

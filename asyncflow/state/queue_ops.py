@@ -20,6 +20,7 @@ from asyncflow.graph.shapes import format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.state.immutable import LARGE_BYTES, immutable, is_immutable, lock
 from asyncflow.state.queue_arrays import Pads, open_axes, stacked
+from asyncflow.state.waiting.taken import current_taken
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from asyncflow.state.queues import Queue
     from asyncflow.state.waiting.element_orders import Element
     from asyncflow.state.waiting.lines import PlaceInLine
+    from asyncflow.state.waiting.taken import Taken
     from asyncflow.values import Array, Kernel, Namespace, Value
 
 
@@ -34,7 +36,9 @@ def _nothing(_: object) -> tuple[()]:
     return ()
 
 
-def put(queue: QueueState, elements: Sequence[tuple[Value, ...]], what: str) -> Value | PlaceInLine:
+def put(
+    queue: QueueState, elements: Sequence[tuple[Value, ...]], what: str, taken: Taken | None = None
+) -> Value | PlaceInLine:
     """Puts elements in, with copies of what somebody could write to: made on a thread, if that takes long.
 
     Raises:
@@ -46,8 +50,8 @@ def put(queue: QueueState, elements: Sequence[tuple[Value, ...]], what: str) -> 
             if isinstance(value, np.ndarray):
                 nbytes += value.nbytes
     if nbytes > LARGE_BYTES and not all(map(_is_kept, chain.from_iterable(elements))):
-        return queue.put_copies(partial(_copies, elements), len(elements), what, _nothing)
-    return queue.put(_copies(elements), what, _nothing)
+        return queue.put_copies(partial(_copies, elements), len(elements), what, _nothing, taken)
+    return queue.put(_copies(elements), what, _nothing, taken)
 
 
 def _is_kept(value: Value) -> bool:
@@ -98,7 +102,8 @@ def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
             if isinstance(value, np.ndarray):
                 lock(value)
                 has_arrays = True
-        return put(queue, (values,), what) if has_arrays else queue.put((values,), what, _nothing)
+        taken = current_taken()
+        return put(queue, (values,), what, taken) if has_arrays else queue.put((values,), what, _nothing, taken)
 
     def run_on_one(value: Array) -> Value | PlaceInLine:
         # Without a loop over values the kernel of a scalar takes 0.6 of the time.
@@ -107,7 +112,8 @@ def _enqueue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
         is_array = isinstance(value, np.ndarray)
         if is_array:
             lock(value)
-        return put(queue, ((value,),), what) if is_array else queue.put(((value,),), what, _nothing)
+        taken = current_taken()
+        return put(queue, ((value,),), what, taken) if is_array else queue.put(((value,),), what, _nothing, taken)
 
     if len(specs) > 1:
         return run
@@ -127,8 +133,8 @@ def _enqueue_many_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
         what = f"enqueue_many of {count} elements, queue {queue.name!r}"
         copies = partial(_rows, values)
         if sum([value.nbytes for value in values]) > LARGE_BYTES:
-            return queue.put_copies(copies, count, what, _nothing)
-        return queue.put(copies(), what, _nothing)
+            return queue.put_copies(copies, count, what, _nothing, current_taken())
+        return queue.put(copies(), what, _nothing, current_taken())
 
     return run
 
@@ -152,8 +158,9 @@ def _check_shape(shape: tuple[int, ...], spec: Spec, queue: QueueState) -> None:
 
 
 def _dequeue_kernel(xp: Namespace, *, queue: QueueState) -> Kernel:
-    single = len(queue.specs) == 1
-    return partial(queue.take, 1, False, f"dequeue of queue {queue.name!r}", _only_value if single else _only_element)
+    finish = _only_value if len(queue.specs) == 1 else _only_element
+    take = partial(queue.take, 1, False, f"dequeue of queue {queue.name!r}", finish)
+    return lambda: take(taken=current_taken())
 
 
 def _only_value(elements: Sequence[Element]) -> Array:
@@ -177,7 +184,7 @@ def _dequeue_many_kernel(
         what = f"{verb}({count}) of queue {queue.name!r}"
         if count < 0:
             raise ValueError(f"{what}: n is at least 0")
-        return queue.take(count, or_fewer, what, finish, copies=True) if count else finish(())
+        return queue.take(count, or_fewer, what, finish, copies=True, taken=current_taken()) if count else finish(())
 
     return (lambda n: take(int(n))) if count is None else partial(take, count)
 
@@ -187,13 +194,14 @@ _LOOK = (("put", Access.READ), ("take", Access.READ))
 
 ENQUEUE = define("enqueue", _put_specs, _enqueue_kernel, effects=_effects(_PUT), is_async=True)
 ENQUEUE_MANY = define("enqueue_many", _put_specs, _enqueue_many_kernel, effects=_effects(_PUT), is_async=True)
-DEQUEUE = define("dequeue", _dequeue_specs, _dequeue_kernel, effects=_effects(_TAKE), is_async=True)
+DEQUEUE = define("dequeue", _dequeue_specs, _dequeue_kernel, effects=_effects(_TAKE), is_async=True, is_undone=True)
 DEQUEUE_MANY = define(
     "dequeue_many",
     _batch_specs,
     _dequeue_many_kernel,
     effects=_effects(_TAKE),
     is_async=True,
+    is_undone=True,
     host_inputs=inputs_from(0),
 )
 QUEUE_SIZE = define(
@@ -208,6 +216,8 @@ QUEUE_SIZE = define(
 def _close_kernel(xp: Namespace, *, queue: QueueState, cancel_pending: bool) -> Kernel:
     def run() -> Value:
         queue.close(cancel_pending)
+        if (taken := current_taken()) is not None:
+            taken.keep()
         return ()
 
     return run

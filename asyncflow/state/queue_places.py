@@ -27,6 +27,7 @@ from asyncflow.values import Value
 if TYPE_CHECKING:
     from asyncflow.state.queue import QueueState
     from asyncflow.state.waiting.element_orders import Element
+    from asyncflow.state.waiting.taken import Taken
 
 
 class Stage(enum.Enum):
@@ -46,12 +47,13 @@ class QueuePlace(PlaceInLine):
         or_fewer: take what is left, if there will never be as many.
         is_refused: the queue was closed meanwhile, and nothing is waited for any more.
         is_beside: it is of a coroutine of the application's, and of no run.
+        taken: what its run has taken, which counts as used once it has put something in; None for a coroutine.
         stage: see the table.
     """
 
     stage = Stage.WAITING
 
-    __slots__ = ("add", "count", "is_beside", "is_refused", "or_fewer")
+    __slots__ = ("add", "count", "is_beside", "is_refused", "or_fewer", "taken")
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class QueuePlace(PlaceInLine):
         add: Callable[[], object] | None = None,
         *,
         or_fewer: bool = False,
+        taken: Taken | None = None,
     ) -> None:
         super().__init__(state, what, finish)
         self.count = count
@@ -69,6 +72,7 @@ class QueuePlace(PlaceInLine):
         self.or_fewer = or_fewer
         self.is_refused = False
         self.is_beside = False
+        self.taken = taken
 
 
 async def granted_beside(found: Value | PlaceInLine) -> Value:
@@ -100,8 +104,10 @@ class CopyingPlace(QueuePlace):
         *,
         puts: Callable[[], Callable[[], object]] | None = None,
         or_fewer: bool = False,
+        taken: Taken | None = None,
     ) -> None:
-        super().__init__(state, what, finish, count, None if puts is None else _not_made, or_fewer=or_fewer)
+        add = None if puts is None else _not_made
+        super().__init__(state, what, finish, count, add, or_fewer=or_fewer, taken=taken)
         self.work: Callable[[], object] | None = puts
         self.is_asked_later = puts is None  # else there is something to be begun
         self.stage = Stage.WAITING if puts is None else Stage.COPYING

@@ -280,7 +280,7 @@ def test_nobody_waits_once_it_is_closed_and_nothing_comes() -> None:
 def test_a_broken_copy_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: elements that are not given back, or others that go on while a thread copies."""
     if broken == "lost":
-        monkeypatch.setattr(ArrivalOrder, "give_back", lambda self, elements: None)
+        monkeypatch.setattr(ArrivalOrder, "give_back", lambda self, elements, where: None)
     elif broken == "overtaking":
         monkeypatch.setattr(QueueState, "_first_may_put", lambda self: self._may_put(self._putters[0].count))
     else:

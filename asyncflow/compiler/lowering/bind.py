@@ -14,6 +14,7 @@ from math import inf
 from asyncflow.autodiff.row_gradients import READ_ROWS, RowGradient
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
+from asyncflow.compiler.lowering.lasting import keeping, lasts
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.plan import Partition, PlanFrame
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
@@ -34,7 +35,7 @@ from asyncflow.compiler.regions.device_loops import bind_device_loop
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
-from asyncflow.devices.protocol import Device
+from asyncflow.devices.protocol import Device, is_coroutine_kernel
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import FramePath
@@ -57,6 +58,8 @@ class Binding:
     resolve: Resolve
     streams: Mapping[Node, int]
     on_host: AbstractSet[Tensor]
+    takes: bool = False
+    """True if runs take elements of queues or inputs."""
 
     def partitions(self, graph: Graph, fetches: Iterable[Node], devices: Sequence[Device]) -> list[Partition]:
         """One per device that has something to do.
@@ -91,7 +94,7 @@ class Binding:
             return kernel if device.memory.limit is None else _counted(kernel, node, device.memory)
         if node.op is DEVICE_WHILE:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
-        is_checked = self.options.debug or self.options.check_numerics
+        is_checked = self.options.debug or self.options.check_numerics or (self.takes and lasts(node))
         stream = self.streams.get(node, 0)
         bare = partial(self.bare, node=node)
         return bind_launch(node, bare, launching, stream, self.on_host, is_checked=is_checked)
@@ -99,7 +102,9 @@ class Binding:
     def bare(self, xp: Namespace, node: Node) -> Kernel:
         """The kernel itself."""
         options = self.options
-        return bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=options.check_numerics)
+        checks = options.check_numerics
+        kernel = bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=checks)
+        return keeping(kernel) if self.takes and lasts(node) else kernel
 
     def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
         """A region's code, and what a firing calls."""
@@ -125,7 +130,10 @@ class Binding:
         asks = launching.capabilities.capture_if(self.options.cuda_graphs) or launching.charge is not None
         could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)
         asked = self.options.cuda_graphs
-        return code, bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
+        launch = bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
+        # A graph that is replayed calls no kernel of its members.
+        lasting = self.takes and not is_coroutine_kernel(launch) and any(map(lasts, region.walk()))
+        return code, keeping(launch) if lasting else launch
 
 
 def _watch_iterations(frames: Mapping[FramePath, PlanFrame], device: Device) -> None:

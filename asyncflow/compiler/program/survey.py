@@ -19,12 +19,16 @@ class Survey(NamedTuple):
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         read_on_host: states that CPUs use, and that another session, which shares the container, may have on a card.
         writes: the ones among `states` that it may write.
+        takes: it takes elements of queues or inputs.
+        waits: it may wait in line of a resource, such as a queue.
     """
 
     states: frozenset[Hashable]
     is_repeatable: bool
     read_on_host: tuple[VariableState, ...]
     writes: frozenset[Hashable]
+    takes: bool
+    waits: bool
 
 
 def survey(
@@ -41,6 +45,7 @@ def survey(
     states: dict[Hashable, str | None] = {}
     shared: dict[int, VariableState] = {}
     is_repeatable = True
+    takes = waits = False
     written: set[Hashable] = set()
     for node in graph.walk():
         op = node.op
@@ -49,8 +54,10 @@ def survey(
         awaits = op.is_async and not getattr(node.attrs.get("shared"), "is_repeatable", False)
         if op.is_user or awaits or writes:
             is_repeatable = False  # it changes something, or is the user's own code
+            takes = takes or (op.is_undone and bool(node.outputs))
         for resource in resources_of(node) if node.attrs else ():
             if resource.waits:
+                waits = True
                 continue
             states[resource.effect_key] = node.device
             if writes:
@@ -61,4 +68,4 @@ def survey(
                     shared[id(state)] = state
     if homes is not None:
         homes.update((key, device) for key, device in states.items() if device is not None)
-    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written))
+    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written), takes, waits)

@@ -14,6 +14,7 @@ from asyncflow.runtime.scheduler.executor import Executor
 from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan, Trace
+from asyncflow.state.waiting.taken import Taken, own_taken
 from asyncflow.streams.holding import RunPart, current_part, own_context
 
 if TYPE_CHECKING:
@@ -85,9 +86,24 @@ class Run:
     executors: list[Executor | LoneFiring] = field(default_factory=list, init=False)
     _partitions: Sequence[Partition] = field(init=False)
     _started_ns: int = field(init=False)
-    _finished: asyncio.Future[None] | None = field(default=None, init=False)
+    awaited: asyncio.Future[None] | None = field(default=None, init=False)
+    """What the caller's task waits for."""
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
     _status: str = field(default="ok", init=False)
+    taken: Taken | None = field(default=None, init=False)
+    """The elements that it has taken and gives back if it ends early; None if it takes none."""
+    own_context: Context | None = field(default=None, init=False)
+    """Where such a run is driven, so that kernels find what it has taken: a copy of `context`, which kernels enter."""
+    in_caller: bool = field(init=False)
+    """True if it goes on in its caller's task alone.
+
+    Such a run waits in line of a queue, say. A cancelled task takes no further step, so the run takes no element and
+    puts none once its caller is cancelled; and nothing can cancel the task between a step and what the step gives.
+    """
+    is_in_caller: bool = field(default=False, init=False)
+    """True while its caller's task takes steps of it."""
+    _steps: dict[Callable[[], object], None] = field(default_factory=dict, init=False)
+    """Steps that wait for the caller's task, in order."""
     is_stopped: bool = field(default=False, init=False)
     """Whether it ends early: nothing of it starts, or goes on, any more."""
     _is_busy: bool = field(default=False, init=False)
@@ -99,6 +115,13 @@ class Run:
         self.context.run(leave_graphs)
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
+        if plan.takes:
+            self.taken = Taken()
+            self.context.run(own_taken, self.taken)
+            self.own_context = self.context.copy()
+        elif plan.waits:
+            self.context.run(own_taken, None)  # not what an outer run has taken
+        self.in_caller = plan.waits and self.emitter is None
         self.states = plan.states
         self.writes = plan.writes
         self.writes_several = len(plan.writes) > 1
@@ -127,21 +150,47 @@ class Run:
                 return
             self.part.deadline_s = asked_s + timeout
             self._timer = self.turn.loop.call_at(self.part.deadline_s, self._expire, timeout)
-        if len(self.executors) == 1:
-            self.executors[0].start(feeds)
-            return
-        self._is_busy = True
-        for executor in self.executors:
-            if not self.is_stopped:
-                executor.start(feeds)
-        self._is_busy = False
-        self.on_quiet()
+        self.is_in_caller = self.in_caller
+        self._is_busy = len(self.executors) > 1
+        try:
+            for executor in self.executors:
+                if not self.is_stopped:
+                    executor.start(feeds)
+        finally:
+            self.is_in_caller = False
+        if self._is_busy:
+            self._is_busy = False
+            self.on_quiet()
+
+    def leaves_to_caller(self, step: Callable[[], object]) -> bool:
+        """Leave a step to the caller's task and return True, if the run goes on there alone and this is not there."""
+        if not self.in_caller or self.is_in_caller or self.is_stopped:
+            return False
+        self._steps[step] = None
+        if self.awaited is not None and not self.awaited.done():
+            self.awaited.set_result(None)
+        return True
+
+    def _go_on(self) -> None:
+        """Take the steps that were left to this task."""
+        steps, self._steps = self._steps, {}
+        self.is_in_caller = True
+        try:
+            for step in steps:
+                if not self.is_stopped:
+                    step()
+        finally:
+            self.is_in_caller = False
+
+    def is_given_up(self) -> bool:
+        """Return True if the caller has been cancelled, also where its task has not learnt of that yet."""
+        return self.awaited is not None and self.awaited.cancelled()
 
     def stay(self, index: int, value: Value) -> None:
         """A value of `staying` is there."""
         self.stayed[index] = value
-        if self._finished is not None and not self._finished.done():
-            self._finished.set_result(None)  # who waits looks what for
+        if self.awaited is not None and not self.awaited.done():
+            self.awaited.set_result(None)  # who waits looks what for
 
     async def wait_for_staying(self) -> bool:
         """Returns whether all values of `staying` are there, once they are, or the run has ended.
@@ -151,9 +200,9 @@ class Run:
         while not (self.is_stopped or all(index is None or index in self.stayed for index in self.staying)):
             if self.is_finished:
                 return False
-            self._finished = self.turn.loop.create_future()
+            self.awaited = self.turn.loop.create_future()
             try:
-                await self._finished
+                await self.awaited
             except asyncio.CancelledError:
                 self.stop("cancelled")
                 await self.wait()
@@ -168,9 +217,12 @@ class Run:
         """
         cancelled: asyncio.CancelledError | None = None
         while not self.is_finished:
-            self._finished = self.turn.loop.create_future()
+            if self._steps and not self.is_stopped:
+                self._go_on()
+                continue
+            self.awaited = self.turn.loop.create_future()
             try:
-                await self._finished
+                await self.awaited
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.stop("cancelled")
@@ -224,6 +276,7 @@ class Run:
             executor.stop()
         self.rendezvous.clear()
         self.stayed.clear()
+        self._steps.clear()
 
     def close(self) -> None:
         """Ends the run because its session closes."""
@@ -253,6 +306,8 @@ class Run:
             return
         self.is_finished = True
         self.part.is_over = True
+        if self.taken is not None and self.is_stopped and self._status in ("cancelled", "deadline"):
+            self.taken.give_back()
         for let_go in self.at_end.values():
             let_go()
         for executor in self.executors:
@@ -262,8 +317,8 @@ class Run:
             self._timer = None
         if self.emitter is not None:
             self.emitter.close()
-        if self._finished is not None and not self._finished.done():
-            self._finished.set_result(None)
+        if self.awaited is not None and not self.awaited.done():
+            self.awaited.set_result(None)
         if self.on_end is not None:
             self.on_end(self)
             self.on_end = None

@@ -16,7 +16,7 @@ from asyncflow.compiler.lowering.single_call import SingleCall, find_single_call
 from asyncflow.compiler.program.request import PlanRequest, tell_watchers
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import TRACKED_BYTES
-from asyncflow.errors import OutOfMemoryError, SessionClosedError
+from asyncflow.errors import AsyncflowError, OutOfMemoryError, SessionClosedError
 from asyncflow.lift.batched import BodyProgram, SharedCode
 from asyncflow.runtime.observer import Observers, start_observed
 from asyncflow.runtime.options import as_priority, as_timeout, check_trace
@@ -130,8 +130,12 @@ class Runs:
         allow_dead: bool,
         atomic: bool,
         priority: int = 0,
+        is_wanted: Callable[[], bool] | None = None,
     ) -> Nest:
-        """Does what `Session.run` promises, once it is known what to run."""
+        """Do what `Session.run` promises, once it is known what to run.
+
+        A caller on another thread may leave unnoticed; ``is_wanted()`` then says if it still takes the result.
+        """
         note_ask()
         if timeout is not None:
             timeout = as_timeout(timeout)
@@ -156,7 +160,7 @@ class Runs:
                 fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                 if fetched is not None:
                     return call.result(plan, fetched, allow_dead=allow_dead)
-        ticket = claim = None
+        ticket = claim = taken = None
         is_whole = False
         self._calls += 1
         try:
@@ -186,13 +190,22 @@ class Runs:
             )
             is_recorded = recorder is not None and recorder.order is not None
             if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
-                fetched = await start().wait()
+                run = start()
+                taken, work = run.taken, run.wait()
+                del run  # an error that somebody keeps leads here
+                fetched = await work
             else:
                 fetched = await self._in_turn(start, plan, timeout, asked_s)
             fetched = await self.copies.of_results(fetched)
             if self.memory_turns is not None:
                 self._hand_over(fetched)
+            if is_wanted is not None and not is_wanted():
+                raise asyncio.CancelledError
             is_whole = True
+        except BaseException as error:
+            if taken is not None:
+                taken.settle(error)
+            raise
         finally:
             if claim is not None:
                 self._atomic.leave(claim)
@@ -202,10 +215,16 @@ class Runs:
                 # One that was refused leaves the trace that is there.
                 if recorder is not None and checked is not None and isinstance(trace, str | Path):
                     await call_beside(write_trace, recorder, Path(trace))
+            except BaseException as error:
+                if taken is not None:
+                    taken.settle(error)
+                raise
             finally:
                 self._calls -= 1
                 if self._ended is not None:
                     self._ended.set()
+        if taken is not None:
+            taken.settle(None)
         return call.result(plan, fetched, allow_dead=allow_dead)
 
     def _hand_over(self, fetched: Sequence[Value]) -> None:
@@ -272,6 +291,10 @@ class Runs:
                 found = zip(call.request.streamed, items, copies, strict=True)
                 yield call.structure.unflatten([user_value(x, copy, copy is value, False) for x, value, copy in found])
             await run.wait()
+        except AsyncflowError as error:
+            if run is not None and run.taken is not None:
+                run.taken.settle(error)
+            raise
         finally:
             try:
                 if run is not None and not run.is_finished:

@@ -148,9 +148,18 @@ class Executor:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
         if self.is_closed or self._throttled:
             return False
+        run = self.run
+        if run.in_caller:
+            if run.leaves_to_caller(self.drive_in_caller):
+                return False
+        elif run.awaited is not None and run.awaited.cancelled():  # the task will learn of it in its next turn
+            run.stop("cancelled")
+            return False
         self.is_driven = True
         try:
-            if self.asynchronous is None:
+            if run.own_context is not None:
+                has_more = run.own_context.run(self._drive_on_device, deadline_ns)
+            elif self.asynchronous is None:
                 has_more = self._drive(deadline_ns)
             else:
                 with self.asynchronous.activate():
@@ -162,6 +171,22 @@ class Executor:
         if not (has_more or self.in_flight):
             self.run.on_quiet()
         return has_more
+
+    def _drive_on_device(self, deadline_ns: int) -> bool:
+        with nullcontext() if self.asynchronous is None else self.asynchronous.activate():
+            return self._drive(deadline_ns)
+
+    def on_thread(
+        self, work: Callable[..., object], args: tuple[Value, ...]
+    ) -> tuple[Callable[..., object], tuple[Value, ...]]:
+        """Return `work` and `args` as a thread calls them, where kernels have to find what the run has taken."""
+        own = self.run.own_context
+        return (work, args) if own is None else (own.copy().run, (work, *args))
+
+    def drive_in_caller(self) -> None:
+        """Go on in the task of the run's caller."""
+        if not (self.is_closed or self.is_driven):
+            self.run.turn.drive_in_caller(self)
 
     def _drive(self, deadline_ns: int) -> bool:
         # What is ready goes first. A suspended region comes behind it: others may wait for what is ready, and regions
@@ -534,6 +559,10 @@ class Executor:
         if self.stopped:
             self.check_quiet()
         elif not self.is_driven:  # else it goes on anyway
+            if self.run.in_caller:
+                if not self.run.leaves_to_caller(self.drive_in_caller):
+                    self.drive_in_caller()
+                return
             turn = self.run.turn
             (turn.enqueue if later else turn.drive_now)(self)
 

@@ -248,6 +248,8 @@ class Ports:
 
         def taken() -> None:
             self.untaken -= 1
+            if self._run.taken is not None:
+                self._run.taken.keep()
             if not executor.stopped:
                 executor.scheduler.complete(node, iteration, ())
                 self._run.turn.drive_now(executor)

@@ -122,6 +122,7 @@ class Regions:
         else:
             self._waiting[firing] = None
             executor.in_flight += 1
+            firing.place.is_given_up = executor.run.is_given_up
             executor.run.context.run(wake_on, executor.run.turn.loop, firing.place, partial(self._wake, firing))
 
     def _wake(self, firing: SlicedRegion) -> None:
@@ -154,6 +155,8 @@ class Regions:
         hold = None
         if node.is_user:
             work, args, hold = held(executor, _quiet, (work, *args))
+        elif executor.run.own_context is not None:
+            work, args = executor.on_thread(work, args)
         submit(executor, node, firing.size, work, args, take)
 
     def _record_part(

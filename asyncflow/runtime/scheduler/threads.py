@@ -56,6 +56,8 @@ def launch_on_a_thread(
     hold = None
     if node.is_user:
         work, args, hold = held(executor, partial(_to_end, executor, in_parts(node) if begun is None else work), args)
+    elif executor.run.own_context is not None:
+        work, args = executor.on_thread(work, args)
 
     def take(result: Value, error: BaseException | None, times: Times) -> None:
         if executor.recorder is not None:

@@ -1,9 +1,10 @@
 """The firings of one executor that wait in lines of states, such as queues: no task, and no thread, waits for them.
 
 A firing that is called goes on at once, on the stack of whoever made that so; what comes of it is done in the
-next turn, unless that is outside of all firings. Only one that is *new*, which has come since its executor last had
-nothing else to do, is not woken: what it waits for is most often behind it in the same program, and asking then costs
-half as much.
+next turn, unless that is outside of all firings. A run that waits for a queue goes on in its caller's task alone
+(`Run.in_caller`): there the firing claims what it was called for. Only one that is *new*, which has come since its
+executor last had nothing else to do, is not woken: what it waits for is most often behind it in the same program, and
+asking then costs half as much.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Waits:
         executor = self._executor
         self._places[place] = _Waiting(node, iteration, inputs, executor.run.turn.clock())
         executor.in_flight += 1
+        place.is_given_up = executor.run.is_given_up
         if place.is_asked_later and executor.is_driven:
             self.new.append(place)
         else:
@@ -80,6 +82,8 @@ class Waits:
         executor = self._executor
         if place not in self._places or executor.run.is_stopped:
             return  # what is there is for others
+        if executor.run.leaves_to_caller(partial(self._wake, place)):
+            return  # until its task comes, others may have it if the task is cancelled
         try:
             try:
                 result = place.claim()

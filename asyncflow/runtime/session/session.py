@@ -28,7 +28,7 @@ from asyncflow.graph.feeds import Feeds, as_feeds
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
-from asyncflow.runtime.loop import clock_of, thread_waits
+from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.observer import Observers, RunObserver, check_observer
 from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.run.runs import Runs
@@ -39,6 +39,7 @@ from asyncflow.runtime.session.record import SessionFacts, recorded
 from asyncflow.runtime.session.session_options import SessionOptions, taking, with_arguments
 from asyncflow.runtime.session.session_statistics import SessionStatistics, device_memory
 from asyncflow.runtime.session.state_access import StateAccess
+from asyncflow.runtime.session.thread_call import ThreadCall
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.containers import StateStore, entered_stores
 from asyncflow.state.held import holder_of
@@ -439,10 +440,11 @@ class Session(CheckpointedSession, NotPickled):
         allow_dead: bool = False,
         atomic: bool = False,
         priority: int = 0,
+        is_wanted: Callable[[], bool] | None = None,
     ) -> Coroutine[object, object, Nest]:
         """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         self._bind()
-        work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority)
+        work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority, is_wanted)
         return work if self._runs.observers is None else self._runs.observers.watch(call.label, work)
 
     def run_function(
@@ -510,11 +512,16 @@ class Session(CheckpointedSession, NotPickled):
         if self._thread_id == threading.get_ident():
             raise RuntimeError("this is the thread of the session's event loop; use `await session.run(...)` here")
         note_ask()
-        return asyncio.run_coroutine_threadsafe(self._run_for_thread(fetches, feeds, timeout, priority), self._loop)
 
-    async def _run_for_thread(self, fetches: Nest, feeds: Feeds | None, timeout: float | None, priority: int) -> Nest:
-        with thread_waits(asyncio.get_running_loop()):
-            return await self.run(fetches, feeds, timeout=timeout, priority=priority)
+        async def work(is_wanted: Callable[[], bool]) -> Nest:
+            self._bind()
+            fed = as_feeds(feeds)
+            call = self._calls.of_run(fetches, fed)
+            return await self.run_call(call, tuple(fed.values()), timeout, priority=priority, is_wanted=is_wanted)
+
+        thread_call = ThreadCall(self._loop, work)
+        self._loop.call_soon_threadsafe(thread_call.start)
+        return thread_call.future
 
     async def warm_up(self, fetches: Nest, feeds: Feeds | None = None, *, sizes: Sequence[int] = (1,)) -> int:
         """Does ahead of the first request what only the first one has to: it then takes as long as later ones do.

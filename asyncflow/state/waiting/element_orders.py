@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import heapq
 import random
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol, TypeAlias
+from operator import itemgetter
+from typing import Protocol, TypeAlias, cast
 
 from asyncflow.values import Array, Nest
 
@@ -36,8 +38,12 @@ class ElementOrder(Protocol):
     def remove(self, count: int) -> list[Element]:
         """Takes out those that are next, which are at least so many."""
 
-    def give_back(self, elements: Sequence[Element]) -> None:
-        """Makes those next again that `remove` has taken out last."""
+    @property
+    def last(self) -> object:
+        """The places that the last `remove` took its elements from, for `give_back`."""
+
+    def give_back(self, elements: Sequence[Element], where: object) -> None:
+        """Put removed elements back to their places, whatever was removed or given back in between."""
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """Its elements, in an order in which they can be added again, and what else it has to know."""
@@ -52,13 +58,35 @@ class ArrivalOrder(deque[Element]):
     has = entries = None
     add = deque[Element].extend
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._removed = 0  # elements that have left for the first time, which numbers them
+        self._returned: list[int] = []  # numbers of the first elements, which were given back
+        self.last: object = 0  # numbers of the elements removed last; of the newest ones, the number behind them
+
     def remove(self, count: int) -> list[Element]:  # type: ignore[override]
         """From the front."""
+        if self._returned:
+            known, self._returned = self._returned[:count], self._returned[count:]
+            new = count - len(known)
+            self.last = [*known, *range(self._removed, self._removed + new)]
+            self._removed += new
+        else:
+            self.last = self._removed = self._removed + count
         return [self.popleft()] if count == 1 else [self.popleft() for _ in range(count)]
 
-    def give_back(self, elements: Sequence[Element]) -> None:
-        """To the front."""
-        self.extendleft(reversed(elements))
+    @property
+    def removed(self) -> tuple[int, list[int]]:
+        """The number of elements that have left at some time, and the numbers of those that were given back."""
+        return self._removed, self._returned
+
+    def give_back(self, elements: Sequence[Element], where: object) -> None:
+        """In front, in the order in which they first came."""
+        numbers = range(where - len(elements), where) if isinstance(where, int) else cast("list[int]", where)
+        for number, element in zip(numbers, elements, strict=True):
+            index = bisect_left(self._returned, number)
+            self._returned.insert(index, number)
+            self.insert(index, element)
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """First first."""
@@ -67,6 +95,7 @@ class ArrivalOrder(deque[Element]):
     def restore(self, elements: Sequence[Element], extra: object) -> None:
         """As captured."""
         self.clear()
+        self._returned = []
         self.extend(elements)
 
 
@@ -77,7 +106,7 @@ class RandomOrder:
         seed: of the choices; None draws one.
     """
 
-    has = entries = None
+    has = entries = last = None
 
     def __init__(self, seed: int | None) -> None:
         self._elements: list[Element] = []
@@ -100,7 +129,7 @@ class RandomOrder:
             elements.pop()
         return taken
 
-    def give_back(self, elements: Sequence[Element]) -> None:
+    def give_back(self, elements: Sequence[Element], where: object) -> None:
         """To the others: any of them is next."""
         self._elements.extend(elements)
 
@@ -123,7 +152,7 @@ class PriorityOrder:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Element]] = []
         self._count = 0
-        self._last: list[int] = []  # the numbers of those that were removed last
+        self.last: list[int] = []  # the numbers of those that were removed last
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -141,12 +170,12 @@ class PriorityOrder:
     def remove(self, count: int) -> list[Element]:
         """Smallest first."""
         entries = [heapq.heappop(self._heap) for _ in range(count)]
-        self._last = [number for _, number, _ in entries]
+        self.last = [number for _, number, _ in entries]
         return [element for _, _, element in entries]
 
-    def give_back(self, elements: Sequence[Element]) -> None:
+    def give_back(self, elements: Sequence[Element], where: object) -> None:
         """To where they were."""
-        for number, element in zip(self._last, elements, strict=False):
+        for number, element in zip(cast("list[int]", where), elements, strict=True):
             heapq.heappush(self._heap, (int(element[0]), number, element))
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
@@ -173,7 +202,7 @@ class BucketOrder:
         self._buckets: dict[Hashable, deque[tuple[int, Element]]] = {}
         self._count = 0
         self._len = 0
-        self._last: list[tuple[Hashable, int]] = []  # buckets and numbers of those that were removed last
+        self.last: list[tuple[Hashable, int]] = []  # buckets and numbers of those that were removed last
 
     def __len__(self) -> int:
         return self._len
@@ -198,7 +227,7 @@ class BucketOrder:
 
     def remove(self, count: int) -> list[Element]:
         """Of one bucket if one has so many."""
-        self._last = []
+        self.last = []
         full = [bucket for bucket, members in self._buckets.items() if len(members) >= count]
         if full:
             bucket = min(full, key=lambda each: self._buckets[each][0][0])
@@ -209,16 +238,17 @@ class BucketOrder:
         members = self._buckets[bucket]
         self._len -= 1
         number, element = members.popleft()
-        self._last.append((bucket, number))
+        self.last.append((bucket, number))
         if not members:
             del self._buckets[bucket]
         return element
 
-    def give_back(self, elements: Sequence[Element]) -> None:
+    def give_back(self, elements: Sequence[Element], where: object) -> None:
         """To where they were."""
-        for (bucket, number), element in reversed(list(zip(self._last, elements, strict=False))):
+        places = cast("list[tuple[Hashable, int]]", where)
+        for (bucket, number), element in zip(places, elements, strict=True):
             self._len += 1
-            self._buckets.setdefault(bucket, deque()).appendleft((number, element))
+            insort(self._buckets.setdefault(bucket, deque()), (number, element), key=itemgetter(0))
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
         """Oldest first."""

@@ -31,19 +31,21 @@ class PlaceInLine:
         is_called_outside: it is called by what is no firing, so that a firing may go on there and then.
         works: something may have to be done first that takes too long for an event loop; see `do_beside`.
         is_asked_later: whether it may be asked what `is_called` says before it is told whom to wake.
+        is_given_up: returns True if the run that waits there has been cancelled, and only has not left yet.
     """
 
     is_called_outside = False
     works = False
     is_asked_later = True
 
-    __slots__ = ("finish", "is_called", "state", "wake", "what")
+    __slots__ = ("finish", "is_called", "is_given_up", "state", "wake", "what")
 
     def __init__(self, state: LinedState, what: str, finish: Callable[..., Value]) -> None:
         self.state = state
         self.what = what
         self.finish = finish
         self.is_called = False
+        self.is_given_up: Callable[[], bool] | None = None
         self.wake: Callable[[], None] | None = None
 
     def when_called(self, wake: Callable[[], None]) -> None:
@@ -74,7 +76,7 @@ class PlaceInLine:
                     found = state.claimed(self)
                 finally:
                     if found is not NOT_YET:
-                        self.wake = None  # it leads back here, and that would be a cycle
+                        self.wake = self.is_given_up = None  # they lead back here, and that would be a cycle
         finally:
             state.wake_called()
         return NOT_YET if found is NOT_YET else self.finish(found)
@@ -84,7 +86,7 @@ class PlaceInLine:
         state = self.state
         with state.lock:
             state.left(self)
-            self.wake = None
+            self.wake = self.is_given_up = None
         state.wake_called()
 
     def describe(self) -> str:
