@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from functools import cache
 from typing import Final, Protocol, TypeVar, cast
@@ -81,11 +82,12 @@ class Heap:
         """Counts one user less; after the last the heaps give back what is free, and what is freed from then on.
 
         On a thread, which nobody waits for: it takes a millisecond for some MiB. From which size on arrays have pages
-        of their own stays as it is: glibc does not tell what it was.
+        of their own stays as it is: glibc does not tell what it was. An interpreter that ends gives everything back,
+        and a thread that it is to start would never begin.
         """
         with self._lock:
             self._users -= 1
-            if not self._users and self._allocator is not None:
+            if not self._users and self._allocator is not None and not sys.is_finalizing():
                 self._allocator.mallopt(_TRIM_THRESHOLD, _TRIMS_AT)
                 self._allocator.mallopt(_TOP_PAD, _TRIMS_AT)
                 self.trimming = threading.Thread(target=self._allocator.malloc_trim, args=(0,), daemon=True)

@@ -28,8 +28,15 @@ _TURN_S = 0.3e-3
 _SWITCH_S = 0.000_5
 
 
-async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
+async def call_beside(
+    work: Callable[[Unpack[_Args]], _Result], *args: *_Args, outlasts_program: bool = True
+) -> _Result:
     """``work(*args)`` on a new thread, in a copy of the caller's context; virtual time stands still meanwhile.
+
+    Args:
+        work: a function.
+        args: its arguments.
+        outlasts_program: an interpreter that ends waits for the work, so that a file is not left half written.
 
     Cancellation: the caller leaves; the thread ends after the work, whose outcome is dropped.
 
@@ -52,8 +59,8 @@ async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -
             del call  # whoever waits may go on before this thread has ended, and count what is still referred to
             ended.set()
 
-    # It is waited for when the interpreter ends, so that a file is not left half written.
-    threading.Thread(target=copy_context().run, args=(run,), name=f"asyncflow:{name}").start()
+    context, is_daemon = copy_context(), not outlasts_program
+    threading.Thread(target=context.run, args=(run,), name=f"asyncflow:{name}", daemon=is_daemon).start()
     with loop.outside_work() if isinstance(loop, VirtualClockLoop) else nullcontext():
         await ended.wait()
     result, failure = outcome.pop()

@@ -153,7 +153,7 @@ class PlacedSteps:
 
     async def _make_several(self) -> Plan:
         shared = self._pool.shared
-        return await self._pool.runs.plan_of(await call_beside(lambda: shared.several))
+        return await self._pool.runs.plan_of(await call_beside(lambda: shared.several, outlasts_program=False))
 
     def _start(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> _PlacedRun:
         run = self._pool.runs.start_batch(plan, values, trace=current_trace(), staying=range(staying))

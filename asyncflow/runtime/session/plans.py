@@ -250,4 +250,4 @@ def _expected_ns(body: Subgraph) -> float | None:
 
 async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:
     with background:  # from before the thread starts, so that the first wait for the GIL is short, too
-        return await call_beside(partial(compile, request))
+        return await call_beside(partial(compile, request), outlasts_program=False)
