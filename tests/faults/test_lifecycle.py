@@ -18,7 +18,8 @@ from tests.faults import programs
 from tests.faults.kernels import CoroutineGate, ThreadGate, ticks, until
 from tests.patience import PATIENCE_S
 
-both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+# Starting a process takes as long as a hundred tests: those on the standard loop run by turns.
+both_loops = pytest.mark.parametrize("loop", [pytest.param("asyncio", marks=pytest.mark.slow), "uvloop"])
 
 
 @both_loops
