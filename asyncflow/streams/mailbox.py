@@ -41,6 +41,10 @@ class Mailbox(Generic[Item]):
         """One more item is to come; on the loop's thread."""
         self._handover.expect(self.loop)
 
+    def forget(self) -> None:
+        """Expect one item less; on the loop's thread."""
+        self._handover.arrived()
+
     def post(self, *items: Item) -> None:
         """Have the items delivered on the loop, in order; from the stream's thread.
 

@@ -1,18 +1,21 @@
-"""CONFORMANCE 106, FAULTS F72: an element belongs to one outcome, at whichever turn of the event loop its run ends."""
+"""CONFORMANCE 106, 107, FAULTS F72, F73: runs that are cancelled lose nothing, and start nothing more."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 import asyncflow as af
 from tests.conftest import OpenSession
-from tests.faults.kernels import INT, late, ticks
+from tests.faults.kernels import INT, SLOW, late, ticks
+from tests.patience import PATIENCE_S
 
 PUTS, CANCELS = (0, 1, 3), (0, 1, 2, 3, 4, 6, 9, 21)
 """Turns of the event loop at which elements come, and at which a run is cancelled."""
@@ -209,3 +212,41 @@ async def test_106_a_consumer_that_leaves_a_stream_leaves_the_next_element(graph
         assert [int(await anext(stream)) for _ in range(3)] == [0, 1, 2]
         await stream.aclose()
         assert drained(q) == [3, 4, 5]
+
+
+class Deeds:
+    """A function with side effects, which waits on its thread until it is allowed to go on."""
+
+    def __init__(self, **options: Any) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+        self.done: list[int] = []
+        self.op = af.op(outputs=INT, name="deed", cost=SLOW, **options)(self.call)
+
+    def call(self, x: Any) -> Any:
+        """What the op does."""
+        self.done.extend(np.ravel(x).tolist())
+        self.entered.set()
+        assert self.opened.wait(PATIENCE_S)
+        return x
+
+
+@pytest.mark.parametrize("options", [{"stateful": True}, {"batch": af.Batch(max_size=1)}], ids=["stateful", "batch"])
+async def test_107_work_that_has_not_started_is_withdrawn(graph: af.Graph, options: dict[str, Any]) -> None:
+    """CONFORMANCE 107, FAULTS F73: its caller is told while earlier work goes on, and others have their turn."""
+    deeds = Deeds(**options)
+    x = af.placeholder("int64", ())
+    y = deeds.op(x)
+    async with af.Session(graph, devices=["cpu:0"]) as session:
+        tasks = [asyncio.ensure_future(session.run(y, {x: 0}))]
+        assert await asyncio.to_thread(deeds.entered.wait, PATIENCE_S)
+        tasks += [asyncio.ensure_future(session.run(y, {x: k})) for k in (1, 2)]
+        tasks.append(asyncio.ensure_future(session.run(y, {x: 3}, timeout=0.01)))
+        await ticks(9)
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1], tasks[3]])
+        assert tasks[1].cancelled()
+        assert isinstance(tasks[3].exception(), af.DeadlineExceeded)
+        assert not tasks[0].done()
+        deeds.opened.set()
+        assert [await tasks[0], await tasks[2]] == [0, 2]
+    assert deeds.done == [0, 2]

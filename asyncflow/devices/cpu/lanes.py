@@ -157,8 +157,10 @@ class Lanes:
         planned: int = 0,
         owner: object = None,
         node: Hashable = None,
-    ) -> None:
+    ) -> Callable[[], bool]:
         """Does ``work(*args)`` on one of the threads, then calls `deliver`; see `ThreadStream.submit`.
+
+        What is returned withdraws the work: it returns False if the work has started, and else `deliver` is not called.
 
         Args:
             work: what to call.
@@ -188,7 +190,7 @@ class Lanes:
             finally:
                 computed_ns = thread_time_ns() - before
 
-        def done(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
+        def settle() -> None:
             lane.load_ns -= load_ns
             if is_unmeasured:
                 self._unmeasured[node] -= 1
@@ -196,12 +198,21 @@ class Lanes:
                     del self._unmeasured[node]
             if hold is not None:
                 self._let_go(hold)
+
+        def done(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
+            settle()
             if error is not None and error.__traceback__ is not None:
                 # Without the frame of what was timed, which has the arguments.
                 error = error.with_traceback(error.__traceback__.tb_next)
             deliver(result, error, Times(lane.name, queued_ns, started_ns, ended_ns, computed_ns))
 
-        lane.stream.submit(timed, args, done, loop)
+        def withdraw() -> bool:
+            if not submission.withdraw():
+                return False
+            settle()
+            return True
+
+        submission = lane.stream.submit(timed, args, done, loop)
         lane.load_ns += load_ns
         if is_unmeasured:
             self._unmeasured[node] += 1
@@ -209,6 +220,7 @@ class Lanes:
             if hold is None:
                 hold = self._holds[id(owner)] = _StatefulLane(lane, owner)
             hold.count += 1
+        return withdraw
 
     def _choose(self, expected_ns: float | None, planned: _ThreadLane) -> _ThreadLane:
         more = 1 if expected_ns is None or expected_ns <= MEDIUM_NS else 0

@@ -33,7 +33,13 @@ from asyncflow.runtime.scheduler.recorder import Recorder
 from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
 from asyncflow.runtime.scheduler.sliced_region import size_of
-from asyncflow.runtime.scheduler.threads import goes_to_a_thread, in_parts, launch_on_a_thread, must_wait
+from asyncflow.runtime.scheduler.threads import (
+    goes_to_a_thread,
+    in_parts,
+    launch_on_a_thread,
+    must_wait,
+    withdraw_all,
+)
 from asyncflow.runtime.scheduler.waits import Waits
 from asyncflow.state.waiting.lines import PlaceInLine
 
@@ -83,6 +89,10 @@ class Executor:
     is_driven: bool = field(default=False, init=False)
     """Whether somebody is inside `drive`."""
     failures: list[tuple[int, int, BaseException]] = field(default_factory=list, init=False)
+    submitted: dict[Callable[..., None], tuple[Callable[[], bool], Callable[..., None]]] = field(
+        default_factory=dict, init=False
+    )
+    """By what is called at their ends, the firings on threads: how to withdraw each, and what takes its outcome."""
     _fed: Sequence[Buffer] = field(default=(), init=False)
     """What it is fed, and is counted only as long as it goes on."""
     _swapping: Swapping | None = field(init=False)
@@ -337,6 +347,8 @@ class Executor:
                 return
             is_awaited = False
             self.in_flight -= 1
+            if self.submitted:
+                self.submitted.pop(deliver, None)
             try:
                 take(value, error, *times)
             except BaseException as raised:
@@ -616,6 +628,8 @@ class Executor:
             self._coroutines.cancel()
         if self._waits is not None:
             self._waits.leave()
+        if self.submitted:
+            withdraw_all(self)
         for error in () if self._regions is None else self._regions.stop():
             self.failures.append((self.run.turn.count(), -1, self._named(error)))
 

@@ -62,7 +62,7 @@ def launch_on_a_thread(
     def take(result: Value, error: BaseException | None, times: Times) -> None:
         if executor.recorder is not None:
             lane, queued_ns, started_ns, ended_ns, _ = times
-            status = "ok" if error is None else "error"
+            status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
             executor.recorder.firing(node, iteration, lane, started_ns, ended_ns, result, status, queued_ns)
         if error is not None:
             if not isinstance(error, Stopped):
@@ -129,7 +129,7 @@ def submit(
     deliver = executor.expect(take)
     try:
         refuse_to_queue(executor.run.context)
-        cast("CpuDevice", executor.device).lanes.submit(
+        withdraw = cast("CpuDevice", executor.device).lanes.submit(
             work,
             args,
             deliver,
@@ -141,3 +141,14 @@ def submit(
         )
     except BaseException as error:
         deliver(None, error, Times.never())
+    else:
+        executor.submitted[deliver] = withdraw, take
+
+
+def withdraw_all(executor: Executor) -> None:
+    """Withdraws the firings of a run that has been stopped which no thread has started: nobody wants them any more."""
+    while executor.submitted:
+        _, (withdraw, take) = executor.submitted.popitem()
+        if withdraw():
+            executor.in_flight -= 1
+            take(None, Stopped(), Times.never())

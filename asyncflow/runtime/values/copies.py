@@ -56,8 +56,12 @@ class CopyThread(ThreadStream):
         if is_virtual(loop):
             return copy()
         made: asyncio.Future[Value] = loop.create_future()
-        self.submit(copy, (), lambda result, error, *_: resolve(made, result, error), loop)
-        return await made
+        submission = self.submit(copy, (), lambda result, error, *_: resolve(made, result, error), loop)
+        try:
+            return await made
+        except asyncio.CancelledError:
+            submission.withdraw()
+            raise
 
 
 def _on_a_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:

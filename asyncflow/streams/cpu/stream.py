@@ -60,7 +60,7 @@ class ThreadStream:
         self.name = name
         self._queue = _WorkQueue(name)
         self._thread: threading.Thread | None = None
-        self._mailbox: Mailbox[_ThreadSubmission] | None = None
+        self._mailbox: Mailbox[ThreadSubmission] | None = None
 
     @property
     def pending(self) -> int:
@@ -80,8 +80,10 @@ class ThreadStream:
 
     def submit(
         self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    ) -> ThreadSubmission:
         """Do ``work(*args)`` after all earlier work, then call ``deliver(result, error, started_ns, ended_ns)`` once.
+
+        What is returned can be withdrawn while the work has not started.
 
         ``deliver`` is called on ``loop``, in order, with one wake-up of the loop for a whole batch of completions. It
         runs in the stream thread's `contextvars` context: hand tasks made there their own ``context=``. ``error`` is
@@ -93,9 +95,11 @@ class ThreadStream:
         """
         mailbox = self._mailbox
         if mailbox is None or mailbox.loop is not loop:
-            self._mailbox = mailbox = Mailbox(loop, _ThreadSubmission.finish, _ThreadSubmission.drop)
-        self._give(_ThreadSubmission(work, args, deliver, mailbox).run)
+            self._mailbox = mailbox = Mailbox(loop, ThreadSubmission.finish, ThreadSubmission.drop)
+        submission = ThreadSubmission([(work, args)], deliver, mailbox)
+        self._give(submission.run)
         mailbox.expect()
+        return submission
 
     def record(self) -> ThreadEvent:
         """An event that completes when all work given so far is done; on an idle stream it is done already."""
@@ -232,17 +236,17 @@ def _do(work: Callable[..., object], args: tuple[object, ...], jobs: _WorkQueue)
 
 
 @dataclass(slots=True, eq=False)
-class _ThreadSubmission:
+class ThreadSubmission:
     """Work whose outcome is delivered to an event loop.
 
-    The thread has no local variable for the outcome, and lets go of nothing late: once it is delivered, all that
-    belongs to it is freed.
+    `call` holds the work and its arguments until the thread takes them out, or `withdraw` does: a list changes in one
+    step, so only one of the two finds them. The thread has no local variable for the outcome, and lets go of nothing
+    late: once it is delivered, all that belongs to it is freed.
     """
 
-    work: Callable[..., object]
-    args: tuple[object, ...]
+    call: list[tuple[Callable[..., object], tuple[object, ...]]]
     deliver: Deliver | None
-    mailbox: Mailbox[_ThreadSubmission]
+    mailbox: Mailbox[ThreadSubmission]
     result: object = None
     error: BaseException | None = None
     started_ns: int = 0
@@ -250,18 +254,36 @@ class _ThreadSubmission:
 
     def run(self, jobs: _WorkQueue) -> None:
         """Its job."""
+        try:
+            work, args = self.call.pop()
+        except IndexError:  # it was withdrawn
+            jobs.finished += 1
+            return
         self.started_ns = perf_counter_ns()
         if jobs.abandoned:
             self.error = _abandonment(jobs)
         else:
             try:
-                self.result = self.work(*self.args)
+                self.result = work(*args)
             except BaseException as exc:
                 self.error = without_this_frame(exc)
         self.ended_ns = perf_counter_ns()
-        del self.work, self.args  # freed before the loop is told, so that an account it then reads is right
+        del work, args  # freed before the loop is told, so that an account it then reads is right
         jobs.finished += 1
         self.mailbox.post(self)
+
+    def withdraw(self) -> bool:
+        """Drop the work if it has not started, and return True: it is never done, and nothing is delivered.
+
+        Belongs to the loop's thread.
+        """
+        try:
+            self.call.pop()
+        except IndexError:
+            return False
+        self.deliver = None
+        self.mailbox.forget()
+        return True
 
     def finish(self) -> None:
         """Deliver the outcome; on the loop's thread."""
