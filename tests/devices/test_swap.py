@@ -297,6 +297,23 @@ def test_no_iteration_takes_what_was_fed() -> None:
     assert (working_set.most, working_set.total) == (5, 9)
 
 
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_an_iteration_of_a_loop_around_others_is_measured_until_one_of_those_begins(is_placed: bool) -> None:
+    """That is what it asks for; in all it takes what all do. A loop in a region does not know what is around it."""
+    account = Measured()
+    outer = WorkingSet(account, is_around=True)
+    manager, inner = SwapManager(account, []), WorkingSet(account, outer if is_placed else None)
+    for _ in range(4):
+        manager.asks(1, (outer,))
+        account.iteration(3, 3)
+        for _ in range(2):
+            manager.asks(1, (inner,))
+            account.iteration(7, 8)
+    assert (outer.most, outer.total) == (3, 3 + 2 * 8)
+    assert (inner.most, inner.total) == (7, 8)
+    assert outer.fits(2)
+
+
 def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
     """The most of any, and in all; none that ran beside another."""
     account = Measured()

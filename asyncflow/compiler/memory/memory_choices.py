@@ -83,6 +83,8 @@ class LoopFigures:
         copy_ns_per_byte: of a copy, out or back; None where nothing moves.
         start_ns: the host's time for a copy.
         away: bytes that may be away at a time.
+        unseen_ns: the time for which the host may not see that copies out have ended, so that it goes on where there
+            is room.
         checkpoint_bytes: of the loop's variables, which begin a segment; None if it may not run again.
     """
 
@@ -94,6 +96,7 @@ class LoopFigures:
     copy_ns_per_byte: float | None = None
     start_ns: float = 0.0
     away: float = inf
+    unseen_ns: float = 0.0
     checkpoint_bytes: int | None = None
 
     @property
@@ -161,9 +164,12 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     if going:
         starts_ns = figures.start_ns * (sum(chosen.copies[:moved]) or moved)
         copies, link_ns = Work(0.0, kept * starts_ns), kept * going * (figures.copy_ns_per_byte or 0.0)
-        saving_ns = figures.forward.plus(Work(0.0, starts_ns)).ns * kept
+        step_ns = figures.forward.plus(Work(0.0, starts_ns)).ns
         # What is on its way, and what the link has not taken yet when the last iteration saves.
-        held += min(2, kept) * going + (kept * going * max(0.0, 1 - saving_ns / link_ns) if link_ns else 0.0)
+        left = max(0.0, 1 - kept * step_ns / link_ns) if link_ns else 0.0
+        held += _moving(chosen, moved, kept) + kept * going * left
+        unseen = min(kept, figures.unseen_ns / step_ns) * going if step_ns else 0.0
+        held = max(held, min(held + unseen, figures.room))
         ns = max(forward.plus(copies).ns, link_ns) + max(backward.plus(copies).ns, link_ns)
     else:
         ns = usual_ns
@@ -177,6 +183,12 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
         ns=ns,
         exposed_ns=ns - usual_ns,
     )
+
+
+def _moving(saving: Saving, moved: int, kept: int) -> float:
+    """Bytes of values on their way: of each node the last two that it has saved, in an inner loop maybe."""
+    copies = saving.copies or (1,) * moved
+    return sum(min(2, kept * count) * size / count for size, count in zip(saving.sizes[:moved], copies, strict=False))
 
 
 def fits(way: Way, figures: LoopFigures) -> bool:

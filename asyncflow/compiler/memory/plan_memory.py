@@ -49,6 +49,9 @@ _KEPT = 0.75
 _LONG = 4
 """For so many times what fits is decided there whether to move values, or to run iterations again."""
 
+_UNSEEN_NS = 600_000.0
+"""The time in which a host that launches ahead does not look at copies: about three slices of a region."""
+
 _LESS = 100 << 20
 """Bytes less, of which `PlannedLoop.explain` says what they would cost."""
 
@@ -200,8 +203,8 @@ def plan_memory(
         elif candidate is not None:
             notes[loop] = f"loop {loop.name} ({loop.location}): nothing is predicted, as {candidate}"
             notes[loop] += f"; {_ALL[asked]}" if asked is not None else ""
-    for store in [store for candidates in found.values() for each in candidates for store in each.inner]:
-        inner = store.loop
+    stores = [store for candidates in found.values() for each in candidates for store in each.inner]
+    for inner in [loop for store in stores for loop in store.loops]:
         notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with those of the loop around it"
     planned = [each for candidates in found.values() for each in _planned(graph, candidates, pending, asked)]
     of_unknown = [each for each in planned if isinstance(each, str)]
@@ -383,6 +386,7 @@ class _Candidate:
             copy_ns_per_byte=None if swapping is None else swapping.ns_per_byte,
             start_ns=0.0 if swapping is None else swapping.start_ns,
             away=0.0 if swapping is None else swapping.room,
+            unseen_ns=0.0 if self.device.asynchronous is None else _UNSEEN_NS,
             checkpoint_bytes=segmented.variable_bytes if may else None,
         )
 
@@ -444,24 +448,28 @@ def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate 
 
 
 class _InnerStore(NamedTuple):
-    """The store of a loop in another, of which each iteration of that saves one."""
+    """The store of a loop in another, of which each iteration of the outermost loop saves so many values."""
 
-    loop: WhileNode
+    loops: tuple[WhileNode, ...]
+    """The loop that saves the values, and those around it, but for the outermost one."""
     made: Node
-    """The node that makes it."""
+    """The node that makes the store."""
     value: Tensor
     """The value that it holds."""
     times: int
-    """How many of them."""
+    """Number of values that are saved in an iteration of the outermost loop."""
 
 
 def _stored_inside(store: Tensor) -> _InnerStore | None:
-    """The facts about the store of an inner loop; None if only a run knows how much it holds."""
+    """Return the facts about the store of a loop nested to any depth; None if only a run knows how much it holds."""
     loop = store.node
     count = trip_count(loop) if isinstance(loop, WhileNode) else None
     if not isinstance(loop, WhileNode) or count is None:
         return None
     saved = next((each.value for each in stores_of(loop) if each.output is store), None)
-    if saved is None or saved.dtype == VARIANT or not is_static(saved.shape):
+    if saved is None:
         return None
-    return _InnerStore(loop, loop.inputs[store.index].node, saved, count)
+    if saved.dtype == VARIANT:
+        inner = _stored_inside(saved)
+        return None if inner is None else inner._replace(loops=(*inner.loops, loop), times=inner.times * count)
+    return _InnerStore((loop,), loop.inputs[store.index].node, saved, count) if is_static(saved.shape) else None

@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static
@@ -36,7 +37,7 @@ def dead_values(
         nodes: a straight line, in order.
         escaping: values that are used afterwards.
         variables: of the loop whose body this is, if they may be let go of as well.
-        deep: results of branches and loops may be, too.
+        deep: results of branches and loops, and stores, may be, too.
 
     Returns:
         The values, by the index of the node.
@@ -53,7 +54,7 @@ def dead_values(
     made = {node for node in nodes if makes_name(node, deep=deep)}
     dead: dict[int, list[Tensor]] = {}
     for tensor, index in last.items():
-        if (tensor.node in made or tensor in variables) and tensor not in kept and not is_small_spec(tensor.spec):
+        if (tensor.node in made or tensor in variables) and tensor not in kept and _may_be_large(tensor, deep=deep):
             dead.setdefault(index, []).append(tensor)
     return dead
 
@@ -66,14 +67,18 @@ def makes_name(node: Node, *, deep: bool) -> bool:
     return (deep and isinstance(node, StructuredNode)) or (node.op.kernel is not None and node.op is not CONSTANT)
 
 
-def made_by(nodes: Collection[Node], results: Iterable[Tensor], *, deep: bool) -> list[Tensor]:
-    """Find the large values that nodes of a body have made, and that its results share names with."""
+def _may_be_large(value: Tensor, *, deep: bool) -> bool:
+    return not is_small_spec(value.spec) or (deep and value.dtype == VARIANT)
+
+
+def made_by(nodes: Collection[Node], results: Iterable[Tensor]) -> list[Tensor]:
+    """Find the large values and stores that nodes of a body have made, and that its results share names with."""
     found: dict[Tensor, None] = {}
     for result in results:
         value = result
         while value.node.op is IDENTITY and value.node in nodes:
             value = value.node.inputs[0]
-        if value.node in nodes and makes_name(value.node, deep=deep) and not is_small_spec(value.spec):
+        if value.node in nodes and makes_name(value.node, deep=True) and _may_be_large(value, deep=True):
             found[value] = None
     return list(found)
 

@@ -286,7 +286,7 @@ class RegionGenerator:
     @property
     def frees(self) -> bool:
         """True where names of branches and loops let go of large values, since memory may be short."""
-        return self.enqueues or self.swapping is not None
+        return self.enqueues or self.track is not None
 
     def drop(self, values: Iterable[Tensor], block: _KnownNames) -> None:
         """Have names let go of values that nothing uses any more; those of loop variables are bound again."""
@@ -463,7 +463,7 @@ class RegionGenerator:
             for output, result in zip(outputs, branch.results, strict=True):
                 self.line(inner, f"{output} = {self.value(result)}")
             if self.frees:
-                self.drop(made_by(set(branch.nodes), branch.results, deep=True), inner)
+                self.drop(made_by(set(branch.nodes), branch.results), inner)
             if len(self.lines) == before:
                 self.line(inner, "pass")
         self.names.update(zip(node.outputs, outputs, strict=True))
@@ -540,7 +540,7 @@ class RegionGenerator:
                 self.line(inner, f"{inner.buffers.slots[result]} = {variable} if {counter} else None")
         self.put_next(variables, [self.value(result) for result in body.results], inner)
         if self.frees:
-            self.drop(made_by(set(body.nodes), body.results, deep=True), inner)
+            self.drop(made_by(set(body.nodes), body.results), inner)
         if self.max_iterations is not None:
             self.bound.setdefault("TooManyIterations", TooManyIterations)
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
