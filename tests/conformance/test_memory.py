@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.autodiff.saved_values import new_store, save, saved_value
 from asyncflow.compiler.memory import choose_saved
 from asyncflow.compiler.program import kernels
 from asyncflow.graph.structured import WhileNode
@@ -98,3 +99,59 @@ async def test_68_gradients_do_not_depend_on_where_values_are(
     for other in values[1:]:
         for one, another in zip(values[0], other, strict=True):
             assert np.asarray(one).tobytes() == np.asarray(another).tobytes()
+
+
+async def test_68_a_counter_that_is_computed_again_begins_where_the_loop_does(
+    session: af.Session, graph: af.Graph
+) -> None:
+    """CONFORMANCE 68: gradients find it from the number of the iteration."""
+    x = af.placeholder("float64", (1000,))
+
+    def body(i: Any, y: Any) -> Any:
+        return i + 1, af.sin(y * af.astype(i, "float64")) * y
+
+    _, y = af.while_loop(lambda i, _: i < 7, body, (3, x))
+    fed = value = np.linspace(0.1, 1.5, 1000)
+    slope = np.ones_like(fed)
+    for k in range(3, 7):
+        slope = slope * (np.cos(value * k) * k * value + np.sin(value * k))
+        value = np.sin(value * k) * value
+    np.testing.assert_allclose(await session.run(af.gradients(y, x), {x: fed}), slope, rtol=1e-9)
+
+
+async def test_68_a_buffer_that_has_two_names_is_paid_for_once(graph: af.Graph) -> None:
+    """What an iteration gives is what the next begins with: both take less than the one and half of the other."""
+    x, c = af.placeholder("float64", (2, 4096)), af.placeholder("float64", (2, 4096))
+
+    def body(i: Any, y: Any, total: Any) -> Any:
+        half = af.cumulative_sum(af.mean(y * y, axis=0, keepdims=True), axis=1)
+        z = half + c
+        return i + 1, z, total + af.exp(z) * z
+
+    *_, total = af.while_loop(lambda i, *_: i < 4, body, (0, x, af.zeros_like(x)))
+    async with af.Session(graph) as session:
+        plan = session.plan(af.gradients(total, x), [x, c])
+        assert sum(each.nbytes or 0 for each in plan.saved) == 2 * 4096 * 8
+
+
+async def test_68_a_store_that_a_loop_begins_with_is_not_the_one_that_it_goes_on_with(
+    session: af.Session, graph: af.Graph
+) -> None:
+    """CONFORMANCE 68: only the first iteration reads it; the other store is read again behind the loop."""
+    x = af.placeholder("float64", (3,))
+
+    def filled(x: Any) -> Any:
+        return af.while_loop(
+            lambda i, *_: i < 4, lambda i, y, store: (i + 1, y + 1, save(store, i, y)), (0, x, new_store())
+        )[2]
+
+    first, other = filled(x), filled(x * 2)
+    _, _, total = af.while_loop(
+        lambda i, *_: i < 4,
+        lambda i, store, total: (i + 1, other, total + saved_value(store, i, x.spec)),
+        (0, first, af.zeros_like(x)),
+    )
+    again = saved_value(other, af.astype(total[0] * 0, "int64") + 2, x.spec)
+    fed = np.array([1.0, 2.0, 3.0])
+    found = await session.run([total, again], {x: fed})
+    np.testing.assert_array_equal(found, [fed + 6 * fed + 6, 2 * fed + 2])
