@@ -49,7 +49,7 @@ test-adversary: $(STAMP) ## Run the tests of concurrent code on a machine that p
 		$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m 'not slow' --adversary="$(TURN)$$seed" --share=$(SHARE) \
 		$(PYTEST_ARGS) $(CONCURRENT); { set +x; } 2>/dev/null; done
 
-mutants: $(STAMP) ## Put 20 faults of one line into copies of the code, and write down which of the five cells find each
+mutants: $(STAMP) ## Put faults of one line into copies of the code, and write down which of the five cells find each
 	$(BIN)/python -m tests.mutants
 
 check: $(STAMP) ## Lint, format, types, layers, spelling
