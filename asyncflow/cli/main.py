@@ -279,8 +279,11 @@ def _add_replay(add: _AddCommand) -> None:
         "had, bit by bit. Prints the values that were fetched, or the first firing that differs.",
         formatter_class=argparse.HelpFormatter,
     )
-    replayed.set_defaults(do=lambda options, rest: replay(options.path, options.target))
+    replayed.set_defaults(do=lambda options, rest: replay(options.path, options.target, live=options.live))
     replayed.add_argument("path", metavar="PATH", type=Path, help="the record")
+    replayed.add_argument(
+        "--live", action="store_true", help="call your functions again, instead of giving what the record has of them"
+    )
     replayed.add_argument(
         "target",
         nargs="?",

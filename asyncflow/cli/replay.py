@@ -18,12 +18,13 @@ _DIFFERS = 1
 _MOST_CHARACTERS = 200
 
 
-def replay(path: Path, target: str | None) -> int:
+def replay(path: Path, target: str | None, *, live: bool = False) -> int:
     """Does the run again, and prints what it gave.
 
     Args:
         path: of the record.
         target: names the program's graph, or a function without arguments that gives it; None for that in the record.
+        live: call the program's functions, instead of giving what they gave.
 
     Returns:
         0; 1 if the run went another way than the recorded one.
@@ -39,7 +40,7 @@ def replay(path: Path, target: str | None) -> int:
         raise TargetError(str(error)) from error
     graph = None if target is None else _graph(target)
     try:
-        results = run(replayed(record, path, graph))
+        results = run(replayed(record, path, graph, live=live))
     except ReplayError as error:
         print(f"asyncflow replay: {error}", file=sys.stderr)
         return _DIFFERS

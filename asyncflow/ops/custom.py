@@ -23,6 +23,7 @@ from asyncflow.graph.spec import Spec, spec_of
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.derivatives.user_rules import accepted_arguments, rule_of_op
 from asyncflow.ops.promotion import is_weak, promoted_dtype
+from asyncflow.ops.recorded_calls import recorded, recorded_coroutine
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 nest.register_leaf(Spec)
@@ -224,7 +225,7 @@ class _Calls:
         async def call_async(*values: Value) -> Value:
             return check(_given_up(await function(*map(_read_only, values))))
 
-        return call_async if self.is_async else call
+        return recorded_coroutine(call_async) if self.is_async else recorded(call)
 
     def rows_kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
         """Return the same for a function of rows, given `outputs` of one row."""

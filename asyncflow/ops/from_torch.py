@@ -29,6 +29,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.custom import Outputs, declared_specs
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import output_gradients
+from asyncflow.ops.recorded_calls import recorded
 from asyncflow.ops.torch_arrays import CudaTensors, HostTensors, TorchTensor, torch_dtype
 from asyncflow.values import Array, Kernel, Nest, Value
 
@@ -255,7 +256,7 @@ class TorchOp:
                 ]
             return results[0] if is_single else tuple(results)
 
-        return forward
+        return recorded(forward) if xp is np else forward
 
     def _backward(
         self,
@@ -295,7 +296,7 @@ class TorchOp:
                     for index, grad in zip(wanted, found, strict=True)
                 )
 
-        return backward
+        return recorded(backward) if xp is np else backward
 
     def _buffers(self) -> dict[str, TorchTensor]:
         """Copies, so that running statistics count a batch once."""

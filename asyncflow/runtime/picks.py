@@ -18,6 +18,7 @@ from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of, waits_in_line
+from asyncflow.ops.recorded_calls import CallLog, CallReplay
 from asyncflow.state.table import Table
 from asyncflow.state.variable import Variable
 
@@ -62,9 +63,14 @@ class RecordedEnd(NamedTuple):
 def asks_others(node: Node) -> bool:
     """Whether other runs, or the world, have a part in what a node gives: those that know queues, inputs and batches.
 
-    Variables and tables are as the record has them, and a function of the user's is called again.
+    Variables and tables are as the record has them, and so is what a user function gave: see `calls_functions`.
     """
     return waits_in_line(node) or any(not isinstance(each, Variable | Table) for each in resources_of(node))
+
+
+def calls_functions(node: Node) -> bool:
+    """Return True if a node calls a user function that is not pure, of whose calls a record has the results."""
+    return node.op.is_user and not node.op.is_repeatable and not asks_others(node)
 
 
 class Pick(NamedTuple):
@@ -92,7 +98,7 @@ class PickLog:
     Attributes:
         picks: so far, in order, over all partitions.
         answers: of those that `asks_others` names and that have ended, by their places among the picks; or `COMPUTED`,
-            or `ELSEWHERE`.
+            or `ELSEWHERE`; of those that `calls_functions` names, their calls.
         run: the number of the run, once it has begun.
     """
 
@@ -101,6 +107,7 @@ class PickLog:
         self.picks: list[Pick] = []
         self.answers: dict[int, object] = {}
         self._places: dict[Pick, int] = {}
+        self._calls: dict[int, CallLog] = {}
 
     def position(self, partition: int, ready: _Ready) -> int | None:
         """Which of those that are ready in a partition is to be taken; None for any of them."""
@@ -127,10 +134,14 @@ class PickLog:
         self.picks[place] = self.picks[place]._replace(checksum=found)
         if asks_others(node.source):
             self.answers[place] = ELSEWHERE if found is None or on_card else _copied(result)
+        elif place in self._calls:
+            self.answers[place] = self._calls[place]
 
     def failed(self, partition: int, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
         """A firing raised."""
         place = self._places.get(Pick(partition, node.name, iteration.tag()))
+        if place in self._calls:
+            self.answers[place] = self._calls[place]
         if place is None or not asks_others(node.source):
             return
         self.answers[place] = COMPUTED
@@ -138,6 +149,13 @@ class PickLog:
             self.answers[place] = RecordedEnd(error.reason, error.queue, error.left)
         elif isinstance(error, EndOfInput):
             self.answers[place] = RecordedEnd(error.reason)
+
+    def calls(self, partition: int, node: PlanNode, iteration: Iteration) -> CallLog | None:
+        """Gives the log of a firing's calls of user functions; None where they are just made."""
+        if not calls_functions(node.source):
+            return None
+        log = self._calls[self._places[Pick(partition, node.name, iteration.tag())]] = CallLog()
+        return log
 
     def answer(self, partition: int, node: PlanNode, iteration: Iteration) -> object:
         """Gives the answer that a firing got: its result, `COMPUTED` or `UNANSWERED`.
@@ -164,17 +182,21 @@ class PickGuide(PickLog):
         expected: what that one took.
         given: the answers that it got.
         is_whole: it came to its end; else this one is stopped where that one was.
+        live: user functions are called again, instead of giving what they gave.
 
     Attributes:
         difference: where this run differs; None if it does not, so far.
     """
 
-    def __init__(self, expected: Sequence[Pick], given: Mapping[int, object], *, is_whole: bool) -> None:
+    def __init__(
+        self, expected: Sequence[Pick], given: Mapping[int, object], *, is_whole: bool, live: bool = False
+    ) -> None:
         super().__init__()
         self.difference: ReplayError | None = None
         self._expected = expected
         self._given = given
         self._is_whole = is_whole
+        self._live = live
         self._wakes: dict[int, Callable[[], object]] = {}
         self._stop: Callable[[], object] | None = None
         self._ready: dict[int, _Ready] = {}
@@ -230,9 +252,11 @@ class PickGuide(PickLog):
 
     def answer(self, partition: int, node: PlanNode, iteration: Iteration) -> object:
         """Gives what the record has for a firing."""
+        found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
+        if calls_functions(node.source):
+            return COMPUTED if self._live else UNANSWERED if found is UNANSWERED else COMPUTED
         if not asks_others(node.source):
             return COMPUTED
-        found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
         if isinstance(found, RecordedEnd):
             raise found.error()
         if found is ELSEWHERE:
@@ -242,6 +266,14 @@ class PickGuide(PickLog):
             )
             raise self.difference
         return found
+
+    def calls(self, partition: int, node: PlanNode, iteration: Iteration) -> CallLog | None:
+        """Gives what a firing's calls of user functions gave."""
+        if self._live or not calls_functions(node.source):
+            return None
+        found = self._given[self._places[Pick(partition, node.name, iteration.tag())]]
+        assert isinstance(found, CallLog)
+        return CallReplay(found.outcomes)
 
     def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
         """A partition takes part."""

@@ -17,6 +17,7 @@ import asyncflow as af
 from asyncflow.semantics.state import digest
 from tests.conftest import OpenSession
 from tests.faults.kernels import late
+from tests.patience import PATIENCE_S
 from tests.semantics.programs import stateful_program
 
 pytestmark = pytest.mark.filterwarnings("ignore::asyncflow.RaceWarning")
@@ -270,8 +271,8 @@ async def test_a_replay_can_be_stopped(open_session: OpenSession, tmp_path: Path
     async with open_session(graph) as session:
         await session.run(y, record=path)
     is_again = True
-    again = asyncio.create_task(af.replay(path, graph))
-    await started.wait()
+    again = asyncio.create_task(af.replay(path, graph, live=True))
+    await asyncio.wait_for(started.wait(), PATIENCE_S)
     again.cancel()
     with pytest.raises(asyncio.CancelledError):
         await again

@@ -45,6 +45,7 @@ class Coroutines:
         spans = executor.new_spans()
         started = run.turn.clock()
         assert node.kernel is not None
+        context = executor.context_of(node, iteration)
         with ExitStack() as undone:
             with executor.recording(spans):
                 coroutine = node.kernel(*inputs)
@@ -56,7 +57,7 @@ class Coroutines:
                 undone.callback(coroutine.close)
             undone.pop_all()
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
-        task = run.turn.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
+        task = run.turn.loop.create_task(coroutine, context=context.copy(), name=node.name)
 
         def take(result: Value, error: BaseException | None) -> None:
             del self._tasks[task]

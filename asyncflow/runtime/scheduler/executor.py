@@ -45,6 +45,7 @@ from asyncflow.state.waiting.lines import PlaceInLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextvars import Context
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.swapping import Swapping
@@ -486,7 +487,7 @@ class Executor:
             return
         started = perf_counter_ns()
         try:
-            result = self.run.context.run(in_parts(node), *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[misc]
+            result = self._call_user(node, iteration, inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[misc]
         except BaseException as error:
             if self.recorder is not None:
                 self.recorder.firing(node, iteration, "inline", started, perf_counter_ns(), None, "error")
@@ -508,6 +509,15 @@ class Executor:
         if self.recorder is not None:
             self.recorder.firing(node, iteration, "inline", started, ended, result, "ok")
         self.complete(node, iteration, inputs, result)
+
+    def context_of(self, node: PlanNode, iteration: Iteration) -> Context:
+        """The context of a firing: its run's, with a log of its calls where these are written down or given again."""
+        if self.recorder is None or self.recorder.order is None:
+            return self.run.context
+        return self.recorder.context_of(self.run.context, node, iteration)
+
+    def _call_user(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> Value:
+        return self.context_of(node, iteration).run(in_parts(node), *inputs)
 
     def _wait(self, place: PlaceInLine, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         if self._waits is None:
@@ -536,7 +546,7 @@ class Executor:
         spans = self.new_spans()
         try:
             with recording(device, spans):
-                result = self.run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
+                result = self._call_user(node, iteration, inputs) if node.is_user else node.kernel(*inputs)
         except BaseException as error:
             self.kernel_failed(error, node, iteration, inputs)
             return

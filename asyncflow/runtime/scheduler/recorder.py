@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,7 @@ from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
 from asyncflow.devices.swapping import SwapCopy, memory_sample
+from asyncflow.ops.recorded_calls import in_log
 from asyncflow.runtime.picks import COMPUTED, UNANSWERED, PickLog
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.runtime.scheduler.provenance import describe
@@ -79,6 +81,12 @@ class Recorder:
             now = self.now()
             self.firing(node, iteration, "inline", now, now, found, "ok")
         return found
+
+    def context_of(self, context: Context, node: PlanNode, iteration: Iteration) -> Context:
+        """`context`, in which the firing's calls of user functions are written down, or given again."""
+        assert self.order is not None
+        log = self.order.calls(self._partition, node, iteration)
+        return context if log is None else in_log(context, log)
 
     def failed(self, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
         """A firing raised."""

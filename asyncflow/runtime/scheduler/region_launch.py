@@ -154,7 +154,7 @@ class Regions:
         args: tuple[Value, ...] = (lambda: executor.stopped,)
         hold = None
         if node.is_user:
-            work, args, hold = held(executor, _quiet, (work, *args))
+            work, args, hold = held(executor.run.context, _quiet, (work, *args))
         elif executor.run.own_context is not None:
             work, args = executor.on_thread(work, args)
         submit(executor, node, firing.size, work, args, take)

@@ -15,6 +15,7 @@ from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextvars import Context
 
     from asyncflow.autodiff.stores import SavedValues
     from asyncflow.compiler.plan import PlanNode
@@ -55,7 +56,8 @@ def launch_on_a_thread(
     args = tuple(inputs) if begun is None else ()
     hold = None
     if node.is_user:
-        work, args, hold = held(executor, partial(_to_end, executor, in_parts(node) if begun is None else work), args)
+        work = partial(_to_end, executor, in_parts(node) if begun is None else work)
+        work, args, hold = held(executor.context_of(node, iteration), work, args)
     elif executor.run.own_context is not None:
         work, args = executor.on_thread(work, args)
 
@@ -79,11 +81,11 @@ def launch_on_a_thread(
 
 
 def held(
-    executor: Executor, work: Callable[..., object], args: tuple[Value, ...]
+    context: Context, work: Callable[..., object], args: tuple[Value, ...]
 ) -> tuple[Callable[..., object], tuple[Value, ...], ThreadHold]:
-    """Work that calls a user's function, for a thread: in its run's context, and with the hold that it has there."""
+    """Work that calls a user's function, for a thread: in a copy of a context, and with the hold that it has there."""
     hold = ThreadHold()
-    return executor.run.context.copy().run, (holding, hold, work, *args), hold
+    return context.copy().run, (holding, hold, work, *args), hold
 
 
 def in_parts(node: PlanNode) -> Callable[..., object]:

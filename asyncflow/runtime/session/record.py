@@ -1,7 +1,8 @@
 """Records of runs: all that is needed to do a run again, firing by firing, in another process.
 
 A record is one JSON file: the text of the graph, what was fed, the variables and tables as they were before, options of
-the session, the order in which nodes were taken, what others gave them (`asyncflow.runtime.picks`), and how it ended.
+the session, the order in which nodes were taken, what others gave them (`asyncflow.runtime.picks`), what user functions
+gave (`asyncflow.ops.recorded_calls`), and how it ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from asyncflow.graph.parse import parse_value
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
+from asyncflow.ops.recorded_calls import IN_CARD, CallLog, Outcome, Raised
 from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, Pick, PickLog, RecordedEnd, checksum
 from asyncflow.runtime.session.calls import Call
 from asyncflow.runtime.session.session_options import SessionOptions
@@ -36,7 +38,10 @@ from asyncflow.values import Array, Nest, Value
 _V = TypeVar("_V")
 _W = TypeVar("_W")
 
-_FORMAT: Final = "asyncflow record 3"
+_FORMAT: Final = "asyncflow record 4"
+
+_WITHOUT_RESULTS: Final = "asyncflow record 3"
+"""Of earlier releases, which did not write down what user functions gave."""
 
 _KINDS: Final = (
     dict.fromkeys(("graph", "why_no_graph", "status"), str)
@@ -86,9 +91,10 @@ class Record:
         run: its number in the session.
         random_seed: of the session.
         picks: in which order nodes were taken.
-        answers: what others gave to some of them, by their places.
+        answers: what others, or calls of user functions, gave to some of them, by their places.
         status: "ok", or the type of what it raised, with its first line.
         checksums: of the fetched values.
+        has_results: what user functions gave is among the answers.
     """
 
     graph: str
@@ -106,10 +112,11 @@ class Record:
     answers: Mapping[int, object]
     status: str
     checksums: Sequence[int | None]
+    has_results: bool = True
 
     def save(self, path: Path) -> None:
         """Writes the file."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "has_results"}
         for name in ("feeds", "variables"):
             found[name] = _each(_written, found[name])
         found["tables"] = {name: _each(_written, arrays) for name, arrays in self.tables.items()}
@@ -125,7 +132,8 @@ class Record:
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
+            form = found.pop("format", None) if isinstance(found, dict) else None
+            if form not in (_FORMAT, _WITHOUT_RESULTS):
                 raise ValueError(f"its format is not {_FORMAT!r}")
             for name in ("feeds", "variables"):
                 found[name] = _each(parse_value, found[name])
@@ -137,7 +145,7 @@ class Record:
                     raise ValueError(f"its {name} is {found[name]!r:.50}")
             if not all(isinstance(name, str) for name in (*found["fetches"], *found["devices"])):
                 raise ValueError("a fetch or a device is no name")
-            return cls(**found)
+            return cls(**found, has_results=form == _FORMAT)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             wrong = f"{path} is no record of a run, or a part of one: it is no JSON"
             raise ReplayError(f"{wrong}; session.run(..., record=path) writes one") from error
@@ -256,7 +264,15 @@ def _written_answer(answer: object) -> tuple[str, object]:
     """The kind of an answer, and what it says, as JSON."""
     if answer is COMPUTED or answer is ELSEWHERE:
         return "computed" if answer is COMPUTED else "elsewhere", None
+    if isinstance(answer, CallLog):
+        return "calls", [_written_outcome(outcome) for outcome in answer.outcomes]
     return ("refusal", answer) if isinstance(answer, RecordedEnd) else ("value", _written(answer))
+
+
+def _written_outcome(outcome: Outcome) -> tuple[str, object]:
+    if outcome is IN_CARD:
+        return "elsewhere", None
+    return ("raised", outcome) if isinstance(outcome, Raised) else ("value", _written(outcome))
 
 
 def _read_answer(kind: str, found: object) -> object:
@@ -264,7 +280,17 @@ def _read_answer(kind: str, found: object) -> object:
         return COMPUTED if kind == "computed" else ELSEWHERE
     if kind == "refusal":
         return RecordedEnd(*cast("tuple[str, str, int]", found))
+    if kind == "calls":
+        log = CallLog()
+        log.outcomes = [_read_outcome(*outcome) for outcome in cast("list[tuple[str, object]]", found)]
+        return log
     return parse_value(cast("str", found))
+
+
+def _read_outcome(kind: str, found: object) -> Outcome:
+    if kind == "raised":
+        return Raised(*cast("tuple[str, str, str, str, Sequence[str], str]", found))
+    return IN_CARD if kind == "elsewhere" else parse_value(cast("str", found))
 
 
 def _written(value: object) -> str:

@@ -10,7 +10,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
-from asyncflow.runtime.picks import PickGuide, checksum
+from asyncflow.runtime.picks import PickGuide, calls_functions, checksum
 from asyncflow.runtime.session.record import Record, resources_by_label
 from asyncflow.runtime.session.session import Session
 from asyncflow.runtime.trace import Trace
@@ -23,7 +23,7 @@ _STOPPED = ("CancelledError", "DeadlineExceeded", "SessionClosedError", "Generat
 """What a run raises that was stopped from outside."""
 
 
-async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Value]:
+async def replay(path: str | Path, graph: Graph | None = None, *, live: bool = False) -> dict[str, Value]:
     """Does a recorded run again in a session of its own, firing by firing in the same order, bit for bit.
 
     Args:
@@ -31,27 +31,32 @@ async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Valu
         graph: the program. None for that in the record, which has it unless it uses ops of your own or other resources
             than variables. Variables and tables of yours in containers take the values that they had. Queues, inputs
             and savers are left alone: what they gave is in the record, unless they gave it to a card.
+        live: call user functions again. Otherwise they are not called: what each call gave, or raised, is in the
+            record. Functions that are ``pure=True`` are called in any case, and those of batches and pools in none.
 
     Returns:
         The fetched values by name, None for a node; none of a run that was stopped from outside, which is done as far
         as it came.
 
     Raises:
-        ReplayError: the file is no record, or the run went another way; the message says at which firing.
+        ReplayError: the file is no record, or has no results of functions, or the run went another way; the message
+            says at which firing.
         AsyncflowError: what the recorded run raised, too.
     """
     if not isinstance(graph, Graph | None):
         raise TypeError(f"replay takes a graph, or None for that in the record; got {graph!r:.100}")
-    return await replayed(await call_beside(Record.load, Path(path)), path, graph)
+    return await replayed(await call_beside(Record.load, Path(path)), path, graph, live=live)
 
 
-async def replayed(record: Record, path: str | Path, graph: Graph | None) -> dict[str, Value]:
+async def replayed(record: Record, path: str | Path, graph: Graph | None, *, live: bool = False) -> dict[str, Value]:
     """`replay`, of a record that has been read from that path."""
     if graph is None:
         graph, given = _recorded_graph(record, path)
     else:
         given = resources_by_label(graph)
         _check_graph(record, path, graph, given)
+    if not (record.has_results or live):
+        _check_functions(path, graph)
     try:
         opened = Session(graph, record.devices, **record.options)  # type: ignore[arg-type]
     except (TypeError, ValueError, AsyncflowError) as error:
@@ -62,7 +67,7 @@ async def replayed(record: Record, path: str | Path, graph: Graph | None) -> dic
                 session.state.lookup(given[label]).assign(value)
         for label, arrays in record.tables.items():
             session.state.lookup(given[label]).restore(arrays)
-        return await _follow(session, graph, record, given)
+        return await _follow(session, graph, record, given, live=live)
 
 
 def _recorded_graph(record: Record, path: str | Path) -> tuple[Graph, Mapping[str, Resource]]:
@@ -95,11 +100,23 @@ def _check_graph(record: Record, path: str | Path, graph: Graph, resources: Mapp
         )
 
 
+def _check_functions(path: str | Path, graph: Graph) -> None:
+    """Refuses a graph with functions, the results of which are not in the record."""
+    node = next((node for node in graph.walk() if calls_functions(node)), None)
+    if node is not None:
+        raise ReplayError(
+            f"{path} was recorded by an earlier release, and does not say what {node.op.name} gave, built at "
+            f"{node.location}; record the run again, or have your functions called again: replay(..., live=True), "
+            f"or asyncflow replay --live"
+        )
+
+
 async def _follow(
-    session: Session, graph: Graph, record: Record, resources: Mapping[str, Resource]
+    session: Session, graph: Graph, record: Record, resources: Mapping[str, Resource], *, live: bool
 ) -> dict[str, Value]:
     kind = record.status.partition(":")[0]
-    guide, trace = PickGuide(record.picks, record.answers, is_whole=kind not in _STOPPED), Trace(capacity=0)
+    guide = PickGuide(record.picks, record.answers, is_whole=kind not in _STOPPED, live=live)
+    trace = Trace(capacity=0)
     trace.order = guide
     try:
         fetches = [_fetched(name, graph, resources) for name in record.fetches]

@@ -1,0 +1,197 @@
+"""Calls of user functions in a run that is recorded, or done again from its record.
+
+A run that is done again must not send an agent's mail twice, nor depend on what a tool answers the second time. So the
+results of each firing's calls are written down, in their order, and given again in place of calls. A firing finds its
+calls in a context variable, as they may be on the event loop, on a thread or in a task.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context, ContextVar
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+import asyncflow.errors
+from asyncflow.errors import ReplayError
+from asyncflow.values import Value
+
+
+class Raised(NamedTuple):
+    """An error that a function raised.
+
+    Attributes:
+        kind: the name of the next class of Python's, or of this library's, among its bases.
+        name: of its class.
+        module: of that.
+        message: as it is printed.
+        notes: added to it.
+        reason: of one of this library's: its message without what was added on the way.
+    """
+
+    kind: str
+    name: str
+    module: str
+    message: str
+    notes: Sequence[str] = ()
+    reason: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        """What is written down of an error."""
+        kind = next(each for each in type(error).__mro__ if _known(each.__name__) is each)
+        name, module = type(error).__qualname__, type(error).__module__
+        reason = str(getattr(error, "reason", ""))
+        return cls(kind.__name__, name, module, str(error), list(getattr(error, "__notes__", ())), reason)
+
+    def error(self) -> BaseException:
+        """An error like it, of a class of that name; of the very class, if that is one of Python's."""
+        base = _known(self.kind)
+        if base is None:
+            raise ReplayError(f"the record is damaged: it has an error of kind {self.kind!r}")
+        found: BaseException
+        if base.__module__ == "builtins" and self.name == self.kind and _says(base, self.message):
+            found = base(self.message)
+        else:
+            fields = {"__init__": _no_init, "__str__": lambda error: self.message, "__module__": self.module}
+            found = type(self.name, (base,), fields)(self.message)
+            found.reason = self.reason  # type: ignore[attr-defined]
+        for note in self.notes:
+            found.add_note(note)
+        return found
+
+
+def _no_init(error: BaseException, message: str) -> None:
+    """In place of an ``__init__`` that asks for more than the message."""
+
+
+def _known(name: str) -> type[BaseException] | None:
+    for module in (builtins, asyncflow.errors):
+        found = getattr(module, name, None)
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return found
+    return None
+
+
+def _says(kind: type[BaseException], message: str) -> bool:
+    try:
+        return str(kind(message)) == message
+    except TypeError:  # it takes more, as UnicodeDecodeError does
+        return False
+
+
+IN_CARD = None
+"""In place of a result: it is in the memory of a card, and no record holds it."""
+
+Outcome: TypeAlias = "Value | tuple[Value, ...] | Raised | None"
+
+
+class CallLog:
+    """The calls of one firing, as they are made.
+
+    Attributes:
+        outcomes: their results, or the error that a call raised.
+    """
+
+    __slots__ = ("outcomes",)
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+
+    def call(self, function: Callable[..., Value], values: Sequence[Value]) -> Value:
+        """The result of ``function(*values)``, which is written down."""
+        try:
+            found = function(*values)
+        except BaseException as error:
+            self.outcomes.append(Raised.of(error))
+            raise
+        self.outcomes.append(_kept(found))
+        return found
+
+    async def awaited(self, function: Callable[..., Awaitable[Value]], values: Sequence[Value]) -> Value:
+        """The same of a coroutine function; one that is cancelled with its run has none."""
+        try:
+            found = await function(*values)
+        except Exception as error:
+            self.outcomes.append(Raised.of(error))
+            raise
+        self.outcomes.append(_kept(found))
+        return found
+
+
+class CallReplay(CallLog):
+    """The calls of one firing of a run that is done again: none is made."""
+
+    __slots__ = ()
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        super().__init__()
+        self.outcomes[:] = reversed(outcomes)
+
+    def call(self, function: Callable[..., Value], values: Sequence[Value]) -> Value:
+        """What the next call gave.
+
+        Raises:
+            ReplayError: there was none, or its result is not in the record.
+            BaseException: what it raised.
+        """
+        if not self.outcomes:
+            raise ReplayError("the function is called more often than in the record; live=True calls it")
+        found = self.outcomes.pop()
+        if isinstance(found, Raised):
+            raise found.error()
+        if found is IN_CARD:
+            raise ReplayError("the function's result was in the memory of a card, and is not in the record")
+        return found
+
+    async def awaited(self, function: Callable[..., Awaitable[Value]], values: Sequence[Value]) -> Value:
+        """As `call`."""
+        return self.call(function, values)
+
+
+_calls: ContextVar[CallLog | None] = ContextVar("asyncflow_calls", default=None)
+
+
+def leave_log(context: Context) -> None:
+    """Has calls in `context` belong to no log: they are those of another run, which a recorded function asked for."""
+    if context.get(_calls) is not None:
+        context.run(_calls.set, None)
+
+
+def in_log(context: Context, log: CallLog) -> Context:
+    """A copy of `context` in which calls of user functions are those of `log`."""
+    found = context.copy()
+    found.run(_calls.set, log)
+    return found
+
+
+def recorded(function: Callable[..., Value]) -> Callable[..., Value]:
+    """`function`, whose calls are written down, or given again, where a run is recorded or done again."""
+
+    def call(*values: Value) -> Value:
+        log = _calls.get()
+        return function(*values) if log is None else log.call(function, values)
+
+    return call
+
+
+def recorded_coroutine(function: Callable[..., Awaitable[Value]]) -> Callable[..., Awaitable[Value]]:
+    """As `recorded`, of a coroutine function."""
+
+    async def call(*values: Value) -> Value:
+        log = _calls.get()
+        return await (function(*values) if log is None else log.awaited(function, values))
+
+    return call
+
+
+def _kept(found: Any) -> Outcome:
+    """A result that stays as it is, whoever gets the memory of this one."""
+    if isinstance(found, tuple):
+        each = tuple(map(_kept, found))
+        return IN_CARD if IN_CARD in [x if x is IN_CARD else 0 for x in each] else each
+    if isinstance(found, np.ndarray):
+        return found.copy()
+    return found if isinstance(found, np.generic | str) else IN_CARD
