@@ -41,7 +41,7 @@ def profile(
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
-        interrupted. The timeline is written in every case.
+        interrupted, 143 if it was terminated. The timeline is written in every case.
 
     Raises:
         TargetError: `target` names nothing that can be called without arguments.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +19,7 @@ from asyncflow.runtime.loop import run
 
 FAILED = 1
 INTERRUPTED = 130
+TERMINATED = 143
 
 _HERE = str(Path(__file__).resolve().parent)
 _IMPORT_SYSTEM = ("<frozen importlib", importlib.__file__)
@@ -38,12 +41,12 @@ def run_program(
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
-        interrupted.
+        interrupted, and 143 if it was terminated (SIGTERM), which ends it in the same way.
 
     Raises:
         TargetError: the target names nothing that can be called without arguments.
     """
-    with _as_program(target, arguments):
+    with _as_program(target, arguments), _interrupted_by_sigterm() as terminated:
         try:
             call = target.load(on_graph)
             with observed:
@@ -55,8 +58,8 @@ def run_program(
         except SystemExit as error:
             return _exit_code(error)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
+            print("terminated" if terminated else "interrupted", file=sys.stderr)
+            return TERMINATED if terminated else INTERRUPTED
         except (Exception, asyncio.CancelledError) as error:
             _print_traceback(error)
             return FAILED
@@ -76,6 +79,30 @@ def _as_program(target: Target, arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path = argv, path
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[list[int]]:
+    """Inside, SIGTERM interrupts the program as SIGINT does, unless the program handles it; gives those that came.
+
+    Else the process would end at once, and what was observed of the program would be lost.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield received
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield received
+    finally:
+        if signal.getsignal(signal.SIGTERM) is interrupt:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _exit_code(error: SystemExit) -> int:

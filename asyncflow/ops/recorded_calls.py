@@ -151,19 +151,14 @@ class CallReplay(CallLog):
         return self.call(function, values)
 
 
-_calls: ContextVar[CallLog | None] = ContextVar("asyncflow_calls", default=None)
-
-
-def leave_log(context: Context) -> None:
-    """Has calls in `context` belong to no log: they are those of another run, which a recorded function asked for."""
-    if context.get(_calls) is not None:
-        context.run(_calls.set, None)
+call_log: ContextVar[CallLog | None] = ContextVar("asyncflow_calls", default=None)
+"""The log of the calls of the current firing; None where no run is recorded or done again."""
 
 
 def in_log(context: Context, log: CallLog) -> Context:
     """A copy of `context` in which calls of user functions are those of `log`."""
     found = context.copy()
-    found.run(_calls.set, log)
+    found.run(call_log.set, log)
     return found
 
 
@@ -171,7 +166,7 @@ def recorded(function: Callable[..., Value]) -> Callable[..., Value]:
     """`function`, whose calls are written down, or given again, where a run is recorded or done again."""
 
     def call(*values: Value) -> Value:
-        log = _calls.get()
+        log = call_log.get()
         return function(*values) if log is None else log.call(function, values)
 
     return call
@@ -181,7 +176,7 @@ def recorded_coroutine(function: Callable[..., Awaitable[Value]]) -> Callable[..
     """As `recorded`, of a coroutine function."""
 
     async def call(*values: Value) -> Value:
-        log = _calls.get()
+        log = call_log.get()
         return await (function(*values) if log is None else log.awaited(function, values))
 
     return call

@@ -92,6 +92,21 @@ def interrupted():
     raise KeyboardInterrupt
 
 
+def terminated():
+    import signal
+
+    signal.raise_signal(signal.SIGTERM)
+    raise AssertionError("it goes on")
+
+
+async def terminated_while_it_waits():
+    import asyncio, os, signal, threading
+
+    await scaled(1)
+    threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()
+    await asyncio.Event().wait()
+
+
 class Group:
     @staticmethod
     def member():
@@ -229,6 +244,8 @@ def test_cancelled_program_fails(program: Path, output: Output) -> None:
         ("exits_well", 0, ""),
         ("exits_with_reason", 1, "no input"),
         ("interrupted", 130, "interrupted"),
+        ("terminated", 143, "terminated"),
+        ("terminated_while_it_waits", 143, "terminated"),
     ],
 )
 def test_exit_code_of_the_program_is_kept(program: Path, output: Output, name: str, code: int, said: str) -> None:

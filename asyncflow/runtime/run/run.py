@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
-from asyncflow.ops.recorded_calls import leave_log
+from asyncflow.ops.recorded_calls import call_log
 from asyncflow.runtime.scheduler.executor import Executor
 from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
@@ -114,7 +114,8 @@ class Run:
     def __post_init__(self, plan: Plan) -> None:
         self.part = RunPart(self.turn, current_part(), run=self.id, trace=self.trace)
         self.context.run(leave_graphs)
-        leave_log(self.context)
+        if self.context.get(call_log) is not None:
+            self.context.run(call_log.set, None)  # a recorded function asked for this run, whose calls are its own
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
         if plan.takes:
