@@ -1,9 +1,9 @@
 """Faults of one line, put into the code on purpose, and which of the cells that always run find them: `make mutants`.
 
 For each fault the tree is copied to a temporary folder, the line is changed there, and in each cell the conformance
-tests that look for such a thing run until one fails. The table in ``docs/design/tests.md`` is then written anew; with
-words as arguments, only faults with one of these in their names are tried, and nothing is written. Before all faults
-the same tests run on the code as it is, where they have to pass.
+tests that look for such a thing run until one fails. Tests of one module know no cells and run once. The table in
+``docs/design/tests.md`` is then written anew; with words as arguments, only faults with one of these in their names are
+tried, and nothing is written. Before all faults the same tests run on the code as it is, where they have to pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Fault:
         module: its path in the package.
         old: a part of a line that is nowhere else in the module.
         new: what stands there instead.
-        tests: a file in ``tests/conformance``, without ``test_`` and ``.py``.
+        tests: a file in ``tests/conformance``, without ``test_`` and ``.py``; or its path in ``tests``, such as
+            ``state/test_queue``.
         chosen: of its tests those with this in their names.
     """
 
@@ -55,6 +56,11 @@ class Fault:
     new: str
     tests: str
     chosen: str = "test"
+
+    @property
+    def path(self) -> str:
+        """The file of its tests, in the tree."""
+        return f"tests/{self.tests}.py" if "/" in self.tests else f"tests/conformance/test_{self.tests}.py"
 
     def put_into(self, root: Path) -> None:
         """Changes the line in the copy of the tree at `root`."""
@@ -247,14 +253,70 @@ FAULTS = (
         "memory",
         "test_68_a_buffer_that",
     ),
+    Fault(
+        "a cancelled run keeps what it has taken",
+        "state/waiting/taken.py",
+        "            give_back(elements, where)",
+        "            pass",
+        "cancellation",
+        "test_106",
+    ),
+    Fault(
+        "a run claims what it waits for beside its caller's task",
+        "runtime/run/run.py",
+        "self.in_caller = plan.waits and self.emitter is None",
+        "self.in_caller = False",
+        "cancellation",
+        "test_106_an_element_is_put",
+    ),
+    Fault(
+        "work of a stopped run is begun",
+        "runtime/scheduler/executor.py",
+        "            withdraw_all(self)",
+        "            pass",
+        "conformance/test_cancellation",
+        "test_107",
+    ),
+    Fault(
+        "what is copied out of a queue goes back into a restored one",
+        "state/queue.py",
+        "self._in_hand = []  # who copies them has taken them before this",
+        "pass",
+        "state/test_queue",
+        "test_a_take_that_copies",
+    ),
+    Fault(
+        "what a run needs of memory is not reserved once it is known",
+        "runtime/run_queue.py",
+        "self._reserved += cost.nbytes - run.reserved",
+        "pass",
+        "runtime/test_run_queue",
+        "test_what_a_run_needs",
+    ),
+    Fault(
+        "a handler stays cancelled once its client has gone",
+        "serving/requests.py",
+        "if not self._has_cancelled or self._task.uncancel() > self._before:",
+        "if not self._has_cancelled:",
+        "serving/test_requests",
+        "test_f21_a_request",
+    ),
+    Fault(
+        "a step of a checkpoint is named before the disk has its files",
+        "checkpoint/writer.py",
+        "    sync_directory(folder)",
+        "    pass",
+        "checkpoint/test_writer",
+        "test_f53_a_step",
+    ),
 )
 
 
-def run_tests(root: Path, tests: str, chosen: str, cell: Arrangement) -> bool:
-    """Whether tests of the tree at `root` pass in a cell."""
+def run_tests(root: Path, path: str, chosen: str, cell: Arrangement | None) -> bool:
+    """Return True if tests of the tree at `root` pass, in a cell or, if they know none, by themselves."""
     options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-o", f"timeout={HANGS_S}")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-k", f"{cell} and {chosen}", f"tests/conformance/test_{tests}.py"],
+        [sys.executable, "-m", "pytest", *options, "-k", chosen if cell is None else f"{cell} and {chosen}", path],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
@@ -263,7 +325,7 @@ def run_tests(root: Path, tests: str, chosen: str, cell: Arrangement) -> bool:
         timeout=10 * HANGS_S,
     )
     if done.returncode not in (ALL_PASSED, SOME_FAILED):
-        raise SystemExit(f"{tests}, {cell}: no tests have run\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(f"{path}, {cell}: no tests have run\n{done.stdout}\n{done.stderr}")
     return done.returncode == ALL_PASSED
 
 
@@ -275,7 +337,10 @@ def cells_that_find(fault: Fault) -> list[bool]:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             copy(ROOT / name, root / name)
         fault.put_into(root)
-        found = [not run_tests(root, fault.tests, fault.chosen, cell) for cell in ALWAYS]
+        if "/" in fault.tests:
+            found = [not run_tests(root, fault.path, fault.chosen, None)] * len(ALWAYS)
+        else:
+            found = [not run_tests(root, fault.path, fault.chosen, cell) for cell in ALWAYS]
     print(
         fault.name,
         *(str(cell) for cell, is_found in zip(ALWAYS, found, strict=True) if is_found),
@@ -305,8 +370,10 @@ def main(words: Sequence[str]) -> None:
     """Tries the faults with one of the words in their names; all of them, and writes the table, if there are none."""
     chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
-        as_it_is = dict.fromkeys((fault.tests, fault.chosen) for fault in chosen)
-        runs = [(ROOT, *tests, cell) for tests in as_it_is for cell in ALWAYS]
+        as_it_is = dict.fromkeys(
+            (fault.path, fault.chosen, cell) for fault in chosen for cell in ([None] if "/" in fault.tests else ALWAYS)
+        )
+        runs = [(ROOT, *tests) for tests in as_it_is]
         if not all(workers.map(run_tests, *zip(*runs, strict=True))):
             raise SystemExit("tests fail in the code as it is")
         found = list(workers.map(cells_that_find, chosen))

@@ -114,3 +114,28 @@ def test_an_older_step_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match=r"step-2: is written, but an older step cannot be deleted: Permission"):
         write(tmp_path, 2, 1, x=2)
     assert read(tmp_path / "step-2") == {"x": 2}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux which file a descriptor is of")
+def test_f53_a_step_has_its_files_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F53: a power loss keeps what the disk was told to keep: each file, the names in the step, and then its own."""
+    happened: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        happened.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def renamed(source: Any, target: Any) -> None:
+        happened.append(("rename", Path(source).name))
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", synced)
+        patch.setattr(os, "replace", renamed)
+        published = write(tmp_path, 1, x=1)
+    (step,) = [name for kind, name in happened if kind == "rename"]
+    named = happened.index(("rename", step))
+    in_step = happened.index(("fsync", step))
+    files = [happened.index(("fsync", name)) for name in os.listdir(published)]
+    assert max(files) < in_step < named < happened.index(("fsync", tmp_path.name))

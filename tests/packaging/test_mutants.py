@@ -17,7 +17,7 @@ def test_a_fault_changes_one_line_and_there_are_tests_that_look_for_it(fault: Fa
     changed = text.replace(fault.old, fault.new)
     assert sum(old != new for old, new in zip(text.split("\n"), changed.split("\n"), strict=True)) == 1
     ast.parse(changed)
-    tests = (ROOT / "tests" / "conformance" / f"test_{fault.tests}.py").read_text(encoding="utf-8")
+    tests = (ROOT / fault.path).read_text(encoding="utf-8")
     assert f"def {fault.chosen}" in tests
 
 

@@ -359,3 +359,16 @@ def test_bytes_make_way_too() -> None:
     with pytest.raises(af.OverloadedError, match=r"as 2 do \(max_queued_bytes=100, of 90 \+ 80\)"):
         queue.offer(Caller(None, 0, nbytes=80), 0)
     assert queue.queued_bytes == 90
+
+
+def test_what_a_run_needs_counts_once_its_plan_is_known() -> None:
+    """A run of a kind that was never run is let in for nothing; with its plan, others wait for what it needs."""
+    queue: RunQueue[Caller] = RunQueue(max_runs=4, memory_limit=100)
+    first, second, third = Caller(None), Caller(cost(nbytes=60)), Caller(cost(nbytes=40))
+    assert queue.offer(first, 0.0)
+    queue.begin(first, cost(nbytes=60), 0.0)
+    assert not queue.offer(second, 0.0)
+    assert not queue.offer(third, 0.0)  # it would fit, and waits for its turn
+    queue.end(first)
+    assert [run for run, _ in queue.decide(0.0)] == [second, third]
+    assert queue.reserved_by_others(second) == 40

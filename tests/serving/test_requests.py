@@ -74,6 +74,8 @@ async def test_f21_a_request_of_a_framework_is_told_by_its_receive(leaves: str) 
     async with af.Session(gated.graph) as session:
         with pytest.raises(af.ClientDisconnected):
             await serving.run_or_disconnect(Request(client), gated.run(session))
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling(), "a timeout in the handler would take it for its own"
         assert_baseline(session)
 
 

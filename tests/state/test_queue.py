@@ -13,6 +13,7 @@ from asyncflow.state.queue import QueueState
 from asyncflow.state.queue_places import QueuePlace, Stage
 from asyncflow.state.waiting.element_orders import ArrivalOrder, BucketOrder, ElementOrder, PriorityOrder, RandomOrder
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
+from asyncflow.state.waiting.taken import MOST_ELEMENTS, Taken
 
 Op: TypeAlias = tuple[Any, ...]
 """``("put", k)``, ``("take", n)``, ``("up_to", n)`` or ``("close", cancel_pending)``."""
@@ -363,6 +364,58 @@ def test_a_snapshot_is_taken_by_reference() -> None:
         state.become(snapshot)
         assert not state.is_closed
         assert sorted([taken_before[0], *(take(state, 1)[0] for _ in range(4))]) == [1, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ends", ["leaves", "claims"])
+def test_a_take_that_copies_gives_nothing_to_what_was_restored(ends: str) -> None:
+    """What is in its hand was taken from the queue as it was before."""
+    state = QueueState("q", ArrivalOrder(), 9, specs=[af.spec("int64", ())])
+    state._element_bytes = LARGE_BYTES + 1
+    state.put(elements_of([1, 2, 3]), "put", lambda _: ())
+    snapshot = state.capture()
+    copies: list[Callable[[], None]] = []
+    place = state.take(1, False, "take", lambda elements: [int(each[0]) for each in elements], copies=True)
+    assert isinstance(place, PlaceInLine)
+    place.do_beside(copies.append)
+    state.become(snapshot)
+    if ends == "claims":
+        copies.pop()()
+        assert place.claim() == [1]
+    place.leave()
+    assert state.size() == 3
+    assert [int(element[0]) for element in state.capture().elements] == [1, 2, 3]
+
+
+def test_elements_go_back_to_their_places_whatever_was_taken_meanwhile() -> None:
+    """Also those of two runs, the later of which gives its own back first; not to what was restored meanwhile."""
+    for order in (ArrivalOrder(), PriorityOrder(), BucketOrder(lambda element: int(element[0]) % 2)):
+        state = QueueState("q", order, 9)
+        state.put(elements_of([1, 2, 3, 4]), "put", lambda _: ())
+        first, second, third = Taken(), Taken(), Taken()
+        assert state.take(1, False, "take", len, taken=first) == 1
+        assert state.take(1, False, "take", len, taken=second) == 1
+        second.give_back()
+        first.give_back()
+        assert state.take(2, False, "take", len, taken=third) == 2
+        third.give_back()
+        assert sorted(int(element[0]) for element in state.capture().elements) == [1, 2, 3, 4]
+        if not isinstance(order, BucketOrder):
+            assert [int(element[0]) for element in state.capture().elements] == [1, 2, 3, 4]
+        assert state.take(1, False, "take", len, taken=third) == 1
+        state.become(state.capture())
+        third.give_back()
+        assert state.size() == 3
+
+
+def test_a_run_remembers_so_much_and_no_more() -> None:
+    """A loop may take any number of elements: the last ones are given back, and memory stays bounded."""
+    state, taken = QueueState("q", ArrivalOrder(), 10**6), Taken()
+    state.put(elements_of(list(range(3 * MOST_ELEMENTS))), "put", lambda _: ())
+    for _ in range(2 * MOST_ELEMENTS + 7):
+        state.take(1, False, "take", len, taken=taken)
+        assert taken.count <= MOST_ELEMENTS
+    taken.give_back()
+    assert int(state.capture().elements[0][0]) == 2 * MOST_ELEMENTS
 
 
 def test_a_shuffled_snapshot_goes_on_as_it_would_have() -> None:
