@@ -23,6 +23,9 @@ _WEIGHT = 0.25
 _PROVING_CALLS = 8
 """Short calls in a row after which a user function may run on the event loop."""
 
+_GOOD_RECORD = 512
+"""Short calls in a row behind which one slow call counts as the machine's doing."""
+
 _MORE_PROOF = 8
 """Each call that is slow on the event loop all the same has the next proof take so many times as many calls."""
 
@@ -115,10 +118,10 @@ class UserCost(MeasuredCost):
 
     A function may wait for a disk or a server, or turn slow at any call; meanwhile the event loop would stand still.
     So a call is for a thread until eight in a row took at most `INLINE_LIMIT_NS`, and their mean and mean deviation
-    do. A call that is slow on the event loop takes the proof back, from all nodes that call the function, and the
-    next proof takes eight times as many calls (8, 64, 512): a function that is slow now and then stays on threads.
-    As many short calls on the loop make it an eighth again, since a busy machine may have held up that one call. A
-    call that was expected to be slow, as it is on more elements than others, proves nothing.
+    do. A call that is slow on the event loop takes the proof back, from all nodes that call the function. The next
+    proof takes eight times as many calls (8, 64, 512), so that a function that is slow now and then stays on threads;
+    behind 512 short calls in a row, or eight times the last proof, it takes eight calls again, since a busy machine
+    may have held up that one. A call that was expected to be slow, as it is on more elements, proves nothing.
     """
 
     __slots__ = ("_deviation_ns", "_proofs", "_short", "_slow")
@@ -162,15 +165,13 @@ class UserCost(MeasuredCost):
         was_proved = self._is_proved()
         if ns <= INLINE_LIMIT_NS:
             self._short += 1
-            needed = self._needed()
-            if needed > _PROVING_CALLS and self._short >= 2 * needed:
-                for proof in self._proofs:
-                    proof.needed = max(proof.needed // _MORE_PROOF, _PROVING_CALLS)
         elif not was_proved:
             self._short = 0
         elif self.predict_ns(size) <= INLINE_LIMIT_NS:  # it was on the loop
+            is_rare = self._short >= max(_GOOD_RECORD, _MORE_PROOF * self._needed())
             for proof in self._proofs:
-                proof.slow, proof.needed = proof.slow + 1, _MORE_PROOF * proof.needed
+                proof.slow += 1
+                proof.needed = _PROVING_CALLS if is_rare else _MORE_PROOF * proof.needed
             self._slow, self._short = self._count(), 0
         off_ns = abs(ns - super().predict_ns(size)) if self._measured > 1 else 0.0
         super().observe(size, ns)
