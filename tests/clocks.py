@@ -48,10 +48,15 @@ LIGHT_NS = 1_000
 LOOK_NS = 10_000
 """The time that a look takes in tests without the fixture `work`: a loop that ends by the clock does end."""
 
+SLICE_NS = 100_000
+"""The time that a look between two slices of a region takes there: a burst has a few slices, however long they are."""
+
+_SLICES = "asyncflow.runtime.scheduler.sliced_region"
+
 Readings: TypeAlias = Mapping[str, Callable[[], float]]
 """The functions of a clock by their names in `time`."""
 
-REAL: Readings = {name: getattr(time, name) for name in _IN_NS}
+REAL: Readings = {**{name: getattr(time, name) for name in _IN_NS}, "slice_ns": time.perf_counter_ns}
 
 
 class WorkClock:
@@ -89,6 +94,12 @@ class WorkClock:
             self._now_ns += self.look_ns
             return self._now_ns
 
+    def slice_ns(self) -> int:
+        """Return the time of the clock to a region that has computed a slice, or begins one."""
+        if not self.is_held:
+            self.wait(SLICE_NS - self.look_ns)
+        return self.now_ns()
+
     def thread_ns(self) -> int:
         """Return the time for which the calling thread has worked, in nanoseconds."""
         worked_ns = int(getattr(self._worked, "ns", 0))
@@ -121,7 +132,7 @@ class WorkClock:
 
     def readings(self) -> Readings:
         """Return the functions that read this clock."""
-        read: dict[str, Callable[[], float]] = {}
+        read: dict[str, Callable[[], float]] = {"slice_ns": self.slice_ns}
         for name, in_ns in _IN_NS.items():
             whole = self.thread_ns if name in _OF_THREADS else self.now_ns
             read[name] = whole if in_ns else lambda whole=whole: whole() / 1e9  # type: ignore[misc]
@@ -134,24 +145,29 @@ class _Clocks:
     def __init__(self) -> None:
         self.current: WorkClock | None = None
         self._known = 0
-        self._sites: list[tuple[dict[str, object], str]] = []
+        self._sites: list[tuple[dict[str, object], str, str]] = []
 
     def set(self, clock: WorkClock | None, readings: Readings) -> None:
         """Have the library, as far as it is imported, read this clock; None for the machine's."""
         if len(sys.modules) != self._known:
             self._find_sites()
         self.current = clock
-        for namespace, name in self._sites:
-            namespace[name] = readings[name]
+        for namespace, name, reading in self._sites:
+            namespace[name] = readings[reading]
 
     def _find_sites(self) -> None:
         self._known = len(sys.modules)
         modules = [module for name, module in sys.modules.items() if _reads(name)]
-        ours = set(map(id, (namespace for namespace, _ in self._sites)))
+        ours = {id(namespace) for namespace, *_ in self._sites}
         for module in modules:
             namespace = vars(module)
             if id(namespace) not in ours:
-                self._sites += [(namespace, name) for name, real in REAL.items() if namespace.get(name) is real]
+                names = [name for name, real in REAL.items() if namespace.get(name) is real]
+                self._sites += [(namespace, name, _reading(module.__name__, name)) for name in names]
+
+
+def _reading(module: str, name: str) -> str:
+    return "slice_ns" if (module, name) == (_SLICES, "perf_counter_ns") else name
 
 
 def _reads(module: str) -> bool:

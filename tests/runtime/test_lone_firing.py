@@ -60,9 +60,9 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Nobody is computed before this is set."""
     event, plan_of = asyncio.Event(), Runs.plan_of
 
-    async def waits(self: Runs, program: Any) -> Any:
+    async def waits(self: Runs, *args: Any) -> Any:
         await event.wait()
-        return await plan_of(self, program)
+        return await plan_of(self, *args)
 
     monkeypatch.setattr(Runs, "plan_of", waits)
     return event
