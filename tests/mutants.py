@@ -309,6 +309,30 @@ FAULTS = (
         "checkpoint/test_writer",
         "test_f53_a_step",
     ),
+    Fault(
+        "a pool keeps the stores of requests that have left",
+        "runtime/pool.py",
+        "slab[len(self.rows)] = None",
+        "pass",
+        "pooled_captures",
+        "test_what_has_left",
+    ),
+    Fault(
+        "a row that is stepped alone has the first element of what all share",
+        "runtime/run/pools.py",
+        "_first_row(x) if own else x",
+        "_first_row(x) if x.ndim else x",
+        "pooled_captures",
+        "test_102_captures",
+    ),
+    Fault(
+        "stores of different sizes are stacked in one step",
+        "lift/pooled.py",
+        "node.op in _WHOLE or",
+        "False and",
+        "pooled_captures",
+        "test_102_stores_have",
+    ),
 )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.control.row_block import RowBlock
 from asyncflow.testing import virtual_clock
 from tests.conftest import OpenSession, any_cards
 from tests.others import others_end
@@ -23,20 +25,32 @@ def whole(store: Any, _: af.Tensor) -> af.Tensor:
     return stacked
 
 
-def of_rows() -> tuple[Any, Callable[[Any, af.Tensor], Any]]:
-    return af.RowStore("int64", (2,)), lambda store, row: store.append(af.expand_dims(row, axis=0))
+Append = Callable[[Any, af.Tensor, af.Tensor], Any]
+"""Gives the store with one more entry, from what the step has seen of it."""
 
 
-def of_elements() -> tuple[Any, Callable[[Any, af.Tensor], Any]]:
+def of_rows() -> tuple[Any, Append]:
+    return af.RowStore("int64", (2,)), lambda store, row, _: store.append(af.expand_dims(row, axis=0))
+
+
+def of_elements() -> tuple[Any, Append]:
     array = af.TensorArray("int64", dynamic_size=True, element_shape=(2,), clear_after_read=False)
-    return array, lambda store, row: store.write(store.size(), row)
+    return array, lambda store, row, _: store.write(store.size(), row)
 
 
-STORES: dict[str, tuple[Callable[[], Any], Callable[[Any, af.Tensor], af.Tensor]]] = {
+def of_elements_read_once() -> tuple[Any, Append]:
+    def new() -> af.TensorArray:
+        return af.TensorArray("int64", dynamic_size=True, element_shape=(2,))
+
+    return new(), lambda _, row, seen: new().unstack(af.concat([seen, af.expand_dims(row, axis=0)]))
+
+
+STORES: dict[str, tuple[Callable[[], tuple[Any, Append]], Callable[[Any, af.Tensor], af.Tensor]]] = {
     "rows, stacked": (of_rows, whole),
     "rows, sliced by size": (of_rows, lambda store, i: store.slice(store.size() // 2, store.size())),
     "rows, sliced by step": (of_rows, lambda store, i: store.slice(i // 2, i)),
     "elements, stacked": (of_elements, whole),
+    "elements, read once": (of_elements_read_once, whole),
 }
 
 
@@ -75,10 +89,11 @@ async def test_102_stores_have_any_number_of_entries(open_session: OpenSession, 
         empty, append = made()
 
         def body(i: af.Tensor, s: af.Tensor, store: Any) -> tuple[af.Tensor, af.Tensor, Any]:
-            s = s + af.sum(view(store, i) * (i + 1), axis=0)
-            return i + 1, s, append(store, s)
+            seen = view(store, i)
+            s = s + af.sum(seen * (i + 1), axis=0)
+            return i + 1, s, append(store, s, seen)
 
-        start = append(empty, x)
+        start = append(empty, x, af.reshape(x, (-1, 2))[:0])
         last = af.while_loop(lambda i, *_: i < n, body, (n // 4, x, start), pool=af.Pool(3), name="steps")
         y = last[1], last[2].stack()
 
@@ -100,6 +115,40 @@ async def test_102_stores_have_any_number_of_entries(open_session: OpenSession, 
         await others_end()
     for k, (length, (sums, rows)) in enumerate(zip(lengths, found, strict=True)):
         assert (sums.tolist(), rows.tolist()) == alone(np.array([k, 1]), length)
+
+
+async def test_what_has_left_is_not_kept(open_session: OpenSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a request that has ended are freed while others go on beside the place where it stood."""
+    blocks: WeakSet[RowBlock] = WeakSet()
+    counts: list[int] = []
+    begin = RowBlock.__init__
+
+    def noted(block: RowBlock, *args: Any) -> None:
+        begin(block, *args)
+        blocks.add(block)
+
+    monkeypatch.setattr(RowBlock, "__init__", noted)
+
+    @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
+    def counted(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        counts.append(len(blocks))
+        return x + 1
+
+    with af.Graph() as graph:
+        n = af.placeholder("int64", (), name="n")
+        store = af.RowStore("int64", (), capacity=16)
+        y = af.while_loop(
+            lambda i, _: i < n,
+            lambda i, store: (counted(i), store.append(af.expand_dims(i, axis=0))),
+            (0, store),
+            pool=af.Pool(3),
+        )[1].stack()
+    async with open_session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {n: length}) for length in (9, 9, 3)))
+        await others_end()
+    assert [each.tolist() for each in found] == [list(range(length)) for length in (9, 9, 3)]
+    assert max(counts) == 3
+    assert counts[-1] <= 2
 
 
 @pytest.mark.parametrize("device", ["cpu:0", "cuda:0", "cuda:1"])
