@@ -164,10 +164,15 @@ def user_location() -> SourceLocation:
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def warn_user(message: str) -> None:
-    """Warns of something that has no effect or another one than it seems to; the warning names the user's line."""
+def warn_user(message: str, *, registry: dict[str | tuple[str, type[Warning], int], int] | None = None) -> None:
+    """Warn of something that has no effect or another one than it seems to; the warning names the user's line.
+
+    Args:
+        message: what is wrong, and what to do.
+        registry: as of `warnings.warn_explicit`: filters that show a warning once look it up here; None shows each.
+    """
     here = user_location()
-    warnings.warn_explicit(message, UserWarning, here.file, here.line)
+    warnings.warn_explicit(message, UserWarning, here.file, here.line, registry=registry)
 
 
 def told(error: BaseException) -> str:

@@ -104,10 +104,11 @@ def while_loop(
             (continuous batching): one may join while others go on, and leaves as soon as its predicate fails. A step
             computes predicate and body once for all of them; variables that have become of different shapes, for
             those that are of one shape. What the loop captures is one value for all if it depends on constants alone,
-            else each activation's own, and so are TensorArrays among the loop variables. The loop may read variables,
+            else each activation's own, and so are TensorArrays and RowStores among the loop variables; those with
+            equally many entries are stepped together where the body stacks or slices them. The loop may read variables,
             which it does in each step. One that changes them, draws random numbers, awaits, or is cut over devices is
-            not pooled, and `Plan.explain` says why. No gradient goes through a pooled loop. Results are the same within
-            rounding. What `Session.stream` hands out of the
+            not pooled: a warning, and `Plan.explain`, say why. No gradient goes through a pooled loop. Results are the
+            same within rounding. What `Session.stream` hands out of the
             body comes from each activation by itself: one whose consumer is `parallel_iterations` behind is set aside,
             and the others go on.
         name: of the node.

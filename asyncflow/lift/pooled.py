@@ -14,7 +14,7 @@ from asyncflow.control import tensor_array
 from asyncflow.control.body import join_captures
 from asyncflow.control.row_store import SLICE
 from asyncflow.control.while_loop import install_pooling, while_loop
-from asyncflow.errors import GraphError, LoopIdentity, user_location
+from asyncflow.errors import GraphError, LoopIdentity, user_location, warn_user
 from asyncflow.graph.build import apply, as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import VARIANT
@@ -291,6 +291,10 @@ The attribute `streamed` is there in plans of streams alone: values of the body 
 no_row_rule(POOLED, because="it steps activations of its own accord; leave out pool=, as there are rows at hand")
 
 
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}
+"""The warnings shown: a function that is traced often builds its loops as often."""
+
+
 def _add(
     condition: Subgraph,
     body: Subgraph,
@@ -300,7 +304,7 @@ def _add(
     ahead: int,
     pool: Pool,
 ) -> Node | None:
-    """Adds the node of a pooled loop; None, and a remark for `Plan.explain`, if something in it cannot be pooled."""
+    """Add the node of a pooled loop; return None, warn and leave a remark if something in it cannot be pooled."""
     if not isinstance(pool, Pool):
         raise GraphError(f"pool= of {label} is an af.Pool; got {pool!r}")
     outer = body.parent
@@ -317,6 +321,7 @@ def _add(
         shared = SharedLoop(condition, body, initial, kept, pool, ahead, label)
     except CannotLift as reason:
         outer.root.remarks[label] = f"is not pooled: {reason}"
+        warn_user(f"{label} is not pooled, so each run computes it by itself: {reason}", registry=_warned)
         return None
     return shared.add_to(outer, POOLED, entering, label, {**condition.outer_controls, **body.outer_controls})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
+import warnings
 from functools import partial
 from math import inf
 from random import Random
@@ -691,8 +692,8 @@ async def test_an_inner_loop_and_branches_are_lifted(open_session: OpenSession) 
         assert value == s
 
 
-async def test_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
-    """Each computes what it would without pool=."""
+async def test_111_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
+    """Each computes what it would without pool=; a warning, and the plan, say why."""
     total = af.Variable(0, name="total")
 
     @af.op(outputs=af.spec("int64", ()))
@@ -709,7 +710,8 @@ async def test_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
     def stores(i: af.Tensor, a: af.TensorArray) -> tuple[af.Tensor, af.TensorArray]:
         return i + 1, af.cond(i > 0, lambda: a.write(i, i), lambda: a.write(0, i))
 
-    with af.Graph() as graph:
+    with af.Graph() as graph, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         x = af.placeholder("int64", (), name="x")
         pooled = partial(af.while_loop, pool=af.Pool(), name="steps")
         array = af.TensorArray("int64", size=5)
@@ -719,6 +721,10 @@ async def test_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
             (pooled(lambda i: i < 5, cut, x), "several devices", 5),
             (pooled(lambda i, a: i < 5, stores, (x, array))[1].stack(), "each row has of its own", [0, 1, 2, 3, 4]),
         ]
+    for warning, (_, reason, _) in zip(told, cases, strict=True):
+        assert "is not pooled" in str(warning.message)
+        assert reason in str(warning.message)
+        assert warning.filename == __file__
     async with af.Session(graph, devices=["cpu:0", "cpu:1"]) as session:
         for y, reason, expected in cases:
             assert "is not pooled: " in session.plan(y, [x]).explain()

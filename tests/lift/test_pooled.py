@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -156,3 +157,16 @@ def test_what_activations_share_is_told_apart_by_its_value() -> None:
     assert identity_of(np.array([long], "T")) != identity_of(np.array([long.upper()], "T"))
     large = np.zeros(1000)
     assert identity_of(large) != identity_of(large.copy())
+
+
+def test_111_a_loop_that_is_not_pooled_is_told_of_once() -> None:
+    """A function that is traced again and again builds the loop as often."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with af.Graph():
+                x = af.placeholder("float64", ())
+                af.while_loop(lambda y: y < 3, lambda y: y + af.random.uniform(()), x, pool=af.Pool(), name="drawing")
+    assert len(told) == 1
+    assert "drawing is not pooled, so each run computes it by itself" in str(told[0].message)
+    assert "draws random numbers" in str(told[0].message)
