@@ -22,6 +22,7 @@ from asyncflow.runtime.call_costs import CallCosts, Returns
 from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.runs import Runs
 from tests.clocks import WorkClock
+from tests.conformance.gates import settle
 from tests.conftest import OpenSession
 from tests.faults.kernels import DEADLINES_S
 from tests.others import others_end
@@ -236,6 +237,7 @@ async def test_88_a_check_fails_its_own_member(open_session: OpenSession) -> Non
     async with open_session(graph) as session:
         found = await asyncio.gather(*(session.run(y, {x: k}) for k in range(8)), return_exceptions=True)
         found.append((await asyncio.gather(session.run(y, {x: 6}), return_exceptions=True))[0])  # which is alone
+        await settle()  # an inner call may still compute for members that have failed
     assert found[:4] == [0, 1, 2, 31]
     for k, error in zip((4, 5, 6, 7, 6), found[4:], strict=True):
         assert isinstance(error, af.KernelError), error
