@@ -45,7 +45,7 @@ def of_elements_read_once() -> tuple[Any, Append]:
     return new(), lambda _, row, seen: new().unstack(af.concat([seen, af.expand_dims(row, axis=0)]))
 
 
-PATIENT_TURNS = 300
+PATIENT_TURNS = 3000
 """So often a test looks again whether something has been freed."""
 
 STORES: dict[str, tuple[Callable[[], tuple[Any, Append]], Callable[[Any, af.Tensor], af.Tensor]]] = {
