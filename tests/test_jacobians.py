@@ -216,6 +216,8 @@ def _drawn(row: Any) -> Any:
     return af.dropout(af.sin(row) * 1.5, 0.3, seed=5)
 
 
+_sine = af.custom_gradient(lambda x: (af.sin(x), lambda grad: grad * af.cos(x)))
+
 _PIECES = {
     "an array": lambda mark: lambda x: mark(_until)(x[0]),
     "draws of rows": lambda mark: mark(lambda x: af.map_fn(lambda row: _repeated(2, _drawn, row), x)),
@@ -224,6 +226,15 @@ _PIECES = {
     ),
     "draws of rows of rows": lambda mark: af.vmap(
         af.vmap(mark(lambda a: af.cond(a > 0, lambda: a * af.random.normal((), seed=3), lambda: a * 2)))
+    ),
+    "draws of rows in pieces": lambda mark: mark(lambda x: af.map_fn(mark(_drawn), x)),
+    "draws of a loop in pieces": lambda mark: mark(
+        lambda x: _repeated(2, mark(lambda b: af.sin(b + af.random.normal(b.shape, seed=3))), x)
+    ),
+    "gradients of the user's": lambda mark: mark(
+        lambda x: af.map_fn(
+            lambda row: af.while_loop(lambda v: af.sum(v) < 2, lambda v: _sine(v) + row**2, (row,))[0], x
+        )
     ),
     "draws in own loops": lambda mark: (
         lambda x: af.map_fn(

@@ -31,15 +31,16 @@ from asyncflow.state.variable import VARIABLE_READ, Variable
 from asyncflow.values import Kernel, Namespace, Nest
 
 
-def _infer(*inputs: Spec, n_outputs: int) -> tuple[Spec, ...]:
+def _infer(*inputs: Spec, n_outputs: int, runs_again: bool = False) -> tuple[Spec, ...]:
     return inputs[:n_outputs]
 
 
-def _kernel(xp: Namespace, *, n_outputs: int) -> Kernel:
+def _kernel(xp: Namespace, *, n_outputs: int, runs_again: bool = False) -> Kernel:
     return lambda *values: values[:n_outputs]
 
 
 CUSTOM_GRADIENT = define("custom_gradient", _infer, _kernel, is_total=True, traits=OPAQUE)
+"""Passes on `n_outputs` results; with `runs_again`, as the copy of a node that has run once for all that use it."""
 
 
 Gradients: TypeAlias = "list[Tensor | None]"

@@ -7,6 +7,7 @@ are a value, the *key* of a firing: a few integers to keep in place of all that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -31,11 +32,11 @@ def _key(context: KernelContext) -> Array:
 
 
 def _again_kernel(
-    xp: Namespace, *, draws: str, arguments: Attrs, inside: int, specs: Spec | tuple[Spec, ...]
+    xp: Namespace, *, draws: str, arguments: Attrs, axes: int, inside: int, specs: Spec | tuple[Spec, ...]
 ) -> Kernel:
     op = find_op(draws)
     assert op.kernel is not None
-    draw = op.kernel(xp, **arguments)
+    draw = op.kernel(xp, **_replacing(arguments, axes))
 
     def run(context: KernelContext, key: Array, *inputs: Array) -> object:
         keys = key.reshape(-1, key.shape[-1])  # of rows, whose numbers are all that they differ in
@@ -73,38 +74,59 @@ def random_key() -> Tensor:
 
 
 def draws(node: Node) -> bool:
-    """Whether what a node gives depends on where it stands, so that it has to be told a key elsewhere."""
-    again = RANDOM_AGAIN.name in (node.op.name, node.attrs.get("calls"))
-    return node.op.needs_context and not again
+    """Return True if what a node gives depends on where it stands, so that it has to be told a key elsewhere."""
+    return node.op.needs_context and told_key(node) is None
+
+
+def told_key(node: Node) -> Tensor | None:
+    """Return the key that a node draws again by; None for any other node."""
+    if node.op is RANDOM_AGAIN:
+        return node.inputs[0]
+    return node.inputs[1] if node.attrs.get("calls") == RANDOM_AGAIN.name else None
 
 
 def drawn_again(node: Node, key: Tensor, inputs: Sequence[Tensor], inside: int, axes: int) -> Sequence[Tensor]:
     """Return the results of a node that draws random numbers, in another place.
 
     Args:
-        node: it.
+        node: it; one that is told a key is told this one instead.
         key: of the firing in which, or around which, it draws; with rows, those of their firings.
         inputs: its inputs, as they are here.
         inside: how many loops are around it since the key was taken; there are as many here.
         axes: how many row axes the key has (`axes_of`): the outer ones of those that the node draws for.
     """
-    arguments = dict(node.attrs)
-    if axes:
-        # The tags in the key have numbers of rows in them, which those of the rows that draw replace.
-        found = list(node.attrs["loops"])
-        for place, (width, after, _) in enumerate(found[:axes]):
-            deeper = sum(each for each, *_ in found[place + 1 : axes])
-            found[place] = (width, after + deeper, width)
-        arguments["loops"] = tuple(found)
-    return apply(RANDOM_AGAIN, key, *inputs, draws=node.op.name, arguments=arguments, inside=inside, specs=node.specs)
+    name, attrs = node.op.name, node.attrs
+    if node.op is RANDOM_AGAIN:
+        name, attrs, inputs = attrs["draws"], attrs["arguments"], inputs[1:]
+    elif told_key(node) is not None:
+        again, has_rows = attrs["arguments"], attrs["has_rows"][1:]
+        attrs = {**attrs, "calls": again["draws"], "arguments": again["arguments"], "has_rows": has_rows}
+        inputs = [inputs[0], *inputs[2:]]
+    of = {"draws": name, "arguments": dict(attrs), "axes": axes}
+    return apply(RANDOM_AGAIN, key, *inputs, inside=inside, specs=node.specs, **cast("Attrs", of))
 
 
 def axes_of(key: Tensor) -> int:
-    """Return how many row axes a key has, by the node that draws it row by row."""
+    """Return how many row axes a key has, by the node that makes it."""
     node = key.node
-    while node.op is not BY_ROW_DRAWN and node.inputs:
-        node = node.inputs[0].node
-    return len(node.attrs["loops"]) if node.op is BY_ROW_DRAWN else 0
+    while node.op not in (BY_ROW_DRAWN, RANDOM_AGAIN) and node.inputs:
+        node = node.inputs[0].node  # such as the one that gives rows of rows their shape
+    attrs, axes = node.attrs, 0
+    while attrs:
+        axes += len(attrs.get("loops", ()))
+        attrs = attrs.get("arguments", {})
+    return axes
+
+
+def _replacing(arguments: Attrs, axes: int) -> Attrs:
+    """Arguments of an op that draws row by row, by a key with row axes: numbers of rows replace those in its tags."""
+    if not axes:
+        return arguments
+    loops = list(arguments["loops"])
+    for place, (width, after, _) in enumerate(loops[:axes]):
+        deeper = sum(each for each, *_ in loops[place + 1 : axes])
+        loops[place] = (width, after + deeper, width)
+    return {**arguments, "loops": tuple(loops)}
 
 
 not_differentiable(RANDOM_KEY, because="its result is integers")

@@ -21,7 +21,7 @@ from asyncflow.autodiff.custom_gradient import (
     keep_copied_rule,
     traced_gradient,
 )
-from asyncflow.autodiff.random_again import axes_of, drawn_again, draws, random_key
+from asyncflow.autodiff.random_again import axes_of, drawn_again, draws, random_key, told_key
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.cond import add_cond
 from asyncflow.control.while_loop import add_loop
@@ -39,7 +39,7 @@ from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
@@ -232,7 +232,7 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
     if late:
         behind = apply(BARRIER, *(seen[x] for x in late), *arrived.values(), count=len(late))
         seen.update(zip(late, behind, strict=True))
-    copy = _PieceCopy(seen, key, traces)
+    copy = _PieceCopy(seen, key, traces, frozenset(inputs))
     first = len(graph.nodes)
     for each in nodes:
         copy.add(each, 0)
@@ -292,13 +292,21 @@ class _PieceCopy:
         seen: values of the piece, or that it uses, and what stands for each here.
         key: of the random numbers, in the forward program; None if they are drawn anew.
         traces: what gradients of the user's in the piece build, as far as that is known.
+        given: inputs of the node behind the piece; none where what a gradient of the user's builds is copied.
     """
 
-    def __init__(self, seen: dict[Tensor, Tensor], key: Tensor | None, traces: Mapping[Node, TracedGradient]) -> None:
+    def __init__(
+        self,
+        seen: dict[Tensor, Tensor],
+        key: Tensor | None,
+        traces: Mapping[Node, TracedGradient],
+        given: Collection[Tensor] = (),
+    ) -> None:
         self.seen = seen
         self.key = key
         self.key_axes = 0 if key is None else axes_of(key)
         self.traces = traces
+        self.given = given
 
     def value(self, x: Tensor) -> Tensor:
         """A value of the piece, or one from outside, in the current graph."""
@@ -311,19 +319,31 @@ class _PieceCopy:
         with device(node.device):
             if isinstance(node, StructuredNode):
                 outputs: Sequence[Tensor] = self._structured(node, inputs, inside).outputs
-            elif draws(node) and self.key is not None:
+            elif self.key is not None and (draws(node) or told_key(node) in self.given):
                 outputs = drawn_again(node, self.value(self.key), inputs, inside, self.key_axes)
             else:
                 outputs = self._plain(node, inputs).outputs
-        self.seen.update(zip(node.outputs, outputs, strict=True))
+        for x, copied in zip(node.outputs, outputs, strict=True):
+            self.note(x, copied)
+
+    def note(self, x: Tensor, copied: Tensor) -> None:
+        """Notes what stands for a value here; extents that are equal there are equal here."""
+        self.seen[x] = copied
+        if x in x.graph.extents and x.graph.is_subgraph and copied.graph.is_subgraph:
+            copied.graph.extents[copied] = x.graph.extents[x]
 
     def _plain(self, node: Node, inputs: Sequence[Tensor]) -> Node:
         graph = graph_for()
+        if node.op is RECOMPUTED and node.attrs["is_random"] and self.key is not None:
+            # What draws in the piece inside is told this key here, which is an input of it: it comes from outside.
+            inputs = [*inputs[:-1], self.value(self.key), inputs[-1]]
         name = node.name.rpartition("/")[2]
         made = graph.add_node(node.op, inputs, node.attrs, node.specs, name=name, location=node.location)
         made.colocated_with = node.colocated_with
         rule = custom_rule(node)
         if rule is not None:
+            if self.given:
+                made.attrs["runs_again"] = True
             trace = self.traces.get(node) or traced_gradient(node, rule)
             self._keep_rule(made, rule, trace)
         return made
@@ -356,7 +376,7 @@ class _PieceCopy:
             with copy:
                 for place, x in enumerate(body.inputs, start=node.body_offset):
                     is_captured = place >= node.first_capture
-                    self.seen[x] = copy.import_tensor(inputs[place]) if is_captured else copy.add_input(x.spec, "var")
+                    self.note(x, copy.import_tensor(inputs[place]) if is_captured else copy.add_input(x.spec, "var"))
                 for each in body.nodes:
                     if each.op is not PARAMETER:
                         self.add(each, inside + is_loop)

@@ -6,11 +6,15 @@ A store of saved values has rows if what is saved has them, and a store of gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import cast
 
 from asyncflow.autodiff import part_sums, row_gradients, saved_values, store_gradients
 from asyncflow.autodiff.custom_gradient import (
     CUSTOM_GRADIENT,
+    CustomRule,
     Gradients,
+    TracedGradient,
     custom_rule,
     keep_copied_rule,
     traced_gradient,
@@ -25,7 +29,15 @@ from asyncflow.ops.extents import template_shape
 from asyncflow.ops.manipulation import concat, moveaxis
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.indexing import row_key, row_parts
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, refuse_part, row_rule
+from asyncflow.ops.rows.rule import (
+    CannotLift,
+    LiftedValue,
+    RowAxis,
+    fixed,
+    outputs_with_rows,
+    refuse_part,
+    row_rule,
+)
 from asyncflow.ops.statistical import sum as sum_of
 
 
@@ -113,24 +125,35 @@ def _part_of_sum(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
     return [found.from_front(apply(node.op, total.tensor, *found.indices, *sizes, **attrs)[0])]
 
 
-@row_rule(CUSTOM_GRADIENT, always=True)
-def _custom(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    """The user's function is asked once, for one row, and what it builds is lifted for each gradient."""
+def _traced(node: Node) -> tuple[CustomRule, TracedGradient] | None:
     rule = custom_rule(node)
-    if rule is None:
-        raise CannotLift(f"{node.name} has a gradient of its own, which is not there")
-    trace = traced_gradient(node, rule)
+    return None if rule is None else (rule, traced_gradient(node, rule))
+
+
+@row_rule(CUSTOM_GRADIENT, always=lambda node: not node.attrs.get("runs_again"), prepare=_traced)
+def _custom(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    """Lift what the user's function builds for one row, for each gradient that is asked for."""
     body = rows.body
+    prepared = cast("tuple[CustomRule, TracedGradient] | None", body.prepared(node))
+    if prepared is None:
+        raise CannotLift(f"{node.name} has a gradient of its own, which is not there")
+    rule, trace = prepared
     used = {inner: body.value(outer) for outer, inner in trace.body.captures.items()}
-    outputs = apply(CUSTOM_GRADIENT, *map(rows.spread, inputs), **node.attrs)
+    has_rows = outputs_with_rows(node, [x.has_rows for x in inputs])[0]
+    spread = rows.spread if has_rows else attrgetter("tensor")
+    outputs = apply(CUSTOM_GRADIENT, *map(spread, inputs), **node.attrs)
 
     def gradients_of_rows(given: Sequence[Tensor | None]) -> tuple[Gradients, Gradients]:
         arrived = zip(trace.grads, given, strict=True)
-        known = {x: LiftedValue(grad, True) for x, grad in arrived if x is not None and grad is not None}
+        known = {x: LiftedValue(grad, has_rows) for x, grad in arrived if x is not None and grad is not None}
         try:
             results = body.computed(trace.body, {**used, **known}, trace.wanted())
         except CannotLift as reason:
             raise GraphError(f"grad_fn of {rule.name} cannot be computed for several rows at once: {reason}") from None
+        if not has_rows:
+            if any(x.has_rows for x in results):
+                raise GraphError(f"grad_fn of {rule.name} uses values of several rows, and {node.name} has one for all")
+            return trace.unflatten(x.tensor for x in results)
         found, of_variables = trace.unflatten(map(rows.spread, results))
         # A variable is one for all rows.
         return found, [None if x is None else sum_of(x, axis=0, dtype=x.dtype) for x in of_variables]

@@ -33,6 +33,7 @@ from asyncflow.ops.rows.rule import (
     RowAxis,
     has_rows_on_demand,
     outputs_with_rows,
+    preparation_of,
     row_rule_of,
     why_no_row_rule,
 )
@@ -120,12 +121,13 @@ class Lifting:
         self._made: dict[Node, tuple[Node, ...]] = {}
         self._stores: set[Tensor] = set()  # whose entries have folded rows
         self._without: set[Node] = set()  # which make what is the same for all rows
+        self.prepared: dict[Node, object] = {}
         self._extent: int | None = None
 
     def over(self, rows: RowAxis) -> Lifting:
         """The same over other rows, such as some of these."""
         other = Lifting(rows, self.label)
-        other._made, other._stores = self._made, self._stores
+        other._made, other._stores, other.prepared = self._made, self._stores, self.prepared
         return other
 
     def spread(self, values: Iterable[LiftedValue], flags: Iterable[bool]) -> list[Tensor]:
@@ -162,7 +164,10 @@ class Lifting:
             among: the nodes that may be built; None: all of the body's.
         """
         self._note_extents(known.values())
-        needed = _needed(body, known, wanted, body.nodes if among is None else among)
+        among = body.nodes if among is None else among
+        needed = _needed(body, known, wanted, among)
+        if self._prepare(needed):
+            needed = _needed(body, known, wanted, among)
         arrays = [each for each in needed if isinstance(each, Node) and has_rows_on_demand(each.op)]
         if arrays and not self.rows.owns_stores:
             found = find_rows(body.nodes, {x: value.has_rows for x, value in known.items()}).known
@@ -188,6 +193,18 @@ class Lifting:
         effects = self.effects()
         with control_dependencies(effects):
             return [value._replace(tensor=identity(value.tensor)) for value in found] if effects else found
+
+    def _prepare(self, needed: Iterable[Node | PartedRows]) -> bool:
+        """Call what row rules of nodes and of those inside of them prepare; return False if there is nothing to do."""
+        found = []
+        for node in needed:
+            inside = () if isinstance(node, PartedRows) else (each for body in node.subgraphs for each in body.walk())
+            for each in () if isinstance(node, PartedRows) else (node, *inside):
+                prepare = preparation_of(each.op)
+                if prepare is not None and each not in self.prepared:
+                    found.append((each, prepare))
+        self.prepared.update((each, prepare(each)) for each, prepare in found)
+        return bool(found)
 
     def _note_extents(self, values: Iterable[LiftedValue]) -> None:
         """Notes that all of them have the same number of rows, so that gradients keep and compare no shapes."""
@@ -277,7 +294,7 @@ class Lifting:
             return [known]
         flags = outputs_with_rows(node, [value.has_rows for value in inputs])
         is_same = not any(flags) and not any(value.has_rows for value in inputs) and not node.op.is_random
-        if is_same or node in self._without:
+        if (is_same and node not in self.prepared) or node in self._without:
             return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]
         reason = why_no_row_rule(node.op)
         rule = row_rule_of(node.op) or (row_by_row if node.op.is_user and reason is None else None)
@@ -301,6 +318,9 @@ class _BodyAtHand(NamedTuple):
                 raise CannotLift(f"{x.name} belongs to another row axis, and {self.body.label} does not capture it")
             return LiftedValue(graph.import_tensor(x), has_rows=False)
         return self.lifting.values(self.body, self.known, [x], among=())[0]
+
+    def prepared(self, node: Node) -> object:
+        return self.lifting.prepared[node]
 
     def computed(
         self, inner: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]

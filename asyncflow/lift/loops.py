@@ -56,9 +56,13 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
     def lifted(values: Sequence[Tensor]) -> list[LiftedValue]:
         return [*(LiftedValue(x, rows) for x, rows in zip(values, flags, strict=True)), *captures]
 
+    def sized(x: Tensor, rows: bool) -> Tensor:
+        # What is told its shape by a vector has lost that the number of rows is known.
+        return ensure_shape(x, lifting.rows.shape(x.shape[1:])) if rows and x.shape else x
+
     returned = while_loop(
         lambda *values: inner.results(node.predicate, lifted(values))[0].tensor,
-        lambda *values: tuple(inner.spread(inner.results(node.body, lifted(values)), flags)),
+        lambda *values: tuple(map(sized, inner.spread(inner.results(node.body, lifted(values)), flags), flags)),
         tuple(lifting.spread(inputs[: node.n_vars], flags)),
         shape_invariants=tuple(
             lifting.rows.shape(relax(x.shape, first.shape)) if rows and x.dtype != VARIANT else x.shape

@@ -96,3 +96,24 @@ def test_a_gradient_that_rows_cannot_share_is_refused_when_it_is_asked_for() -> 
             af.GraphError, match=r"grad_fn of .* cannot be computed for several rows at once: .*nonzero"
         ):
             af.gradients(af.sum(y), [x])
+
+
+async def test_a_gradient_that_differentiates_a_loop_of_the_row() -> None:
+    """It adds what it keeps to the loop, which is lifted after that; a loop around the function too."""
+
+    @af.custom_gradient
+    def twice(a: Any) -> Any:
+        y = af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, af.sin(v) * a), (0, a))[1]
+        return y, lambda grad: 2.0 * af.gradients(y, a, grad_ys=grad)
+
+    found = []
+    with af.Graph() as graph:
+        x = af.constant([0.5, -1.0, 2.0])
+        for lift in (True, False):
+            y = af.map_fn(
+                lambda row: af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, twice(v)), (0, row))[1], x, lift=lift
+            )
+            found.append([y, af.gradients(y, x)])
+    async with af.Session(graph) as session:
+        one, other = await session.run(found)
+    np.testing.assert_allclose(one, other, rtol=1e-14)

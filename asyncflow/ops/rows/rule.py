@@ -74,6 +74,9 @@ class LiftedBody(Protocol):
     def value(self, x: Tensor) -> LiftedValue:
         """A value of the body, for all rows."""
 
+    def prepared(self, node: Node) -> object:
+        """Return what `prepare` of the node's row rule gave for it."""
+
     def computed(
         self, inner: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]
     ) -> list[LiftedValue]:
@@ -174,34 +177,43 @@ where it has no answer.
 _rules: dict[Op | Rows | None, RowRule] = {}
 _reasons: dict[Op | Rows | None, str] = {}
 _alike: set[Op | Rows] = set()
-_always: set[Op | Rows] = set()
+_always: dict[Op | Rows, Callable[[Node], bool]] = {}
 _each: set[Op | Rows] = set()
 _on_demand: set[Op | Rows] = set()
+_prepare: dict[Op | Rows, Callable[[Node], object]] = {}
 
 
 def row_rule(
-    *ops: Op | Rows, alike: bool = False, always: bool = False, each: bool = False, on_demand: bool = False
+    *ops: Op | Rows,
+    alike: bool = False,
+    always: Callable[[Node], bool] | None = None,
+    each: bool = False,
+    on_demand: bool = False,
+    prepare: Callable[[Node], object] | None = None,
 ) -> Callable[[RowRule], RowRule]:
     """Makes the decorated function the row rule of `ops`, or of those that name it with `rows=`.
 
     Args:
         ops: operations, and what they may name.
         alike: what the rule gives is the same for every row.
-        always: outputs have rows also where no input has, as each row has the op for itself.
+        always: holds for nodes whose outputs have rows also where no input has, as each row has the op for itself.
         each: an output has rows if the input at its place has.
         on_demand: the op makes something anew, which has rows if values with rows go into it later.
+        prepare: called with each such node before any node of its body is lifted, as it may add results to loops there.
     """
 
     def install(rule: RowRule) -> RowRule:
         _rules.update(dict.fromkeys(ops, rule))
         if alike:
             _alike.update(ops)
-        if always:
-            _always.update(ops)
+        if always is not None:
+            _always.update(dict.fromkeys(ops, always))
         if each:
             _each.update(ops)
         if on_demand:
             _on_demand.update(ops)
+        if prepare is not None:
+            _prepare.update(dict.fromkeys(ops, prepare))
         return rule
 
     return install
@@ -225,13 +237,19 @@ def outputs_with_rows(node: Node, inputs: Sequence[bool]) -> list[bool]:
     op = node.op
     if op in _each:
         return list(inputs[: len(node.outputs)])
-    has_rows = (any(inputs) or op.is_random or op in _always) and op not in _alike
+    own = op.is_random or (op in _always and _always[op](node))
+    has_rows = (any(inputs) or own) and op not in _alike
     return [has_rows] * len(node.outputs)
 
 
 def has_rows_on_demand(op: Op) -> bool:
     """Return True if what a node of `op` makes has rows only where values with rows go into it."""
     return op in _on_demand
+
+
+def preparation_of(op: Op) -> Callable[[Node], object] | None:
+    """Return the function `prepare` of the row rule of `op`, or None."""
+    return _prepare.get(op)
 
 
 def no_row_rule(*ops: Op | Rows, because: str) -> None:
