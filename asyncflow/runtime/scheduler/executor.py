@@ -169,7 +169,8 @@ class Executor:
         self.is_driven = True
         try:
             if run.own_context is not None:
-                has_more = run.own_context.run(self._drive_on_device, deadline_ns)
+                # A copy: one partition may be driven from inside another, and no context is entered twice.
+                has_more = run.own_context.copy().run(self._drive_on_device, deadline_ns)
             elif self.asynchronous is None:
                 has_more = self._drive(deadline_ns)
             else:
