@@ -135,7 +135,7 @@ class Graph(NotPickled):
         return self
 
     @classmethod
-    def of_left(cls, plain: Mapping[str, object], nodes: list[Node], forgotten: dict[Node, Any]) -> Self:
+    def of_left(cls, plain: Mapping[str, object], nodes: list[Node], forgotten: dict[Node, object]) -> Self:
         """Return a graph of nodes that have outlived theirs; see `Home.revived`."""
         graph = cls.__new__(cls)
         Graph.__init__(graph)
@@ -385,7 +385,7 @@ class Subgraph(Graph):
         self.outer_controls: dict[Node, None] = {}
 
     @classmethod
-    def of_left(cls, plain: Mapping[str, object], nodes: list[Node], forgotten: dict[Node, Any]) -> Self:
+    def of_left(cls, plain: Mapping[str, object], nodes: list[Node], forgotten: dict[Node, object]) -> Self:
         """See `Graph.of_left`: a body without its branch or loop, of which only messages have use."""
         body = super().of_left(plain, nodes, forgotten)
         body._begin()
