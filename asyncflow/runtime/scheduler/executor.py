@@ -90,10 +90,8 @@ class Executor:
     is_driven: bool = field(default=False, init=False)
     """Whether somebody is inside `drive`."""
     failures: list[tuple[int, int, BaseException]] = field(default_factory=list, init=False)
-    submitted: dict[Callable[..., None], tuple[Callable[[], bool], Callable[..., None]]] = field(
-        default_factory=dict, init=False
-    )
-    """By what is called at their ends, the firings on threads: how to withdraw each, and what takes its outcome."""
+    submitted: dict[Callable[..., None], Callable[[], bool]] = field(default_factory=dict, init=False)
+    """The firings on threads: how to withdraw each, by what takes its outcome."""
     _fed: Sequence[Buffer] = field(default=(), init=False)
     """What it is fed, and is counted only as long as it goes on."""
     _swapping: Swapping | None = field(init=False)
@@ -350,7 +348,7 @@ class Executor:
             is_awaited = False
             self.in_flight -= 1
             if self.submitted:
-                self.submitted.pop(deliver, None)
+                self.submitted.pop(take, None)
             try:
                 take(value, error, *times)
             except BaseException as raised:

@@ -144,13 +144,13 @@ def submit(
     except BaseException as error:
         deliver(None, error, Times.never())
     else:
-        executor.submitted[deliver] = withdraw, take
+        executor.submitted[take] = withdraw
 
 
 def withdraw_all(executor: Executor) -> None:
     """Withdraws the firings of a run that has been stopped which no thread has started: nobody wants them any more."""
     while executor.submitted:
-        _, (withdraw, take) = executor.submitted.popitem()
+        take, withdraw = executor.submitted.popitem()
         if withdraw():
             executor.in_flight -= 1
             take(None, Stopped(), Times.never())
