@@ -1,7 +1,8 @@
 """A loop with a trivial body over 1 to 64 simulated machines, with and without a barrier (EuroSys '18, fig. 11).
 
-Every machine counts. Without a barrier it needs nothing but the predicate, which one of them sends to all. With one,
-its next count needs those of all machines: they meet on the first, and the sum goes back.
+Every machine counts, from a number of its own: equal counters would be one. Without a barrier it needs nothing but the
+predicate, which one of them sends to all. With one, its next count needs those of all machines: they meet on the first,
+and the sum goes back.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.simulation import (
     devices,
     host_note,
     in_thread,
+    require_bodies,
     simulate,
 )
 
@@ -40,9 +42,10 @@ PAPERS_RATE = replace(ITERATION_RATE, name="rate, real time")
 PAPERS = {"without a barrier": {1: 20_581.0, 64: 2_014.0}, "with a barrier": {1: 20_581.0, 64: 809.0}}
 
 
-def build(count: int, *, barrier: bool, iterations: int) -> tuple[af.Graph, list[af.Tensor]]:
-    """The loop over `count` devices, and what each of them has counted."""
-    with af.Graph() as graph:
+def build(count: int, *, barrier: bool, iterations: int) -> tuple[list[af.Tensor], list[af.Tensor]]:
+    """The loop over `count` devices: where each of them starts, and what it has counted."""
+    with af.Graph():
+        starts = [af.placeholder("int32", ()) for _ in range(count)]
 
         def body(step: af.Tensor, *counts: af.Tensor) -> tuple[af.Tensor, ...]:
             before = counts
@@ -58,9 +61,8 @@ def build(count: int, *, barrier: bool, iterations: int) -> tuple[af.Graph, list
                     after.append(value + 1)
             return step + 1, *after
 
-        start = (np.int32(0), *[np.int32(0)] * count)
-        _, *counted = af.while_loop(lambda step, *_: step < iterations, body, start)
-    return graph, counted
+        _, *counted = af.while_loop(lambda step, *_: step < iterations, body, (np.int32(0), *starts))
+    return starts, counted
 
 
 def curves(counts: Sequence[int] = COUNTS, *, iterations: int = ITERATIONS) -> dict[str, Curve]:
@@ -68,13 +70,15 @@ def curves(counts: Sequence[int] = COUNTS, *, iterations: int = ITERATIONS) -> d
     found: dict[str, Curve] = {name: {} for name in PAPERS}
     for curve, barrier in zip(found.values(), (False, True), strict=True):
         for count in counts:
-            _, counted = build(count, barrier=barrier, iterations=iterations)
-            curve[count] = iterations / simulate(f"{count} x k40, {LINK}", partial(_run, counted)).seconds
+            starts, counted = build(count, barrier=barrier, iterations=iterations)
+            curve[count] = iterations / simulate(f"{count} x k40, {LINK}", partial(_run, starts, counted)).seconds
     return found
 
 
-async def _run(counted: list[af.Tensor], session: af.Session) -> None:
-    await session.run(counted)
+async def _run(starts: list[af.Tensor], counted: list[af.Tensor], session: af.Session) -> None:
+    if len(starts) > 1:
+        require_bodies(session.plan(counted, starts), devices(len(starts)))
+    await session.run(counted, {start: np.int32(index) for index, start in enumerate(starts)})
 
 
 async def measure(

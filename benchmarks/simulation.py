@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import asyncflow as af
+from asyncflow.compiler.plan import Crossing
 from asyncflow.devices.presets import HOSTS
 from asyncflow.testing import virtual_clock
 from benchmarks.harness import ASYNCFLOW, Figure, Result
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+    from asyncflow.compiler.plan import Plan
 
 STEPS_RATE: Final = Figure("rate, virtual time", "steps/s", higher_is_better=True)
 ITERATION_RATE: Final = Figure("rate, virtual time", "iterations/s", higher_is_better=True)
@@ -141,6 +144,22 @@ def as_results(
         for curve, points in curves.items()
         for x, value in points.items()
     ]
+
+
+def require_bodies(plan: Plan, names: Sequence[str]) -> None:
+    """Check that each of the devices computes something in a loop of a plan.
+
+    Raises:
+        AssertionError: one has no part in it, so that nothing is measured of what the loop costs over devices.
+    """
+    computing = {
+        partition.device
+        for partition in plan.partitions
+        for path, frame in partition.frames.items()
+        if path and any(node.kernel is not None and node.crossing == Crossing.NONE for node in frame.nodes)
+    }
+    idle = [name for name in names if name not in computing]
+    assert not idle, f"{', '.join(idle)}: no part in the body of a loop\n{plan.explain()}"
 
 
 def devices(count: int) -> list[str]:

@@ -69,6 +69,7 @@ PAPERS: Final[dict[str, Curve]] = {"speed-up": {8: 5.5}}
 STEPS, HIDDEN = 20, 512
 TIMELINE_STEPS = 8
 BATCHES = (64, 512)
+WIDTHS = (512, 1024, 2048)
 CPU_SIZES: Final = {"steps": 20, "batch": 64, "hidden": 256}
 LEARNING_RATE = np.float32(1e-3)
 _ONE_CPU, _TWO_CPUS = ["cpu:0"], ["cpu:0", "cpu:1"]
@@ -126,7 +127,6 @@ def simulated(count: int, *, steps: int, batch: int, hidden: int, window: int = 
     return simulate(
         f"{count} x v100, {LINK}",
         lambda session: session.run(step, {length: steps}),
-        warm_up=lambda session: session.run(step, {length: 1}),
         traced=traced,
     )
 
@@ -143,6 +143,14 @@ def curves(
         }
         found[f"batch {batch}"] = {count: seconds[1] / seconds[count] for count in counts}
     return found
+
+
+def widths(hidden: Sequence[int] = WIDTHS, *, count: int = COUNTS[-1], steps: int = STEPS) -> dict[str, Curve]:
+    """The speed-up of `count` devices over one by the units of a layer, with this runtime's host."""
+    host, batch = next(iter(DRIVERS)), BATCHES[-1]
+    with driven_by(host):
+        found = {width: curves((count,), (batch,), steps=steps, hidden=width) for width in hidden}
+    return {with_host(name, host): {width: found[width][name][count] for width in hidden} for name in found[hidden[0]]}
 
 
 # -- real --------------------------------------------------------------------------------------------------------
@@ -257,6 +265,7 @@ async def measure(
     batches: Sequence[int] = BATCHES,
     simulated_steps: int = STEPS,
     simulated_hidden: int = HIDDEN,
+    simulated_widths: Sequence[int] = WIDTHS,
 ) -> list[Result]:
     """ms per training step on this CPU, speed-ups of two devices or threads; those in virtual time, and the paper's."""
     layers = _random_layers(hidden)
@@ -286,11 +295,14 @@ async def measure(
     found = await in_thread(
         lambda: by_host(lambda: curves(counts, batches, steps=simulated_steps, hidden=simulated_hidden))
     )
+    by_width = await in_thread(lambda: widths(simulated_widths, count=max(counts), steps=simulated_steps))
     case = _simulated_case("{curve}", "{x}", simulated_steps, simulated_hidden)
+    of_width = f"{LAYERS} layers, hidden {{x}}, {{curve}}, {simulated_steps} steps, devices: {max(counts)}"
     return [
         *results,
         *speed_ups(results),
         *as_results(NAME, found, SIMULATED_SPEED_UP, case),
+        *as_results(NAME, by_width, SIMULATED_SPEED_UP, of_width),
         *as_results(NAME, PAPERS, PAPERS_SPEED_UP, f"{LAYERS} layers, devices: {{x}}", system=PAPER),
     ]
 

@@ -15,6 +15,7 @@ import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
 from benchmarks.plots import draw_bars
+from benchmarks.simulation import require_bodies
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -37,7 +38,8 @@ def _loop(system: Any, iterations: int, *, crossing: bool) -> Any:
         return step + 1, total
 
     with system.device("/cpu:0" if system is not af else "cpu:0"):
-        return system.while_loop(lambda step, _: step < iterations, body, (np.int64(0), np.int64(0)))
+        # Equal counters would be one.
+        return system.while_loop(lambda step, _: step < iterations, body, (np.int64(0), np.int64(1)))
 
 
 def _tensorflow(tensorflow: TensorFlow, iterations: int, *, crossing: bool) -> Callable[[], Any]:
@@ -61,6 +63,7 @@ async def measure(peers: Peers = NO_PEERS, *, repeats: int = 5, iterations: int 
         with af.Graph() as graph:
             counters = _loop(af, iterations, crossing=crossing)
         async with af.Session(graph, devices=["cpu:0", "cpu:1"]) as session:
+            require_bodies(session.plan(counters), ["cpu:0", "cpu:1"])
 
             async def ours(session: af.Session = session, counters: Any = counters) -> Any:
                 return await session.run(counters)

@@ -1,0 +1,267 @@
+"""CONFORMANCE 114: a simulated figure in the docs is what its command prints.
+
+A row has the command, words of the page that state figures, and the way to find each of them among the command's.
+Change a figure on the page and in its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import pytest
+
+import asyncflow as af
+from benchmarks import (
+    dependency_patterns,
+    distributed_loop,
+    dynamic_unrolling,
+    parallel_iterations,
+    stacked_lstm,
+    stacked_lstm_training,
+    white_paper_pipelines,
+)
+from benchmarks.simulation import Curve, by_host, require_bodies, simulate
+
+PAGE = " ".join((Path(__file__).parents[2] / "docs/performance.md").read_text().split())
+
+OURS, CPP = "this runtime", "a thread a device"
+
+Curves: TypeAlias = Mapping[str, Curve]
+
+
+class Row(NamedTuple):
+    """Figures of one sentence.
+
+    Attributes:
+        command: the workload of ``python -m benchmarks``.
+        words: of the page.
+        values: figures in these words, as the page has them.
+        found: the same, of the command's curves.
+        tolerance: largest relative difference, for the digits that the page leaves out.
+    """
+
+    command: str
+    words: str
+    values: tuple[float, ...]
+    found: Callable[[Curves], tuple[float, ...]]
+    tolerance: float = 0.02
+
+
+def _unrolling() -> dict[str, Curve]:
+    return by_host(lambda: {"": dynamic_unrolling.curve((64, 256, 512), **dynamic_unrolling.SIZES)})
+
+
+def _stacked() -> dict[str, Curve]:
+    sizes = {"hidden 512": stacked_lstm.SIZES, "hidden 1024": stacked_lstm.LARGE}
+    return {
+        f"{name}, {curve}": points
+        for name, size in sizes.items()
+        for curve, points in by_host(
+            partial(stacked_lstm.curves, (1, 8), steps=stacked_lstm.SIMULATED_STEPS, **size)
+        ).items()
+    }
+
+
+def _training() -> dict[str, Curve]:
+    return {
+        **by_host(partial(stacked_lstm_training.curves, (8,))),
+        "widths": stacked_lstm_training.widths((1024, 2048))[f"batch 512, {OURS}"],
+    }
+
+
+def _patterns() -> dict[str, Curve]:
+    return by_host(partial(dependency_patterns.curves, (1, 8)))
+
+
+def _pipelines() -> dict[str, Curve]:
+    return by_host(lambda: {name: white_paper_pipelines.curve(name) for name in white_paper_pipelines.PIPELINES})
+
+
+COMMANDS: Mapping[str, Callable[[], Curves]] = {
+    "dependency_patterns": _patterns,
+    "distributed_loop": lambda: by_host(lambda: distributed_loop.curves((2, 64))),
+    "dynamic_unrolling": _unrolling,
+    "parallel_iterations": lambda: by_host(lambda: {"": parallel_iterations.curve((1, 8, 32))}),
+    "stacked_lstm": _stacked,
+    "stacked_lstm_training": _training,
+    "white_paper_pipelines": _pipelines,
+}
+
+ROWS = [
+    Row(
+        "dynamic_unrolling",
+        "the loop takes 1.20 of the time at batch 64, 1.06 at 256 and 1.01 at 512",
+        (1.20, 1.06, 1.01),
+        lambda c: (c[CPP][64], c[CPP][256], c[CPP][512]),
+        0.005,
+    ),
+    Row(
+        "dynamic_unrolling",
+        "1.31 of it, and 1.05 at batch 512",
+        (1.31, 1.05),
+        lambda c: (c[OURS][64], c[OURS][512]),
+        0.005,
+    ),
+    Row(
+        "stacked_lstm_training",
+        "is 7.1 times as fast as on one at batch 64, and 6.0 times at 512",
+        (7.1, 6.0),
+        lambda c: (c[f"batch 64, {CPP}"][8], c[f"batch 512, {CPP}"][8]),
+    ),
+    Row(
+        "stacked_lstm_training",
+        "5.5 times as fast as one with 2,048 units a layer, 1.7 times with 1,024, and with 512 units 0.59 times",
+        (5.5, 1.7, 0.59),
+        lambda c: (c["widths"][2048], c["widths"][1024], c[f"batch 512, {OURS}"][8]),
+    ),
+    Row("stacked_lstm_training", "(0.50 times at batch 64)", (0.50,), lambda c: (c[f"batch 64, {OURS}"][8],)),
+    Row(
+        "parallel_iterations",
+        "32 iterations at once are 7.5 times as fast as one, and 8 are as fast as 32",
+        (7.5, 1.0),
+        lambda c: (c[CPP][32] / c[CPP][1], c[CPP][8] / c[CPP][32]),
+    ),
+    Row(
+        "parallel_iterations",
+        "With this runtime's host they are 1.8 times as fast",
+        (1.8,),
+        lambda c: (c[OURS][32] / c[OURS][1],),
+    ),
+    Row(
+        "dependency_patterns",
+        "6,100, 4,400 and 1,700 iterations/s on eight",
+        (6100, 4400, 1700),
+        lambda c: tuple(c[f"{name}, {CPP}"][8] for name in dependency_patterns.PATTERNS),
+        0.03,
+    ),
+    Row(
+        "dependency_patterns",
+        "1,500, 460 and 540 iterations/s on eight, 6,150 on one",
+        (1500, 460, 540, 6150),
+        lambda c: (
+            *(c[f"{name}, {OURS}"][8] for name in dependency_patterns.PATTERNS),
+            c[f"independent, {OURS}"][1],
+        ),
+    ),
+    Row(
+        "distributed_loop",
+        "from 15 times at two to 4.3 at 64",
+        (15, 4.3),
+        lambda c: tuple(c[f"without a barrier, {CPP}"][n] / c[f"with a barrier, {CPP}"][n] for n in (2, 64)),
+        0.04,
+    ),
+    Row(
+        "distributed_loop",
+        "1.6 times at two machines and 3.3 at 64, where they make 1,650 iterations/s without a barrier and 500",
+        (1.6, 3.3, 1650, 500),
+        lambda c: (
+            *(c[f"without a barrier, {OURS}"][n] / c[f"with a barrier, {OURS}"][n] for n in (2, 64)),
+            c[f"without a barrier, {OURS}"][64],
+            c[f"with a barrier, {OURS}"][64],
+        ),
+    ),
+    Row(
+        "white_paper_pipelines",
+        "eight synchronous replicas are 4.7 times as fast as one, and asynchronous ones another 12 % faster",
+        (4.7, 1.12),
+        lambda c: (
+            c[f"data parallel, synchronous, {CPP}"][8] / c[f"data parallel, synchronous, {CPP}"][1],
+            c[f"data parallel, asynchronous, {CPP}"][8] / c[f"data parallel, synchronous, {CPP}"][8],
+        ),
+    ),
+    Row(
+        "white_paper_pipelines",
+        "four replicas are 2.3 times as fast as one, and eight slower than four. Asynchronous ones suffer most, 200 "
+        "steps/s with four and 100 with eight",
+        (2.3, 200, 100),
+        lambda c: (
+            c[f"data parallel, synchronous, {OURS}"][4] / c[f"data parallel, synchronous, {OURS}"][1],
+            c[f"data parallel, asynchronous, {OURS}"][4],
+            c[f"data parallel, asynchronous, {OURS}"][8],
+        ),
+        0.03,
+    ),
+    Row(
+        "white_paper_pipelines",
+        "up to 5.1 times as fast with a thread a device; with this runtime's host 1.6 times on two devices",
+        (5.1, 1.6),
+        lambda c: (
+            c[f"model parallel, {CPP}"][8] / c[f"model parallel, {CPP}"][1],
+            c[f"model parallel, {OURS}"][2] / c[f"model parallel, {OURS}"][1],
+        ),
+    ),
+    Row(
+        "white_paper_pipelines",
+        "2.6 times as many runs a second with a thread a device, and 1.13 times with this runtime's host",
+        (2.6, 1.13),
+        lambda c: tuple(c[f"concurrent steps, {host}"][8] / c[f"concurrent steps, {host}"][1] for host in (CPP, OURS)),
+        0.03,
+    ),
+    Row(
+        "stacked_lstm",
+        "eight are 5.6 times as fast as one at hidden 512, and 5.4 times at 1024",
+        (5.6, 5.4),
+        lambda c: tuple(
+            c[f"hidden {size}, 32 steps at once, {CPP}"][8] / c[f"hidden {size}, 32 steps at once, {CPP}"][1]
+            for size in (512, 1024)
+        ),
+    ),
+    Row(
+        "stacked_lstm",
+        "760 steps/s for 1,900, and each device more adds copies and calls of regions to its work: 330 steps/s",
+        (760, 1900, 330),
+        lambda c: (
+            c[f"hidden 512, 32 steps at once, {OURS}"][1],
+            c[f"hidden 512, 32 steps at once, {CPP}"][1],
+            c[f"hidden 512, 32 steps at once, {OURS}"][8],
+        ),
+    ),
+]
+
+
+@cache
+def curves(command: str) -> Curves:
+    """What a command prints, of the points that the page has."""
+    return COMMANDS[command]()
+
+
+def test_114_figures_stand_on_the_page() -> None:
+    assert [row.words for row in ROWS if row.words not in PAGE] == []
+    assert {row.command for row in ROWS} == set(COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_114_figures_are_what_their_commands_print(command: str) -> None:
+    """CONFORMANCE 114."""
+    found = {row.words: row.found(curves(command)) for row in ROWS if row.command == command}
+    wrong = [
+        (row.words, found[row.words])
+        for row in ROWS
+        if row.command == command and found[row.words] != pytest.approx(row.values, rel=row.tolerance)
+    ]
+    assert wrong == []
+
+
+def test_a_loop_that_is_cut_has_a_part_on_each_device() -> None:
+    """Equal counters are joined, so that a loop of them measures nothing on all machines but one."""
+    with af.Graph():
+        same = af.while_loop(lambda i, *_: i < 3, _counting, (0, 0, 0))
+
+    async def run(session: af.Session) -> None:
+        with pytest.raises(AssertionError, match=r"sim:1: no part in the body of a loop"):
+            require_bodies(session.plan(same), ["sim:0", "sim:1"])
+
+    simulate("2 x k40, ethernet10", run)
+    assert distributed_loop.curves((2,), iterations=3).keys() == set(distributed_loop.PAPERS)
+
+
+def _counting(step: af.Tensor, *counts: af.Tensor) -> tuple[af.Tensor, ...]:
+    after = []
+    for device, count in zip(("sim:0", "sim:1"), counts, strict=True):
+        with af.device(device):
+            after.append(count + 1)
+    return step + 1, *after
