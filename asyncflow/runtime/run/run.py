@@ -165,9 +165,12 @@ class Run:
             self._is_busy = False
             self.on_quiet()
 
-    def leaves_to_caller(self, step: Callable[[], object]) -> bool:
-        """Leave a step to the caller's task and return True, if the run goes on there alone and this is not there."""
-        if not self.in_caller or self.is_in_caller or self.is_stopped:
+    def leaves_to_caller(self, step: Callable[[], object], *, later: bool = False) -> bool:
+        """Leave a step to the caller's task and return True, if the run goes on there alone and this is not there.
+
+        With `later` the step is left to it there as well: this may be in the middle of a kernel of the run.
+        """
+        if not self.in_caller or (self.is_in_caller and not later) or self.is_stopped:
             return False
         self._steps[step] = None
         if self.awaited is not None and not self.awaited.done():

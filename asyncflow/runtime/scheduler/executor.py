@@ -581,7 +581,7 @@ class Executor:
             self.check_quiet()
         elif not self.is_driven:  # else it goes on anyway
             if self.run.in_caller:
-                if not self.run.leaves_to_caller(self.drive_in_caller):
+                if not self.run.leaves_to_caller(self.drive_in_caller, later=later):
                     self.drive_in_caller()
                 return
             turn = self.run.turn
