@@ -110,7 +110,15 @@ TINY = {
         repeats=2, batches=(2,), steps=3, hidden=4, simulated_batches=(2,), simulated_sizes={"steps": 3, "hidden": 4}
     ),
     "stacked_lstm_training": lambda: stacked_lstm_training.measure(
-        repeats=2, steps=2, batch=2, hidden=4, counts=(1, 2), batches=(2,), simulated_steps=2, simulated_hidden=4
+        repeats=2,
+        steps=2,
+        batch=2,
+        hidden=4,
+        counts=(1, 2),
+        batches=(2,),
+        simulated_steps=2,
+        simulated_hidden=4,
+        simulated_widths=(4,),
     ),
     "trees": lambda: trees.measure(repeats=1, fc_sizes=((4, 2, 3),), lstm_sizes=((2, 3),), files=12),
     "vertex_models": lambda: vertex_models.measure(repeats=1, batches=(1,), hiddens=(3,), at=(2, 3), sizes=TINY_MODELS),

@@ -85,7 +85,15 @@ def test_the_speed_up_is_drawn_beside_the_papers(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(stacked_lstm_training, name, value)
     results = af.run(
         stacked_lstm_training.measure(
-            repeats=1, steps=2, batch=2, hidden=4, counts=(1, 2), batches=(2,), simulated_steps=2, simulated_hidden=4
+            repeats=1,
+            steps=2,
+            batch=2,
+            hidden=4,
+            counts=(1, 2),
+            batches=(2,),
+            simulated_steps=2,
+            simulated_hidden=4,
+            simulated_widths=(4,),
         )
     )
     assert [result.median for result in results if result.system == PAPER] == [5.5]
