@@ -35,7 +35,7 @@ _PLAIN = ("_base", "_taken", "around", "effects", "label", "lock", "remarks", "s
 
 
 class Forgotten(dict[Node, Any]):
-    """What a revived graph keeps for nodes, and refuses to tell of those for which the graph before it kept some."""
+    """Notes of a revived graph for nodes; those of nodes for which the graph before it kept some are refused."""
 
     def __init__(self, nodes: frozenset[int]) -> None:
         super().__init__()

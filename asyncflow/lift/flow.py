@@ -17,8 +17,8 @@ from asyncflow.lift.parted import parted_at
 from asyncflow.ops.rows.rule import has_rows_on_demand, outputs_with_rows
 
 
-class Rows(NamedTuple):
-    """What is known of the values of some nodes.
+class RowFlow(NamedTuple):
+    """The flow of rows through some nodes: their values that have rows, and arrays that get some.
 
     Attributes:
         known: True for each value that has rows, and False for each other one.
@@ -31,11 +31,11 @@ class Rows(NamedTuple):
     demanded: set[Tensor]
 
 
-Memo: TypeAlias = "dict[tuple[Subgraph, tuple[bool, ...]], Rows]"
+Memo: TypeAlias = "dict[tuple[Subgraph, tuple[bool, ...]], RowFlow]"
 """What was found of bodies, by which of their inputs have rows; for one question, as gradients add to bodies."""
 
 
-def find_rows(nodes: Iterable[Node], given: Mapping[Tensor, bool], memo: Memo | None = None) -> Rows:
+def find_rows(nodes: Iterable[Node], given: Mapping[Tensor, bool], memo: Memo | None = None) -> RowFlow:
     """Return which values that `nodes` make have rows, as far as these depend on what is given."""
     arrays: set[Tensor] = set()
     memo = {} if memo is None else memo
@@ -47,9 +47,9 @@ def find_rows(nodes: Iterable[Node], given: Mapping[Tensor, bool], memo: Memo | 
         arrays |= more
 
 
-def _found_with(nodes: Iterable[Node], given: Mapping[Tensor, bool], arrays: set[Tensor], memo: Memo) -> Rows:
+def _found_with(nodes: Iterable[Node], given: Mapping[Tensor, bool], arrays: set[Tensor], memo: Memo) -> RowFlow:
     """See `find_rows`; of the arrays that the nodes make, `arrays` have rows."""
-    rows = Rows(dict(given), {x: {x} for x in given if x.dtype == VARIANT}, set())
+    rows = RowFlow(dict(given), {x: {x} for x in given if x.dtype == VARIANT}, set())
     for node in nodes:
         if not node.outputs or node.outputs[0] in rows.known or not all(x in rows.known for x in node.inputs):
             continue
@@ -115,7 +115,7 @@ def _closed(made: Sequence[set[int]]) -> list[set[int]]:
         made = wider
 
 
-def _of_body(body: Subgraph, inputs: Sequence[bool], memo: Memo) -> Rows:
+def _of_body(body: Subgraph, inputs: Sequence[bool], memo: Memo) -> RowFlow:
     """Return what is known of the values of a body, given which inputs have rows."""
     key = body, tuple(inputs)
     if key not in memo:

@@ -40,7 +40,7 @@ class Raised(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        """What is written down of an error."""
+        """Return the record of an error."""
         kind = next(each for each in type(error).__mro__ if _known(each.__name__) is each)
         name, module = type(error).__qualname__, type(error).__module__
         reason = str(getattr(error, "reason", ""))
@@ -131,7 +131,7 @@ class CallReplay(CallLog):
         self.outcomes[:] = reversed(outcomes)
 
     def call(self, function: Callable[..., Value], values: Sequence[Value]) -> Value:
-        """What the next call gave.
+        """Return the result of the next call.
 
         Raises:
             ReplayError: there was none, or its result is not in the record.

@@ -257,7 +257,7 @@ class RowKernel(PausingKernel):
         columns: list[Iterator[Value]] = [] if told is None else [iter(told)]
         columns += [self._column(x) if own else repeat(x) for x, own in zip(inputs, self._has_rows, strict=True)]
         rows = zip(*columns, strict=False) if columns else repeat(())
-        return _Rows(self, numbers, rows, limit_ns).go_on()
+        return _RowsOfFiring(self, numbers, rows, limit_ns).go_on()
 
     def _column(self, x: Array) -> Iterator[Array]:
         if self._keeps and x.ndim > 1:
@@ -265,14 +265,14 @@ class RowKernel(PausingKernel):
         return iter(x) if self._xp is np else map(x.__getitem__, range(x.shape[0]))
 
     def stacked(self, results: Sequence[Any]) -> tuple[Array, ...]:
-        """What all rows gave, with the row axis in front."""
+        """Stack the results of all rows, with the row axis in front."""
         columns: list[Sequence[Any]] = [results] if self.single else list(zip(*results, strict=True))
         columns = columns or [()] * len(self._specs)
         found = [_stacked(self._xp, spec, column) for spec, column in zip(self._specs, columns, strict=True)]
         return self.checked(tuple(found))
 
 
-class _Rows(Paused):
+class _RowsOfFiring(Paused):
     """The rows of one firing, as far as they are computed."""
 
     __slots__ = ("_kernel", "_limit_ns", "_numbers", "_results", "_rows")
