@@ -28,6 +28,7 @@ WHOLE_BEHAVIOUR = {
 
 NO_MODULE = {
     "benchmarks/test_benchmarks.py": "runs all of them",
+    "benchmarks/test_figures.py": "compares what they print with the pages",
     "examples/test_examples.py": "runs all of them",
     "ops/test_host_inputs.py": "asks all ops what their kernels read on the host",
 }
