@@ -15,7 +15,7 @@ import numpy as np
 from asyncflow.errors import FeedError, brief
 from asyncflow.graph.assumptions import Assumption, assume
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import bound_kernel
 from asyncflow.graph.shapes import is_static, size_of
@@ -139,6 +139,23 @@ def _origins(tensors: Iterable[Tensor]) -> set[Tensor]:
             outer = outer_tensor(x) if x.node.op is PARAMETER else None
             pending += x.node.inputs if outer is None else [outer]
     return found
+
+
+def keep_outside(body: Subgraph) -> None:
+    """Carry what a body is built on over to the tensors that it captures, before its nodes are taken back.
+
+    A conclusion from values that the body computes becomes one about each captured value that leads there.
+    """
+    captured = {inner: outer for outer, inner in body.captures.items()}
+    for each in list(body.root.assumptions.values()):
+        sources = [captured[x] for x in _origins(each.tensors) if x in captured]
+        if sources and all(x in captured for x in each.tensors):
+            assume(each.rule, tuple(captured[x] for x in each.tensors), each.value, each.location)
+            continue
+        for source in sources:
+            value = KnownValues().value(source)
+            if value is not None:
+                assume(_VALUE, (source,), value, each.location)
 
 
 def refuse_contradictions(assumptions: Iterable[Assumption], fed: Mapping[Tensor, Array]) -> None:

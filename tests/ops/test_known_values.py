@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -120,3 +121,27 @@ def test_explore_refuses_it_as_a_run_does(graph: af.Graph) -> None:
     y = af.zeros(n)
     with pytest.raises(af.FeedError, match="built for"):
         explore(graph, [y], {n: 4})
+
+
+LIFTED: dict[str, Callable[[af.Tensor], af.Tensor]] = {
+    "captured": lambda n: af.map_fn(lambda x: af.zeros(n) + x, af.ones(2)),
+    "computed in the body": lambda n: af.map_fn(
+        lambda x: af.reshape(af.ones(12), af.stack([n, 12 // n])) + x, af.ones(2)
+    ),
+    "in a derivative": lambda n: af.vmap(lambda x: af.gradients(af.sum(af.ones(n) * x), x))(af.ones(2)),
+    "computed outside": lambda n: af.vmap(lambda x: af.zeros(n * 2 - 1) + x)(af.ones(2)),
+    "rows of rows": lambda n: af.vmap(af.vmap(lambda x: af.sum(af.ones(n)) * x))(af.ones((2, 2))),
+}
+
+
+@pytest.mark.parametrize("name", LIFTED)
+async def test_103_bodies_that_are_lifted_are_built_on_what_they_capture(name: str) -> None:
+    """The nodes of the body go; what they were built on holds for the nodes over all rows."""
+    with af.Graph() as graph:
+        n = af.constant(3)
+        y = LIFTED[name](n)
+    async with af.Session(graph) as session:
+        as_it_is = await session.run(y)
+        np.testing.assert_array_equal(await session.run(y, {n: 3}), as_it_is)
+        with pytest.raises(af.FeedError, match="the fed value contradicts it"):
+            await session.run(y, {n: 2})
