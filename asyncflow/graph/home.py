@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, cast
 from weakref import ref
 
 from asyncflow.errors import GraphError
@@ -102,6 +102,10 @@ class Home:
     def graph(self) -> Graph:
         """The graph, which is made anew if it was gone."""
         return self.ref() or self.revived()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be pickled, as the graph does."""
+        self.graph.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Home:
         """Return the home of a copy of the graph."""

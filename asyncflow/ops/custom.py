@@ -90,7 +90,7 @@ class CustomOp(Generic[P]):
         self._is_stateful = self._has_effects(stateful)
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
-        calls = _Calls(function, is_async)
+        calls = _Calls(function, is_async, self.name)
         self.op = Op(
             self.name,
             declared_specs,
@@ -209,6 +209,10 @@ class _Calls:
 
     function: Callable[..., Any]
     is_async: bool
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
 
     def effects(self, node: Node) -> Effects:
         """Each call may change what only calls of this function do."""

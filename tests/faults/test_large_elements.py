@@ -120,9 +120,9 @@ async def test_what_a_graph_has_made_is_not_copied(
     """It is locked; whoever fetches it, too, gets a copy that is nobody else's."""
     made, put = list[Any](), queue_ops.put
 
-    def noted(queue: Any, elements: Any, what: str) -> Any:
+    def noted(queue: Any, elements: Any, *rest: Any) -> Any:
         made.extend(elements)
-        return put(queue, elements, what)
+        return put(queue, elements, *rest)
 
     monkeypatch.setattr(queue_ops, "put", noted)
     copying.opened.set()
