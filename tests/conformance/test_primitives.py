@@ -364,14 +364,14 @@ async def test_a_control_trigger_runs_although_its_inputs_are_dead(graph: af.Gra
 
 
 async def test_a_control_trigger_works_inside_a_frame(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 6: once in each iteration."""
+    """CONFORMANCE 6: once in each iteration; nothing orders what iterations do on several devices."""
     journal, loop = Journal(), counting_loop(2)
     with af.control_dependencies([-loop.i]):  # dead in the last iteration
         trigger = af.raw.control_trigger()
     with af.control_dependencies([trigger]):
         note = journal.note("iteration", loop.every)
     await run([loop.total, note])
-    assert journal.entries == [("iteration", 0), ("iteration", 1), ("iteration", 2)]
+    assert sorted(journal.entries) == [("iteration", 0), ("iteration", 1), ("iteration", 2)]
 
 
 # -- 7 - 11 ------------------------------------------------------------------------------------------------------
