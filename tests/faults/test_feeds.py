@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 from collections import UserDict
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +14,14 @@ import asyncflow as af
 from tests.faults.kernels import CoroutineGate, in_flight
 
 Run = Callable[..., Awaitable[Any]]
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    first: Any
+    second: Any
+
 
 WRONG_DTYPES: dict[str, tuple[str, Any, str]] = {
     "text for a number": ("float32", "1", "str"),
@@ -356,6 +364,11 @@ async def test_a_key_may_be_a_nest_of_tensors_and_names(graph: af.Graph) -> None
     async with af.Session(graph) as session:
         assert (await session.run(total, {(x, ("y", z)): ([1.0, 2.0], (3.0, 4.0))})).tolist() == [7.0, 10.0]
         assert (await session.run(total, {(x,): (np.ones(2),), (y, z): (3.0, 4.0)})).tolist() == [7.0, 7.0]
+        named = Pair(Pair(x, y), z)
+        for fetches in (total, [total]):  # two kinds of runs, each begun twice
+            for factor in (1.0, 2.0):
+                found = np.ravel(await session.run(fetches, {named: Pair(Pair(np.ones(2), factor), 4.0)}))
+                assert found.tolist() == [factor + 4.0] * 2
         for feeds, message in (
             ({(x, y): [1.0, 2.0], z: 4.0}, r"a nest like its key, .*: expected a tuple of 2 values, got a list of 2"),
             ({(x,): np.ones(2), (y, z): (3.0, 4.0)}, r"a nest like its key"),

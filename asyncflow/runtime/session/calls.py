@@ -11,7 +11,7 @@ from asyncflow.compiler.program.request import Fetch, PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph import nest
 from asyncflow.graph.builtin import PLACEHOLDER
-from asyncflow.graph.feeds import Feeds, feed_targets
+from asyncflow.graph.feeds import Feeds, as_feeds, feed_targets
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.known_values import assumptions_about, refuse_contradictions
 from asyncflow.pickling import NotPickled
@@ -158,28 +158,39 @@ class CallCache:
         """A call that is not remembered."""
         return Call(fetches, feeds, self.graph, regions=self.regions, streams=streams)
 
-    def of_run(self, fetches: Nest, feeds: Feeds) -> Call:
-        """The call of a run, remembered if it fetches a tensor or a flat list or tuple of tensors."""
+    def of_run(self, fetches: Nest, feeds: object) -> tuple[Call, tuple[Value, ...]]:
+        """The call of a run, and its values to feed.
+
+        The call is remembered if it fetches a tensor or a flat list or tuple of tensors.
+
+        Raises:
+            FeedError: `feeds` is no mapping, or a value is not a nest like its key.
+        """
+        fed: Feeds = feeds if type(feeds) is dict else as_feeds(feeds)
+        # This is passed by every run, so it spells out `tensor.graph.root`, and looks for nested keys last.
         kind = type(fetches)
+        tensor: object = None
         if kind is Tensor or kind is OnDevice:
-            first, key = fetches, (fetches, *feeds)
+            tensor, key = fetches, (fetches, *fed)
         elif kind in (list, tuple) and fetches and all(isinstance(fetch, _REMEMBERED) for fetch in fetches):
-            first, key = fetches[0], (kind, len(fetches), *fetches, *feeds)
-        else:
-            return self.new(fetches, tuple(feeds))
-        tensor = first.fetch if isinstance(first, OnDevice) else first
-        if not isinstance(tensor, Tensor):
-            return self.new(fetches, tuple(feeds))
-        # As `tensor.graph.root`, which takes two calls: this line is passed by every run.
-        home = tensor.node._home
-        graph = home.ref() or home.graph
-        calls = self.plans.of(graph.root if graph.is_subgraph else graph).calls
-        call: Call | None = calls.get(key)
-        if call is None:
+            tensor, key = fetches[0], (kind, len(fetches), *fetches, *fed)
+        if type(tensor) is OnDevice:
+            tensor = tensor.fetch
+        calls: dict[object, Call] | None = None
+        if isinstance(tensor, Tensor):
+            home = tensor.node._home
+            graph = home.ref() or home.graph
+            calls = self.plans.of(graph.root if graph.is_subgraph else graph).calls
+            if (call := calls.get(key)) is not None:
+                return call, tuple(fed.values())
+        if any(isinstance(each, tuple) for each in fed):
+            return self.of_run(fetches, as_feeds(fed))
+        call = self.new(fetches, tuple(fed))
+        if calls is not None:
             if len(calls) >= _MOST_CALLS:
                 calls.clear()
-            call = calls[key] = self.new(fetches, tuple(feeds))
-        return call
+            calls[key] = call
+        return call, tuple(fed.values())
 
     def of_function(self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value]) -> Call:
         """The call of a traced `@af.function`, whose graph serves no other."""

@@ -392,10 +392,7 @@ class Session(CheckpointedSession, NotPickled):
         Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
         """
         self._bind()
-        if type(feeds) is not dict or tuple in map(type, feeds):
-            feeds = as_feeds(feeds)
-        call = self._calls.of_run(fetches, feeds)
-        values = tuple(feeds.values())
+        call, values = self._calls.of_run(fetches, feeds)
         if record is not None:
             if not isinstance(record, str | Path):
                 raise TypeError(f"record= is a path to write; got {record!r}")
@@ -515,9 +512,8 @@ class Session(CheckpointedSession, NotPickled):
 
         async def work(is_wanted: Callable[[], bool]) -> Nest:
             self._bind()
-            fed = as_feeds(feeds)
-            call = self._calls.of_run(fetches, fed)
-            return await self.run_call(call, tuple(fed.values()), timeout, priority=priority, is_wanted=is_wanted)
+            call, values = self._calls.of_run(fetches, feeds)
+            return await self.run_call(call, values, timeout, priority=priority, is_wanted=is_wanted)
 
         thread_call = ThreadCall(self._loop, work)
         self._loop.call_soon_threadsafe(thread_call.start)
@@ -544,14 +540,13 @@ class Session(CheckpointedSession, NotPickled):
             FeedError, FetchError, KernelError: as in `run`.
         """
         self._bind()
-        fed = as_feeds(feeds)
         most = self._options.max_runs
         given: object = sizes  # which callers may get wrong
         counts = given if isinstance(given, Sequence) else ()
         if not counts or any(type(n) is not int or n < 1 or (most is not None and n > most) for n in counts):
             limit = "" if most is None else f" up to max_runs={most}"
             raise ValueError(f"warm_up: sizes has positive integers{limit}, how many run at a time; got {brief(sizes)}")
-        return await self._runs.warm_up(self._calls.of_run(fetches, fed), tuple(fed.values()), sizes)
+        return await self._runs.warm_up(*self._calls.of_run(fetches, feeds), sizes)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
