@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncflow.graph.build import graph_for
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode, levels
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis
@@ -21,6 +22,7 @@ class PartedRows:
 
     Attributes:
         node: the branch or loop over one row.
+        around: the graph that it stands in, which notes what its gradient needs; lifting drops that graph.
         inputs: what it was given for the rows: tensors of the body.
         rows: the axis.
         count: how many rows there are.
@@ -30,6 +32,7 @@ class PartedRows:
     """
 
     node: StructuredNode
+    around: Graph
     inputs: tuple[LiftedValue, ...]
     rows: RowAxis
     count: Tensor
@@ -65,7 +68,7 @@ def parting(
 
     def note(outputs: Sequence[LiftedValue]) -> None:
         made = tuple(graph.nodes[first:])
-        parted = PartedRows(node, given, rows, count, numbers, tuple(y.tensor for y in outputs), made)
+        parted = PartedRows(node, node.graph, given, rows, count, numbers, tuple(y.tensor for y in outputs), made)
         graph.parted.update(dict.fromkeys(made, parted))
 
     return note

@@ -61,6 +61,18 @@ def loops_in_branches(x: Any, w: Any) -> Any:
 BODIES = [grown, counted, loop_in_loop, fixed_loop_in_loop, branch_in_loop, piece_in_loop, loops_in_branches]
 
 
+@pytest.mark.parametrize("body", [branch_in_loop, loops_in_branches])
+def test_gradients_inside_rows_of_rows_are_built(body: Any) -> None:
+    """Lifting the inner rows drops their body, whose notes on what branches save the outer rows still need."""
+
+    def slope(x: Any) -> Any:
+        return af.gradients(af.sum(body(x, W)), [x])[0]
+
+    with af.Graph():
+        x = af.placeholder("float64", (None, None, 3))
+        assert af.map_fn(partial(af.map_fn, slope), x, lift=True).spec == x.spec
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("body", "regions"), [*((body, True) for body in BODIES), (counted, False)])
 async def test_gradients_of_loops_of_rows(body: Any, regions: bool) -> None:
