@@ -146,19 +146,23 @@ class UserCost(MeasuredCost):
         return max([proof.needed for proof in self._proofs])
 
     def _is_proved(self) -> bool:
-        slow = self._count()
+        slow = needed = 0
+        for proof in self._proofs:  # as `_count` and `_needed`; every firing looks
+            slow += proof.slow
+            if proof.needed > needed:
+                needed = proof.needed
         if slow != self._slow:
             self._slow, self._short = slow, 0
-        return self._short >= self._needed()
+        return self._short >= needed
 
     def predict_ns(self, size: int) -> float:
         """The expected time of a call on work of ``size``; infinite if it seems short and that is not proved."""
-        expected_ns = super().predict_ns(size) + self._deviation_ns
+        expected_ns = MeasuredCost.predict_ns(self, size) + self._deviation_ns
         return expected_ns if expected_ns > INLINE_LIMIT_NS or self._is_proved() else inf
 
     def measured_ns(self, size: int) -> float | None:
         """The expected time, proved or not, if there was any call."""
-        return super().predict_ns(size) if self._measured else None
+        return MeasuredCost.predict_ns(self, size) if self._measured else None
 
     def observe(self, size: int, ns: int) -> None:
         """Learn that a call on work of ``size`` took ``ns`` nanoseconds by the clock."""
@@ -173,8 +177,8 @@ class UserCost(MeasuredCost):
                 proof.slow += 1
                 proof.needed = _PROVING_CALLS if is_rare else _MORE_PROOF * proof.needed
             self._slow, self._short = self._count(), 0
-        off_ns = abs(ns - super().predict_ns(size)) if self._measured > 1 else 0.0
-        super().observe(size, ns)
+        off_ns = abs(ns - MeasuredCost.predict_ns(self, size)) if self._measured > 1 else 0.0
+        MeasuredCost.observe(self, size, ns)
         self._deviation_ns += _WEIGHT * (off_ns - self._deviation_ns)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import asyncflow as af
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.runtime.run import runs as runs_module
 from asyncflow.runtime.run.run import Run
+from tests.clocks import WorkClock
 
 WEIGHTS = np.eye(64, dtype=np.float32)
 ROWS = np.ones((2, 64), np.float32)
@@ -115,19 +118,77 @@ async def test_long_kernels_and_large_arrays_take_the_scheduler(runs: list[Run])
         assert len(runs) == 2
 
 
-async def test_what_may_wait_or_is_the_users_takes_the_scheduler(runs: list[Run]) -> None:
-    @af.op(outputs=af.spec("float32", (None,)))
-    def own(x: Any) -> Any:
-        return x + 1
-
+async def test_what_may_wait_takes_the_scheduler(runs: list[Run]) -> None:
     with af.Graph():
         x = af.placeholder("float32", (None,))
-        mine = own(x)
         loop = af.while_loop(lambda v: af.sum(v) < 10, lambda v: v + 1, x)
         random = x + af.random.normal((3,), dtype="float32")
     async with af.Session() as session:
-        for y in (mine, loop, random):
+        for y in (loop, random):
             assert session.plan(y, [x]).single_call is None
+
+
+WHO: ContextVar[str] = ContextVar("who")
+
+
+@pytest.mark.parametrize("is_region", [False, True])
+async def test_a_users_function_that_is_short_needs_no_scheduler(
+    is_region: bool, runs: list[Run], work: WorkClock
+) -> None:
+    """Until it has proved to be short it takes one, and again once it is slow: its other rows then go to a thread."""
+    seen: list[tuple[bool, str]] = []
+    slow: list[float] = []
+    here = threading.get_ident()
+
+    @af.op(outputs=af.spec("float64", ()))
+    def own(v: Any) -> Any:
+        with pytest.raises(af.GraphError, match="no graph is being built here"):
+            af.abs(v)
+        seen.append((threading.get_ident() == here, WHO.get()))
+        work.wait(50 * INLINE_LIMIT_NS if v in slow else 1_000)
+        return v * 2.0
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (4,))
+        y = af.map_fn(own, x)
+        y = y + 1.0 if is_region else y
+        value = np.arange(4.0)
+        async with af.Session(graph) as session:  # inside `with graph`, which the function is not to see
+            WHO.set("first")
+            for _ in range(12):
+                await session.run(y, {x: value})
+            runs.clear()
+            seen.clear()
+            WHO.set("second")
+            assert (await session.run(y, {x: value})).tolist() == (value * 2 + is_region).tolist()
+            assert runs == [] and seen == [(True, "second")] * 4
+            seen.clear()
+            slow += [1.0, 2.0]
+            assert (await session.run(y, {x: value})).tolist() == (value * 2 + is_region).tolist()
+            assert len(runs) == 1 and seen == [(True, "second")] * 2 + [(False, "second")] * 2
+            await session.run(y, {x: value})
+            assert len(runs) == 2 and seen[4:] == [(False, "second")] * 4
+
+
+@pytest.mark.parametrize("is_region", [False, True])
+async def test_a_users_function_that_fails_leaves_a_session_that_works(is_region: bool, runs: list[Run]) -> None:
+    @af.op(outputs=af.spec("float64", ()))
+    def own(v: Any) -> Any:
+        if v == 2.0:
+            raise ValueError("two is too much")
+        return v
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (3,))
+        y = af.map_fn(own, x) + 1.0 if is_region else af.map_fn(own, x)
+    async with af.Session(graph) as session:
+        for _ in range(12):
+            await session.run(y, {x: np.zeros(3)})
+        runs.clear()
+        with pytest.raises(af.KernelError, match=r"two is too much[\s\S]*iteration map/1[\s\S]*test_single_call.py"):
+            await session.run(y, {x: np.array([1.0, 2.0, 3.0])})
+        await session.run(y, {x: np.zeros(3)})
+        assert runs == []
 
 
 async def test_errors_name_the_node(runs: list[Run]) -> None:

@@ -93,11 +93,8 @@ def find_single_call(
 
 
 def _may_be_short(node: PlanNode, may_loop: bool) -> bool:
-    """Return True if the node never waits, and the arrays fed decide how long it takes.
-
-    Code of the user's may take any time; a caller that lets loops go on as long as they want looks at that, too.
-    """
+    """Return True if the node never waits, and what it calls or the arrays fed decide how long it takes."""
     if node.region is not None:
         has_loops = any(isinstance(inner, WhileNode) for inner in node.region_nodes())
-        return not node.region.needs_context and (may_loop or not (has_loops or node.is_user))
-    return not (node.is_user or node.is_async or node.needs_context or node.crossing)
+        return not node.region.needs_context and (may_loop or not has_loops)
+    return not (node.is_async or node.needs_context or node.crossing)

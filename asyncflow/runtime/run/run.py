@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Partition, Plan
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.run.channel import Channel
+    from asyncflow.runtime.run.single_call import Begun
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.session.session_options import SessionOptions
     from asyncflow.values import Value
@@ -103,6 +104,8 @@ class Run:
     """
     is_in_caller: bool = field(default=False, init=False)
     """True while its caller's task takes steps of it."""
+    begun: Begun | None = field(default=None, init=False)
+    """Its only firing, which has begun on the event loop and goes on on a thread."""
     _steps: dict[Callable[[], object], None] = field(default_factory=dict, init=False)
     """Steps that wait for the caller's task, in order."""
     is_stopped: bool = field(default=False, init=False)

@@ -28,7 +28,7 @@ from asyncflow.runtime.run.cuts import Cuts
 from asyncflow.runtime.run.memory_turns import MemoryTurns
 from asyncflow.runtime.run.pools import Pools
 from asyncflow.runtime.run.run import Run
-from asyncflow.runtime.run.single_call import CountedCall, quiet_context, run_single_call
+from asyncflow.runtime.run.single_call import Begun, CountedCall, quiet_context, run_single_call, run_user_call
 from asyncflow.runtime.run.versions import CompileFor, Versions
 from asyncflow.runtime.run.vertex_pools import VertexPools
 from asyncflow.runtime.scheduler.turn import Turn
@@ -151,15 +151,16 @@ class Runs:
         asked_s = self._turn.loop.time()
         graph = call.request.home.ref()  # nobody else may have it while the run goes on
         plan = call.plan if recorder is None and graph is not None and call.version == graph.version else None
-        checked = None
+        checked = begun = None
         waits = False
         if plan is not None and plan.single_call is not None and not atomic:
             # What needs no scheduler is over before anybody could wait for it.
             checked, waits = call.check(values)
             if not (waits or plan.read_on_host):
-                fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
-                if fetched is not None:
-                    return call.result(plan, fetched, allow_dead=allow_dead)
+                found = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
+                if type(found) is list:
+                    return call.result(plan, found, allow_dead=allow_dead)
+                begun = cast("Begun | None", found)
         ticket = claim = taken = None
         is_whole = False
         self._calls += 1
@@ -176,9 +177,10 @@ class Runs:
             if plan is None or plan.read_on_host or waits:
                 plan, checked = await self._ready(call, plan, checked, waits, timeout, asked_s, recorder)
                 if plan.single_call is not None and recorder is None and not atomic:
-                    fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
-                    if fetched is not None:
-                        return call.result(plan, fetched, allow_dead=allow_dead)
+                    found = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
+                    if type(found) is list:
+                        return call.result(plan, found, allow_dead=allow_dead)
+                    begun = cast("Begun | None", found)
             if atomic or self._atomic.claims:
                 checked = as_of_now(checked)
                 claim = await self._claimed(plan, atomic, timeout, asked_s)
@@ -186,7 +188,17 @@ class Runs:
                 self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
             staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
             start = partial(
-                self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim, priority=priority
+                self._start,
+                plan,
+                checked,
+                timeout,
+                asked_s,
+                recorder,
+                None,
+                staying,
+                claim,
+                priority=priority,
+                begun=begun,
             )
             is_recorded = recorder is not None and recorder.order is not None
             if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
@@ -391,8 +403,8 @@ class Runs:
         limit_ns: float = INLINE_LIMIT_NS,
         *,
         is_part: bool = False,
-    ) -> list[Value] | None:
-        """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
+    ) -> list[Value] | Begun | None:
+        """The fetched values of a plan that is one call; None, or what is begun, if the scheduler has to do it."""
         has_own_turn = limit_ns > INLINE_LIMIT_NS
         if self.closed is not None or self._options.debug or not (has_own_turn or self._turn.has_time()):
             return None
@@ -402,8 +414,18 @@ class Runs:
         if self._atomic.claims and self._atomic.holds_up(plan.states):
             return None
         began_s = 0.0 if self.observers is None else self.observers.now()
+        device = self._devices[plan.partitions[0].device]
+        if call.node.is_user:
+            # What is begun is neither refused nor begun anew, and an observer sees the calls of a function in its run.
+            if is_part or any(x is not None for x in (self.observers, self.admission, self.memory_turns)):
+                return None
+            made = run_user_call(call, device, values)
+            if type(made) is list:
+                self.begun += 1
+                plan.used = self.begun
+            return made
         try:
-            found = run_single_call(call, self._devices[plan.partitions[0].device], self._quiet, values, limit_ns)
+            found = run_single_call(call, device, self._quiet, values, limit_ns)
         except OutOfMemoryError:
             if self.memory_turns is None or not plan.is_repeatable:
                 raise
@@ -436,6 +458,7 @@ class Runs:
         name: str = "",
         on_end: Callable[[Run], None] | None = None,
         number: int | None = None,
+        begun: Begun | None = None,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
             raise SessionClosedError(self.closed or self.drained)
@@ -457,6 +480,7 @@ class Runs:
             context=copy_context() if self.observers is None else start_observed(self.observers.now()),
         )
         run.part.priority = priority
+        run.begun = begun
         if is_part or number is not None:
             self.numbered_from -= 1  # the numbers of runs, and so what they draw, depend on no batch
         elif trace is not None and trace.order is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextvars import Context
+from contextvars import Context, copy_context
 from math import inf
 from time import perf_counter_ns, thread_time_ns
-from typing import NoReturn, cast
+from types import GeneratorType
+from typing import NoReturn, TypeAlias, cast
 
 import numpy as np
 
@@ -14,9 +15,13 @@ from asyncflow.compiler.lowering.single_call import SingleCall
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
+from asyncflow.graph.graph import leave_graphs
+from asyncflow.ops.recorded_calls import call_log
+from asyncflow.ops.rows.by_row import Paused
 from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
-from asyncflow.runtime.scheduler.sliced_region import size_of
+from asyncflow.runtime.scheduler.sliced_region import RegionGenerator, size_of
+from asyncflow.runtime.scheduler.threads import in_parts
 from asyncflow.values import Array, Value
 
 _MOST_ELEMENTS = 1 << 16
@@ -24,6 +29,9 @@ _MOST_ELEMENTS = 1 << 16
 
 _WHOLE = 1 << 62
 """The budget of a region that runs to its end."""
+
+Begun: TypeAlias = "Paused | RegionGenerator"
+"""Calls of a user's function for rows that took too long for the event loop: what is left of them is for a thread."""
 
 
 def quiet_context() -> Context:
@@ -73,6 +81,47 @@ def run_single_call(
         if is_generator:
             output = quiet.run(_outputs, output)
         node.cost.observe(size, perf_counter_ns() - started)
+        results = call.results(output)
+        for value in results:
+            device.memory.track(value, node.name)
+    except BaseException as error:
+        _fail(error, node, inputs, device)
+    return results
+
+
+def run_user_call(call: SingleCall, device: Device, feeds: Sequence[Value]) -> list[Value] | Begun | None:
+    """Return the fetched values of a plan that calls a user's function; None unless it has proved to be short.
+
+    The function sees the context variables of the caller, as in any run. It is over before anything else happens, so
+    it needs no part of a run. If it has turned slow, this stops between two rows and returns what is begun.
+
+    Raises:
+        KernelError: the function failed.
+        OutOfMemoryError: its results pass the device's limit.
+    """
+    node = call.node
+    is_generator = node.region is not None and node.region.is_generator
+    cost: MeasuredCost | None = node.hold if is_generator else node.cost
+    if cost is None or node.owner is not None:
+        return None
+    inputs = call.inputs(feeds)
+    size = size_of(inputs)
+    if cost.predict_ns(size) > INLINE_LIMIT_NS:
+        return None
+    context = copy_context()
+    context.run(leave_graphs)
+    if context.get(call_log) is not None:
+        context.run(call_log.set, None)
+    if node.region is not None:
+        context.run(np.seterr, all="ignore")
+    started = perf_counter_ns()
+    try:
+        output = context.run(in_parts(node), *inputs)
+        if is_generator:
+            output = context.run(_outputs, cast("RegionGenerator", output))
+        cost.observe(size, perf_counter_ns() - started)
+        if isinstance(output, Paused | GeneratorType):
+            return output
         results = call.results(output)
         for value in results:
             device.memory.track(value, node.name)
@@ -141,11 +190,14 @@ def _fail(error: BaseException, node: PlanNode, inputs: Sequence[Value], device:
 
 
 def _outputs(region: Generator[object, int | None, Value]) -> Value:
-    """Runs a region that would stop between its long kernels to its end, and gives its outputs."""
+    """Run a region that would stop between its long kernels to its end, and return its outputs.
+
+    If a user's function takes too long in it, return the region, which has stopped there.
+    """
     budget: int | None = None
     try:
-        while True:
-            region.send(budget)
+        while not isinstance(region.send(budget), Paused):
             budget = _WHOLE
+        return region
     except StopIteration as ended:
         return ended.value

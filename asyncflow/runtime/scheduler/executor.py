@@ -468,6 +468,9 @@ class Executor:
                 self._regions = Regions(self)
             self._regions.launch(node, iteration, inputs)
             return
+        if isinstance(self.run.begun, Paused):
+            launch_on_a_thread(self, node, iteration, inputs, size_of(inputs), self.run.begun)
+            return
         swapping = self._swapping
         if self.asynchronous is not None:
             is_held_up = swapping is not None and swapping.has_file and must_wait(swapping, node, inputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 from time import perf_counter_ns
+from types import GeneratorType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -62,6 +63,12 @@ class Regions:
         """Starts a firing: on a thread if it is known to hold one for long."""
         assert node.kernel is not None and node.estimate is not None
         executor = self._executor
+        begun = executor.run.begun
+        if isinstance(begun, GeneratorType):
+            firing = SlicedRegion(node, iteration, inputs, begun)
+            firing.budget = 1
+            self._on_stream(firing)
+            return
         spans = executor.new_spans()
         with executor.recording(spans):
             clock = None if executor.asynchronous is None else executor.asynchronous.now_ns

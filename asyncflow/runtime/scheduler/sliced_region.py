@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter_ns, thread_time_ns
 from types import FrameType, GeneratorType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.compiler.regions.region_code import Phase
@@ -40,6 +40,11 @@ _GROWTH = 16
 
 _MOST_STEPS = 1 << 12
 """The largest budget of a slice. A loop that never ends gives way even if the clock hardly moves."""
+
+
+RegionGenerator: TypeAlias = (
+    "GeneratorType[bool | WorkingSet | PlaceInLine | Paused | None, int | None, tuple[Value, ...]]"
+)
 
 
 class PhaseSpan(NamedTuple):
@@ -66,7 +71,7 @@ class SlicedRegion:
     node: PlanNode
     iteration: Iteration
     inputs: Sequence[Value]
-    generator: GeneratorType[bool | WorkingSet | PlaceInLine | Paused | None, int | None, tuple[Value, ...]]
+    generator: RegionGenerator
     spans: Spans | None = None
     """What an asynchronous device records of it; None if the run is not traced."""
     clock: Callable[[], int] | None = None

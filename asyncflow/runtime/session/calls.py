@@ -170,6 +170,7 @@ class CallCache:
         # This is passed by every run, so it spells out `tensor.graph.root`, and looks for nested keys last.
         kind = type(fetches)
         tensor: object = None
+        key: tuple[object, ...] = ()
         if kind is Tensor or kind is OnDevice:
             tensor, key = fetches, (fetches, *fed)
         elif kind in (list, tuple) and fetches and all(isinstance(fetch, _REMEMBERED) for fetch in fetches):
