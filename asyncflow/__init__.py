@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math as _math
 import typing as _typing
+import warnings as _warnings
+from pathlib import Path as _Path
 
 from asyncflow import linalg as linalg
 from asyncflow import nn as nn
@@ -31,6 +33,7 @@ from asyncflow.control.functional import scan as scan
 from asyncflow.control.row_store import RowStore as RowStore
 from asyncflow.control.tensor_array import TensorArray as TensorArray
 from asyncflow.control.while_loop import while_loop as while_loop
+from asyncflow.errors import DISTRIBUTION as _DISTRIBUTION
 from asyncflow.errors import AsyncflowError as AsyncflowError
 from asyncflow.errors import AxisError as AxisError
 from asyncflow.errors import CheckpointError as CheckpointError
@@ -318,6 +321,13 @@ pi = _math.pi
 __version__ = "0.1.0"
 __array_api_version__ = "2024.12"
 __array_namespace_info__ = _NamespaceInfo
+
+if (_Path(__file__).parents[1] / "asyncflow.py").exists():
+    _warnings.warn(
+        f"asyncflow.py beside this package is another project's, `asyncflow` on the Python Package Index, and this one "
+        f"is {_DISTRIBUTION}: pip uninstall asyncflow",
+        stacklevel=2,
+    )
 
 if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
     __all__, __getattr__, __dir__ = _facade(

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import DTypeError
+from asyncflow.errors import DTypeError, install
 
 DType: TypeAlias = np.dtype[Any]
 DTypeLike: TypeAlias = DType | type | str
@@ -93,7 +93,7 @@ def bfloat16() -> DType:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise DTypeError("bfloat16 needs the package ml-dtypes: pip install 'asyncflow[bfloat16]'") from error
+        raise DTypeError(f"bfloat16 needs the package ml-dtypes: {install('bfloat16')}") from error
     dtype: DType = np.dtype(ml_dtypes.bfloat16)
     return dtype
 

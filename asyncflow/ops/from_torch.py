@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.errors import GraphError, brief
+from asyncflow.errors import GraphError, brief, install
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string
@@ -352,13 +352,13 @@ def from_torch(module: Callable[..., object], *, outputs: Outputs = None, name: 
         name: of the op and its nodes; None takes the function's or the class's.
 
     Raises:
-        ImportError: torch is not installed (``pip install 'asyncflow[torch]'``).
+        ImportError: torch is not installed (``pip install 'asyncflow-runtime[torch]'``).
         GraphError: `module` cannot be called, or `outputs` is no nest of specs.
     """
     try:
         return TorchOp(module, outputs, name)
     except ModuleNotFoundError as error:
-        raise ImportError("from_torch needs PyTorch: pip install 'asyncflow[torch]'") from error
+        raise ImportError(f"from_torch needs PyTorch: {install('torch')}") from error
 
 
 def _check_specs(name: str, outputs: Outputs) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from asyncflow.errors import AsyncflowError
+from asyncflow.errors import AsyncflowError, install
 from asyncflow.profiler.chrome import render_chrome
 from asyncflow.profiler.html import render_html
 from asyncflow.profiler.picture import ColorBy, can_plot, render_picture
@@ -87,7 +87,7 @@ def _format_of(path: Path) -> str:
     if suffix in (".png", ".svg") and not can_plot():
         raise TraceFormatError(
             f"{os.fspath(path)!r} is a picture, which matplotlib draws, and that is not installed: "
-            "pip install 'asyncflow[plot]'; a .html timeline needs nothing"
+            f"{install('plot')}; a .html timeline needs nothing"
         )
     return suffix
 

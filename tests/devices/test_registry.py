@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.devices import SimMachine, available_devices, current_machine, hardware, open_devices, use_machine
 from asyncflow.devices.cuda.backend import _probe
-from asyncflow.errors import PlacementError
+from asyncflow.errors import PlacementError, install
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import CARD, machine_of
 
@@ -109,7 +109,7 @@ def test_why_cuda_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     _probe.cache_clear()
     try:
         detail = available_devices()[1].detail
-        assert detail.startswith("off: no NVIDIA driver found; cupy is not installed (pip install 'asyncflow[cuda13]'")
+        assert detail.startswith(f"off: no NVIDIA driver found; cupy is not installed ({install('cuda13')}")
         _probe.cache_clear()
         monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
         assert "no NVIDIA driver" not in available_devices()[1].detail

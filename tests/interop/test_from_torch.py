@@ -309,5 +309,5 @@ def test_second_derivatives_are_refused(graph: af.Graph) -> None:
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r"from_torch needs PyTorch: pip install 'asyncflow\[torch\]'"):
+    with pytest.raises(ImportError, match=r"from_torch needs PyTorch: pip install 'asyncflow-runtime\[torch\]'"):
         af.from_torch(abs)

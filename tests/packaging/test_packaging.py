@@ -17,6 +17,7 @@ import pytest
 
 from asyncflow.devices.cuda import backend as cuda_backend
 from asyncflow.devices.cuda.experimental import bindings as cuda_bindings
+from asyncflow.errors import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncflow"
@@ -106,7 +107,8 @@ def test_wheel_holds_one_package_and_its_metadata(names: set[str]) -> None:
 
 def test_wheel_is_pure_and_named_after_the_project(wheel: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert wheel.name == f"asyncflow-{project['version']}-py3-none-any.whl"
+    assert wheel.name == f"{DISTRIBUTION.replace('-', '_')}-{project['version']}-py3-none-any.whl"
+    assert project["name"] == DISTRIBUTION
 
 
 def test_wheel_holds_every_source_and_data_file(names: set[str]) -> None:
@@ -156,3 +158,19 @@ def test_import_from_the_wheel_is_silent_and_loads_nothing_optional(wheel: Path,
     origin, loaded = json.loads(output)
     assert Path(origin).is_relative_to(tmp_path / "site")
     assert OPTIONAL & set(loaded) == set()
+
+
+def test_the_other_project_beside_this_one_is_told_of(wheel: Path, tmp_path: Path) -> None:
+    """It is a module, which Python looks for behind packages, so that this one is imported."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    (tmp_path / "asyncflow.py").write_text("raise AssertionError('the other project')", encoding="utf-8")
+    program = """
+import warnings
+with warnings.catch_warnings(record=True) as told:
+    import asyncflow
+print(asyncflow.Graph, *(each.message for each in told))
+"""
+    told = run(["-c", program], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert "asyncflow.py beside this package is another project's" in told
+    assert "pip uninstall asyncflow" in told

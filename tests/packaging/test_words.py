@@ -1,12 +1,18 @@
-"""Each name of a class is once in the tree, and docstrings of classes and functions open with a noun or a verb."""
+"""Names of classes are once in the tree, docstrings open with a noun or a verb, and pages install this project."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "asyncflow"
+from asyncflow.errors import DISTRIBUTION, install
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "asyncflow"
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in ROOT.glob("*.md")}
+PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md")}
 MODULES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
 
 
@@ -23,3 +29,14 @@ def test_docstrings_open_with_a_noun_or_a_verb() -> None:
     opened = [(module, *found) for module, text in MODULES.items() for found in opening.findall(text)]
     assert len(opened) > 2000
     assert [each for each in opened if each[-1] == "What"] == []
+
+
+def test_messages_and_pages_install_this_project() -> None:
+    """`asyncflow` on the Python Package Index is another project's; a checkout installs itself by ``-e``."""
+    told = re.compile(r"pip install (?!-e )[^`\n]*?(asyncflow[\w-]*)")
+    found = [(name, *told.findall(text)) for name, text in (MODULES | PAGES).items()]
+    assert {each for _, *names in found for each in names} == {DISTRIBUTION}
+    assert install("plot") == "pip install 'asyncflow-runtime[plot]'"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    asked = {extra for text in MODULES.values() for extra in re.findall(r"\binstall\(['\"](\w+)['\"]\)", text)}
+    assert asked >= {"plot", "torch"} and asked <= set(extras)

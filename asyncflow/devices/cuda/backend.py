@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.devices import hardware
 from asyncflow.devices.memory import format_bytes
+from asyncflow.errors import install
 
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy
@@ -68,7 +69,7 @@ def _what_is_missing() -> list[str]:
     if not hardware.has_nvidia_driver():
         missing.append("no NVIDIA driver found")
     if importlib.util.find_spec("cupy") is None:
-        missing.append("cupy is not installed (pip install 'asyncflow[cuda13]', or cuda12, whichever fits the driver)")
+        missing.append(f"cupy is not installed ({install('cuda13')}, or cuda12, whichever fits the driver)")
     return missing
 
 

@@ -45,7 +45,7 @@ from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
 from asyncflow.devices.swap import Space
 from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, stays_on_host
-from asyncflow.errors import PlacementError
+from asyncflow.errors import PlacementError, install
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaStream, active, capturing
@@ -188,7 +188,7 @@ class CudaDevice(Progress):
         if cuda_bindings() is None:
             raise PlacementError(
                 f"device_while=True needs the package cuda-bindings, version {LEAST_VERSION} or later, which is not "
-                "installed, is older, or cannot be imported: pip install 'asyncflow[cuda13]' (or cuda12, whichever "
+                f"installed, is older, or cannot be imported: {install('cuda13')} (or cuda12, whichever "
                 "CuPy there is), or leave device_while out, and the host drives the loops"
             )
 
