@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -183,6 +184,26 @@ async def test_several_who_wait_get_an_element_each(kind: str) -> None:
     numbers = [each[0] for each in found if isinstance(each, tuple)]
     assert sorted(numbers) == [*range(7)]
     assert sum(isinstance(each, af.EndOfInput) for each in found) == 2
+
+
+@KINDS
+async def test_what_is_put_back_is_taken_again_by_its_number(kind: str) -> None:
+    """Also by whoever goes on from the progress of an earlier reading, where elements had been put back as well."""
+    async with AsyncExitStack() as readings:
+
+        async def begin(*progress: Any) -> ReadAhead:
+            reading = ReadAhead("in", getattr(Numbers(9), kind), [], 4, *progress)
+            return await readings.enter_async_context(aclosing(reading))
+
+        first = await begin()
+        assert [await first.take() for _ in range(5)] == [(number,) for number in range(5)]
+        first._give_back([(1,), (3,)], [1, 3])
+        assert first.progress == (5, [1, 3])
+        second = await begin(*first.progress)
+        assert [await second.take() for _ in range(4)] == [(1,), (3,), (5,), (6,)]
+        second._give_back([(3,), (6,)], [1, 3])
+        assert second.progress == (7, [3, 6])
+        assert [await second.take() for _ in range(4)] == [(3,), (6,), (7,), (8,)]
 
 
 async def test_what_would_end_the_interpreter_ends_the_reading() -> None:

@@ -21,6 +21,11 @@ def test_a_fault_changes_one_line_and_there_are_tests_that_look_for_it(fault: Fa
     assert f"def {fault.chosen}" in tests
 
 
+def test_each_room_has_a_fault() -> None:
+    rooms = {path.parent.name for path in (ROOT / "asyncflow").glob("*/__init__.py")}
+    assert rooms == {fault.module.partition("/")[0] for fault in FAULTS}
+
+
 def test_the_page_tells_of_all_faults_and_cells_and_each_fault_is_found() -> None:
     written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
     rows = [[mark.strip() == "found" for mark in line.split("|")[3:-1]] for line in written.split("\n")[2:]]
