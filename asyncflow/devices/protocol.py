@@ -22,7 +22,7 @@ from asyncflow.streams.protocol import Stream
 if TYPE_CHECKING:
     from asyncflow.devices.swap import SwapManager
     from asyncflow.devices.swapping import Swapping
-    from asyncflow.values import Kernel, Value
+    from asyncflow.values import Array, Kernel, Value
 
 Shape: TypeAlias = tuple[int, ...]
 ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
@@ -58,6 +58,7 @@ class KernelInfo:
         moves_references: it puts values away, or finds what was put away, as they are: a few lines of Python.
         uses_state: it touches a variable; on the host it may have to wait for what a device has written.
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
+        is_user: it is the user's code, whose results have the shapes that it gives them.
         stays: positions of inputs that a kernel of the host takes as they are, on the device. If there are some, it is
             told of the outputs that nobody but the host uses (``leaving=``), and others may be on the device, too.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
@@ -72,8 +73,8 @@ class KernelInfo:
         recipe: what the kernel is made of, if it is a plain function of arrays; None where it has to do with state,
             with the user's code, or checks what it gives.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
-        infer: ``infer(input_specs)`` gives the specs of the outputs for those of the inputs; None where they depend on
-            data.
+        infer: ``infer(input_specs, values)`` gives the specs of the outputs for those of the inputs, and for the values
+            of those that are known, by position; None where they depend on further data.
     """
 
     name: str
@@ -86,6 +87,7 @@ class KernelInfo:
     moves_references: bool = False
     uses_state: bool = False
     host_inputs: frozenset[int] = frozenset()
+    is_user: bool = False
     stays: frozenset[int] = frozenset()
     on_host: Kernel | None = None
     is_metadata: bool = False
@@ -96,7 +98,7 @@ class KernelInfo:
     could_capture: bool = False
     recipe: KernelRecipe | None = None
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
-    infer: Callable[[Sequence[ArraySpec]], Sequence[ArraySpec] | None]
+    infer: Callable[[Sequence[ArraySpec], Mapping[int, Array]], Sequence[ArraySpec] | None]
 
 
 class Span(NamedTuple):
@@ -407,6 +409,13 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
                 deliver(None, error)
 
         value.to_host(take)
+
+    def read_value(self, value: DeviceValue, deliver: Deliver) -> None:
+        """Copy a value to the host for a kernel that reads it there; ``deliver(host_value, error)`` is called once.
+
+        A simulation of shapes may deliver something that has a shape and no data.
+        """
+        value.to_host(deliver)
 
     def require_data(self, value: Value, name: str) -> None:
         """Raise unless Python can look at `value`, as the node `name` has to: a simulation may know its shape alone."""

@@ -9,6 +9,7 @@ from typing import Union, get_args, get_origin
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible
+from asyncflow.values import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,27 @@ class Spec:
     def rank(self) -> int | None:
         """Number of dimensions, or None if unknown."""
         return None if self.shape is None else len(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownSpec(Spec):
+    """The spec of a value that is known: a size, bound or count, from which shape rules tell the shape of a result.
+
+    A shapes-only simulation gives them to the rules of ops that read values on the host.
+    """
+
+    value: Array | None = None
+
+
+def known_value(x: Spec) -> Array | None:
+    """Return the value that a spec describes; None if only a run with data has it."""
+    return x.value if isinstance(x, KnownSpec) else None
+
+
+def known_int(x: Spec) -> int | None:
+    """Return the integer that a spec describes; None if it is not known."""
+    value = known_value(x)
+    return None if value is None else int(value)
 
 
 def spec_of(annotation: object) -> Spec | None:

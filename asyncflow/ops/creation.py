@@ -20,7 +20,7 @@ from asyncflow.graph.op import KERNELS, define, inputs_from
 from asyncflow.graph.operators import install
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import Shape, is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, known_value
 from asyncflow.ops.datatypes import astype, broadcast_arrays
 from asyncflow.ops.extents import Extent, ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.known_values import KnownValues, assumed, conclusion, default_value
@@ -30,7 +30,7 @@ from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, r
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
-    from asyncflow.values import Kernel, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 class SupportsDLPack(Protocol):
@@ -199,7 +199,8 @@ def _arange_spec(start: Spec, stop: Spec, step: Spec, *, dtype: DType, length: i
     _scalars(start, stop, step)
     for bound in (start, stop, step):
         require_kind(bound, "iuf", "real numbers")
-    return Spec(dtype, (length,))
+    known = _length(known_value(start), known_value(stop), known_value(step)) if length is None else length
+    return Spec(dtype, (known,))
 
 
 def _arange_kernel(xp: Namespace, *, dtype: DType, length: int | None) -> Kernel:
@@ -251,8 +252,11 @@ _LENGTH = "length of arange"
 
 @conclusion(_LENGTH)
 def _arange_length(known: KnownValues, *bounds: Tensor) -> int | None:
-    values = [known.value(bound) for bound in bounds]
-    numbers = [value.item() for value in values if value is not None and value.size == 1 and value.dtype.kind != "c"]
+    return _length(*map(known.value, bounds))
+
+
+def _length(*bounds: Array | None) -> int | None:
+    numbers = [value.item() for value in bounds if value is not None and value.size == 1 and value.dtype.kind != "c"]
     if len(numbers) < 3 or numbers[2] == 0:
         return None
     start, stop, step = numbers
@@ -264,7 +268,7 @@ def _linspace_spec(start: Spec, stop: Spec, *size: Spec, num: Shape, dtype: DTyp
     _scalars(start, stop)
     for bound in (start, stop):
         require_kind(bound, "biufc", "numbers")
-    return Spec(dtype, num)
+    return Spec(dtype, template_shape(num, size))
 
 
 def _linspace_kernel(xp: Namespace, *, num: Shape, dtype: DType, endpoint: bool) -> Kernel:
@@ -310,7 +314,7 @@ def linspace(
 
 
 def _eye_spec(*sizes: Spec, shape: Shape, k: int, dtype: DType) -> Spec:
-    return Spec(dtype, shape)
+    return Spec(dtype, template_shape(shape, sizes))
 
 
 def _eye_kernel(xp: Namespace, *, shape: Shape, k: int, dtype: DType) -> Kernel:

@@ -13,7 +13,7 @@ from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import free
-from asyncflow.ops.extents import Extent, apply_to_shape, shape_reader
+from asyncflow.ops.extents import Extent, apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.promotion import require_kind
 from asyncflow.ops.shape import extent_of
 from asyncflow.ops.statistical import sum
@@ -48,8 +48,7 @@ def _diagonal_matrix_spec(x: Spec, *sizes: Spec, shape: Shape, offset: int) -> S
     require_kind(x, "biufc", "numbers and booleans")
     if x.shape is None:
         return Spec(x.dtype)
-    assert shape is not None
-    rows, columns = shape
+    rows, columns = template_shape(shape, sizes) or (None, None)
     if rows is not None and columns is not None:
         length = diagonal_length(rows, columns, offset)
         if not x.shape or not is_compatible(x.shape[-1:], (length,)):

@@ -17,7 +17,7 @@ from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, 
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import Shape, is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, known_int, known_value
 from asyncflow.ops.known_values import static_value
 from asyncflow.values import Array
 
@@ -60,8 +60,11 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
 def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:
     """The shape that a template and its inputs stand for, as far as it is known."""
     if template is not None:
-        return template
+        rest = iter(sizes)
+        return tuple(known_int(next(rest)) if extent is None else extent for extent in template) if sizes else template
     (vector,) = sizes
+    if (value := known_value(vector)) is not None:
+        return tuple(value.tolist())
     length = vector.shape[0] if vector.shape else None
     return None if length is None else (None,) * length
 

@@ -21,7 +21,7 @@ from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, complex64, comple
 from asyncflow.graph.op import OPAQUE, Op, define, inputs_from
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import Shape, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, known_int
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, replaced, static_int
 from asyncflow.ops.cost import elements
 from asyncflow.ops.datatypes import astype
@@ -65,7 +65,7 @@ def _extent(x: Spec, axis: int, n: int | None) -> int | None:
 
 
 def _complex_spec(x: Spec, *size: Spec, n: int | None, axis: int, norm: str) -> Spec:
-    return Spec(x.dtype, _transformed(x, axis, None if size else _extent(x, axis, n)))
+    return Spec(x.dtype, _transformed(x, axis, known_int(size[0]) if size else _extent(x, axis, n)))
 
 
 def _half_spec(x: Spec, *, n: int | None, axis: int, norm: str) -> Spec:

@@ -27,7 +27,7 @@ from asyncflow.graph.build import TensorLike, as_tensor, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, known_int
 from asyncflow.values import Array, Index, Namespace
 
 Entry: TypeAlias = tuple[Any, ...]
@@ -281,7 +281,7 @@ class _Walk:
         else:
             if self.at is not None:
                 self.broken = True
-            self.dims += _kept(entry, extents)
+            self.dims += _kept(entry, extents, self.indices)
         self.axis += span
 
     def _index_shape(self, entry: Entry, extents: tuple[int | None, ...]) -> Shape:
@@ -319,13 +319,15 @@ def _check_position(position: int, extent: int | None, axis: int) -> None:
         raise ShapeError(f"index {position} is out of range for axis {axis} of extent {extent}")
 
 
-def _kept(entry: Entry, extents: tuple[int | None, ...]) -> tuple[int | None, ...]:
+def _kept(entry: Entry, extents: tuple[int | None, ...], indices: Sequence[Spec]) -> tuple[int | None, ...]:
     """Extents that remain of the axes a slice, ellipsis or newaxis stands for."""
     if entry == NEWAXIS:
         return (1,)
     if entry == ELLIPSIS:
         return extents
-    bounds, (extent,) = entry[1:], extents
-    if extent is None or any(isinstance(bound, tuple) for bound in bounds):
+    (extent,) = extents
+    bounds = [known_int(indices[bound[1]]) if isinstance(bound, tuple) else bound for bound in entry[1:]]
+    is_told = all(bound is not None or given is None for bound, given in zip(bounds, entry[1:], strict=True))
+    if extent is None or not is_told:
         return (None,)
     return (len(range(*slice(*bounds).indices(extent))),)

@@ -16,7 +16,7 @@ from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, WHOLE_VIEW, Memory, Op, Traits, define, inputs_from
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, known_value
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
 from asyncflow.ops.cost import free
 from asyncflow.ops.known_values import static_value
@@ -347,7 +347,8 @@ def _repeat_spec(x: Spec, counts: Spec | None = None, *, repeats: int | None, ax
     if shape is None:
         return Spec(x.dtype)
     extent = shape[normalize_axis(at, len(shape))]
-    longer = None if extent is None or repeats is None else extent * repeats
+    each = repeats if counts is None else known_value(counts)
+    longer = None if extent is None or each is None else int(np.broadcast_to(each, extent).sum())
     return Spec(x.dtype, replaced(shape, at, longer))
 
 
@@ -445,6 +446,8 @@ def _reshape_to_spec(x: Spec, shape: Spec, *, dims: Dims | None) -> Spec:
     require_kind(shape, "iu", "an integer shape")
     if shape.rank not in (None, 1):
         raise ShapeError(f"a shape must be a vector, got {format_shape(shape.shape)}")
+    if (value := known_value(shape)) is not None:
+        return Spec(x.dtype, _reshaped(x, tuple(value.tolist())))
     if dims is not None:
         return Spec(x.dtype, _reshaped(x, dims))
     count = None if shape.shape is None else shape.shape[0]

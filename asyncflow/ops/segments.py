@@ -12,6 +12,7 @@ from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
+from asyncflow.ops.cost import free
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.extents import Extent, ExtentsLike
 from asyncflow.ops.indexing import scatter_add
@@ -44,7 +45,9 @@ def _segment_ids_kernel(xp: Namespace) -> Kernel:
     return kernel
 
 
-SEGMENT_IDS = define("segment_ids", _segment_ids_spec, _segment_ids_kernel, rows="row by row", traits=OPAQUE)
+SEGMENT_IDS = define(
+    "segment_ids", _segment_ids_spec, _segment_ids_kernel, flops=free, rows="row by row", traits=OPAQUE
+)
 """Its first input, once there is one for each row of the second: else `scatter_add` would broadcast a single row."""
 
 

@@ -11,6 +11,7 @@ from asyncflow.graph.op import OPAQUE, define, inputs_from
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
+from asyncflow.ops.cost import free
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.promotion import require_kind
 from asyncflow.values import Array, Kernel, Namespace
@@ -43,7 +44,9 @@ def _window_kernel(xp: Namespace, *, sizes: tuple[int, ...]) -> Kernel:
     return cut
 
 
-DYNAMIC_SLICE = define("dynamic_slice", _window_spec, _window_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
+DYNAMIC_SLICE = define(
+    "dynamic_slice", _window_spec, _window_kernel, flops=free, host_inputs=inputs_from(1), traits=OPAQUE
+)
 
 
 def dynamic_slice(x: TensorLike, starts: TensorLike | Iterable[TensorLike], sizes: Iterable[int], /) -> Tensor:

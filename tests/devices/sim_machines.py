@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.values import DeviceValue
 from asyncflow.streams.virtual import VirtualClockLoop
+from asyncflow.values import Array
 
 US = 1_000
 KERNEL_NS, DISPATCH_NS, HOST_OP_NS = 2 * US, 1 * US, 500
@@ -80,7 +81,10 @@ def bind(
     def count(inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> float:
         return float(sum(map(size_of, outputs))) if flops is None else flops
 
-    info = KernelInfo(name=name, flops=count, infer=infer or (lambda specs: [specs[0]] if specs else None), **options)
+    def find(specs: Sequence[ArraySpec], values: Mapping[int, Array]) -> Sequence[ArraySpec] | None:
+        return infer(specs) if infer is not None else specs[:1] or None
+
+    info = KernelInfo(name=name, flops=count, infer=find, **options)
     return device.bind(kernel, info)
 
 

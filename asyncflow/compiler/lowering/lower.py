@@ -144,7 +144,7 @@ class _Lowering(FlatBuilder):
         """`tensor` where the kernel of `node` can look at it, once it has reached the device."""
         key = tensor, node.device, place
         if key not in self.read_values:
-            (copied,) = self.put(node, "to_host", TO_HOST, [tensor], place, device=node.device, is_predicate=False)
+            (copied,) = self.put(node, "to_host", TO_HOST, [tensor], place, device=node.device, use="input")
             self.read_values[key] = copied
         return self.read_values[key]
 
@@ -155,7 +155,7 @@ class _Lowering(FlatBuilder):
         before = self.controls(node.control_inputs)
         if before:
             (pred,) = self.put(node, "pred", IDENTITY, [pred], place, device=pred.node.device, controls=before)
-        pred = self.host_value(pred, node, place, is_predicate=True)
+        pred = self.host_value(pred, node, place, use="predicate")
         on_true, on_false = Place(), Place()
 
         def switch(data: Tensor, device: Device) -> tuple[Tensor, Tensor]:
@@ -242,7 +242,7 @@ class _Lowering(FlatBuilder):
         self.put_nodes(condition, in_cond)
         (pred,) = self.values(condition.results)
         # One LoopCond drives the Switches of all devices: its value is sent there, and acknowledged (`drivers`).
-        pred = self.host_value(pred, node, in_cond, is_predicate=True)
+        pred = self.host_value(pred, node, in_cond, use="predicate")
         (pred,) = self.put(node, "loop_cond", LOOP_COND, [pred], in_cond, device=node.device)
         self.drivers.add(pred.node)
         switches = [self.put_switch(node, merged, pred, in_cond, merged.node.device) for merged in merges]

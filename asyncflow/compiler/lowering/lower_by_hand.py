@@ -131,14 +131,14 @@ class PlacesByHand:
         if frame is None or frame.driver is None or frame.driver[0] is not pred:
             (value,) = emitter.values([pred])
             place = self.place(self.found.live_of(pred))
-            return emitter.host_value(value, pred.node, place, is_predicate=True), False
+            return emitter.host_value(value, pred.node, place, use="predicate"), False
         if frame.loop_conds:
             (marked,) = frame.loop_conds[0].outputs
             return marked, frame.is_opposite
         if frame not in self._marked:
             place, device = self.place(Live(path)), pred.node.device
             (value,) = emitter.values([pred])
-            value = emitter.host_value(value, pred.node, place, is_predicate=True)
+            value = emitter.host_value(value, pred.node, place, use="predicate")
             (self._marked[frame],) = emitter.put(pred.node, "loop_cond", LOOP_COND, [value], place, device=device)
             emitter.drivers.add(self._marked[frame].node)
         return self._marked[frame], False

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.program.extract import FEED
-from asyncflow.compiler.program.transfers import EXPAND, RECV, SEND, TO_HOST, TRUNCATE
+from asyncflow.compiler.program.transfers import EXPAND, RECV, SEND, TO_HOST, TRUNCATE, HostUse
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.merge import MERGE
@@ -266,7 +266,7 @@ class FlatBuilder:
             self.news[node, device] = arrival
         return self.news[node, device]
 
-    def host_value(self, tensor: Tensor, like: Node, place: Place, *, is_predicate: bool = False) -> Tensor:
+    def host_value(self, tensor: Tensor, like: Node, place: Place, *, use: HostUse = "result") -> Tensor:
         """`tensor` where Python can look at it."""
         device = tensor.node.device
         if device not in self.asynchronous:
@@ -274,8 +274,11 @@ class FlatBuilder:
         if tensor not in self.ungated:
             place = self.place_of(tensor)
         if (tensor, place) not in self.on_host:
-            (copied,) = self.put(like, "to_host", TO_HOST, [tensor], place, device=device, is_predicate=is_predicate)
+            (copied,) = self.put(like, "to_host", TO_HOST, [tensor], place, device=device, use=use)
             self.on_host[tensor, place] = copied
+        elif use == "predicate":
+            copied = self.on_host[tensor, place]
+            copied.node.attrs = {**copied.node.attrs, "use": use}
         return self.on_host[tensor, place]
 
     def place_of(self, tensor: Tensor) -> Place:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -26,18 +27,19 @@ from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on_host
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import KnownSpec, Spec
 from asyncflow.graph.structured import PooledNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
-from asyncflow.ops.rows.by_row import PausingKernel
+from asyncflow.ops.rows.by_row import PausingKernel, called_op
 from asyncflow.state.waiting.awaiting import granted
+from asyncflow.values import Array
 
 if TYPE_CHECKING:
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.control.array_value import ArrayValue
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+    from asyncflow.values import Kernel, Namespace, Value
 
 Resolve: TypeAlias = Callable[[Resource], Any]
 """Gives the state a session keeps for a resource."""
@@ -45,6 +47,8 @@ Resolve: TypeAlias = Callable[[Resource], Any]
 
 SMALL_BYTES = TRACKED_BYTES
 """Kernels on known shapes of fewer bytes are never worth timing, accounting or moving off the event loop."""
+
+_NO_VALUES: Mapping[int, Array] = MappingProxyType({})
 
 
 def is_small_spec(spec: Spec) -> bool:
@@ -128,6 +132,7 @@ def bind_launch(
             value = _constant_on(device, node, value)
         return lambda: value
     on_host = device.capabilities.own_memory and runs_on_host(node)
+    keeps_arrays, everything = _keeps_arrays(node), frozenset(range(len(node.inputs)))
     info = KernelInfo(
         name=node.name,
         stream=stream,
@@ -135,10 +140,11 @@ def bind_launch(
         needs_context=node.op.needs_context,
         is_async=node.op.is_async or on_host,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
-        keeps_arrays=_keeps_arrays(node),
+        keeps_arrays=keeps_arrays,
         moves_references=node.op in (*SAVES, READ_SAVED, SEGMENT_STORE),
         uses_state=any(True for _ in resources_of(node)),
-        host_inputs=host_inputs(node),
+        host_inputs=everything if runs_on_host(node) and not keeps_arrays else host_inputs(node),
+        is_user=called_op(node).is_user,
         stays=getattr(node.attrs.get("shared"), "stays", frozenset()),
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
         is_metadata=is_metadata(node) or (node.op is READ_SAVED and node.outputs[0] in found),
@@ -283,8 +289,10 @@ def _recipe(node: Node) -> KernelRecipe | None:
 
 
 def _keeps_arrays(node: Node) -> bool:
-    touched = (*node.inputs, *node.outputs)
-    return node.op.is_user or node.op.effects is not None or any(tensor.spec.dtype == VARIANT for tensor in touched)
+    if node.op.is_user or any(tensor.spec.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)):
+        return True
+    # A check writes to itself alone, so that it is not left out.
+    return node.op.effects is not None and any(resource is not node for resource, _ in node.op.effects(node))
 
 
 def _flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
@@ -292,12 +300,15 @@ def _flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> flo
     return float(sum(size_of(shape) or 0 for shape in outputs)) if flops is None else flops
 
 
-def _infer(node: Node, inputs: Sequence[ArraySpec]) -> Sequence[ArraySpec] | None:
-    inferred = node.op.infer(*(Spec(dtype, shape) for dtype, shape in inputs), **node.attrs)
-    specs = (inferred,) if isinstance(inferred, Spec) else inferred
-    if not all(is_static(spec.shape) for spec in specs):
+def _infer(
+    node: Node, inputs: Sequence[ArraySpec], values: Mapping[int, Array] = _NO_VALUES
+) -> Sequence[ArraySpec] | None:
+    specs = [KnownSpec(*spec, values[place]) if place in values else Spec(*spec) for place, spec in enumerate(inputs)]
+    inferred = node.op.infer(*specs, **node.attrs)
+    outputs = (inferred,) if isinstance(inferred, Spec) else inferred
+    if not all(is_static(spec.shape) for spec in outputs):
         return None
-    return [(spec.dtype, tuple(dim or 0 for dim in spec.shape or ())) for spec in specs]
+    return [(spec.dtype, tuple(dim or 0 for dim in spec.shape or ())) for spec in outputs]
 
 
 def _constant_on(device: AsynchronousDevice, node: Node, value: Value) -> Value:

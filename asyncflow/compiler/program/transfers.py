@@ -6,7 +6,7 @@ Send and Recv of one transfer share its number; with the tag it is the key under
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -23,8 +23,11 @@ With `is_acknowledged` it is done only when the Recv's iteration has ended: that
 RECV = Op("recv", lambda *, transfer, source, spec, is_acknowledged: spec)
 """Gives the value that the Send of the same `transfer` on the device `source` hands over under the same tag."""
 
-TO_HOST = Op("to_host", lambda value, *, is_predicate: value)
-"""Copies a value from an asynchronous device to the host, for a predicate, a fetch or a streamed item."""
+HostUse: TypeAlias = Literal["predicate", "input", "result"]
+"""Use of a value on the host: to decide, as an input that a kernel reads there, or as a fetched or streamed result."""
+
+TO_HOST = Op("to_host", lambda value, *, use: value)
+"""Copies a value from an asynchronous device to the host, for one `HostUse`."""
 
 
 def _truncate(xp: Namespace) -> Kernel:

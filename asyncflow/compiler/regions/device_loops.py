@@ -112,7 +112,7 @@ def bind_device_loop(
         vectors=find_unknown_vectors(node.inputs, {node.inputs[place] for place in there}),
         launches=launches,
         flops=lambda inputs, outputs: 0.0,
-        infer=lambda inputs: None,
+        infer=lambda inputs, values: None,
     )
     code = LoopCode(
         condition=functions.condition(loop.predicate),

@@ -32,7 +32,7 @@ from typing import Literal
 
 import numpy as np
 
-from asyncflow.devices.memory import format_bytes, spill_advice
+from asyncflow.devices.memory import spill_advice
 from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Placed
 from asyncflow.devices.sim.launch import SimHostLauncher, SimLauncher
@@ -41,10 +41,17 @@ from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.regions import SimRegionLauncher
 from asyncflow.devices.sim.swapping import SimSwapping
 from asyncflow.devices.sim.timeline import Timeline
-from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
+from asyncflow.devices.sim.values import (
+    SMALL_BYTES,
+    SimArray,
+    SimMemoryAccount,
+    SimOpaque,
+    SimUnknown,
+    Storage,
+    missing_data,
+)
 from asyncflow.devices.swap import Space
-from asyncflow.devices.values import DType, as_scalar, stays_on_host
-from asyncflow.errors import FetchError
+from asyncflow.devices.values import DeviceValue, DType, as_scalar, stays_on_host
 from asyncflow.streams.sim.stream import SimEvent, SimStream
 from asyncflow.values import Array, Kernel, Value
 
@@ -204,9 +211,9 @@ class SimDevice(Timeline):
         self.machine.check()
         if self.leaves_on_host(value):
             return as_scalar(value)
-        data = value.copy()
-        self.memory.check(data.nbytes, name)
-        return self.copied_in(data, data.dtype, data.shape, name, after=None)
+        data = None if type(value) is SimUnknown else value.copy()
+        self.memory.check(value.nbytes, name)
+        return self.copied_in(data, value.dtype, value.shape, name, after=None)
 
     def copy_to_host(self, value: SimArray, deliver: Deliver) -> None:
         """Copy an array to the host: at the copy's end, ``deliver(array, error)`` is called once.
@@ -261,18 +268,24 @@ class SimDevice(Timeline):
             return
         deliver(received, None)
 
+    def read_value(self, value: DeviceValue, deliver: Deliver) -> None:
+        """Copy a value to the host for a kernel that reads it there: a `SimUnknown` for what has no data."""
+        if isinstance(value, SimArray) and value.data is None:
+            unknown = SimUnknown(value.dtype, value.shape, value.name)
+            self.copy_to_host(value, lambda _, error: deliver(None if error else unknown, error))
+        elif isinstance(value, SimUnknown):
+            deliver(value, None)
+        else:
+            value.to_host(deliver)
+
     def require_data(self, value: Value, name: str) -> None:
         """Raise unless Python can look at `value`, which the node `name` needs.
 
         Raises:
             FetchError: it is an array of a simulation of shapes, and has none.
         """
-        if isinstance(value, SimArray) and value.data is None:
-            raise FetchError(
-                f"{name!r} needs the data of {value.name!r}, which a shapes-only simulation does not have: it was "
-                f"computed from arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or let the "
-                "program decide by counters"
-            )
+        if isinstance(value, SimUnknown) or (isinstance(value, SimArray) and value.data is None):
+            raise missing_data(value.name, repr(name))
 
     def throttle(self, resume: Callable[[], None]) -> bool:
         """Whether the host is so far ahead of the clock that launching has to pause; then calls ``resume()``."""
@@ -320,6 +333,8 @@ class SimDevice(Timeline):
 
         A CPU on virtual time takes numbers with a fraction all the same.
         """
+        if type(value) is SimUnknown:
+            return not value.shape and (self._is_card or value.dtype.kind in "biu")
         return stays_on_host(value) or (self._is_card and np.ndim(value) == 0)
 
     def copy_out(self, value: SimArray) -> SimEvent:

@@ -8,15 +8,24 @@ from collections.abc import Collection, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncflow.devices.memory import Held, owner_of
 from asyncflow.devices.protocol import ArraySpec, HostKernel, KernelInfo, Placed, Span, recording
-from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, Storage, StoreBuffer
+from asyncflow.devices.sim.shapes import OutputSpecs, SpecRule, lacks_data
+from asyncflow.devices.sim.values import (
+    SMALL_BYTES,
+    BlockStorage,
+    SimArray,
+    SimOpaque,
+    SimUnknown,
+    Storage,
+    StoreBuffer,
+)
 from asyncflow.devices.values import DeviceValue, DType, is_array, is_plain
-from asyncflow.errors import InternalError, ShapeError
+from asyncflow.errors import InternalError
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
@@ -24,10 +33,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.sim.device import SimDevice
     from asyncflow.streams.sim.stream import SimEvent
     from asyncflow.values import Array, Kernel, Value
-
-_Specs: TypeAlias = "Sequence[ArraySpec] | None"
-
-_MOST_SPECS = 64
 
 _NOTHING = nullcontext()
 
@@ -44,14 +49,14 @@ class SimLauncher:
     Where nobody but a region calls it, no node is interpreted for it.
     """
 
-    __slots__ = ("_device", "_inferred", "_info", "_kernel", "_stream")
+    __slots__ = ("_device", "_info", "_kernel", "_rule", "_stream")
 
     def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
         self._kernel = kernel
         self._info = info
         self._stream = device.compute_streams[info.stream]
-        self._inferred: dict[tuple[ArraySpec, ...], _Specs] = {}
+        self._rule = SpecRule(info, reads_values=device.machine.shapes_only)
 
     def __call__(self, *args: Value) -> Placed:
         """Launch the kernel on device values and host values; its outputs, likewise.
@@ -71,17 +76,15 @@ class SimLauncher:
         values = args[1:] if info.needs_context else args
         arrays = [value for value in values if isinstance(value, SimArray)]
         if not (arrays or device.capabilities.own_memory) and info.may_run_on_host:
-            result = self._compute(args)
-            device.run_on_host(info.name)
-            return result
+            return self._on_host(args)
         for array in arrays:
             _check_home(array, device, info.name)
             device.settle_on(self._stream, array)
-        specs = self._infer(values)
+        specs = self._rule.infer(values)
         shapes = [getattr(value, "shape", ()) for value in values]
         if specs is not None:
             self._check_room(specs, shapes)
-        if not self._has_data(arrays, specs):
+        if not self._has_data(values, specs):
             outputs = self._without_data(arrays, shapes, specs)
         else:
             with device.memory.one_kernel() if info.keeps_arrays else _NOTHING:
@@ -94,6 +97,10 @@ class SimLauncher:
     def _on_host(self, args: Sequence[Value]) -> Placed:
         """Run a kernel that the host computes, or whose result it finds out without looking at data."""
         info = self._info
+        if self._device.machine.shapes_only and not info.is_metadata and any(map(lacks_data, args)):
+            outputs = self._unknown(args[1:] if info.needs_context else args)
+            self._device.run_on_host(info.name, "step" if info.in_region else "node")
+            return outputs[0] if info.single else tuple(outputs)
         raw = [
             value.stand_in() if isinstance(value, SimArray) else value.value if isinstance(value, SimOpaque) else value
             for value in args
@@ -103,12 +110,16 @@ class SimLauncher:
         self._device.run_on_host(info.name, "step" if info.in_region else "node")
         return result
 
+    def _unknown(self, values: Sequence[Placed]) -> list[SimUnknown]:
+        """The outputs of a kernel of the host that is not run, for want of data."""
+        return [SimUnknown(dtype, shape, self._info.name) for dtype, shape in self._rule.require(values)]
+
     def _brought(self, args: Sequence[Value]) -> list[Placed]:
         """The arguments, with copies on the device for vectors of the host that are data there."""
         info, first = self._info, 1 if self._info.needs_context else 0
         return [
             self._device.copy_in(value, info.name)
-            if type(value) is np.ndarray and is_array(value) and index - first not in info.host_inputs
+            if (type(value) is np.ndarray or type(value) is SimUnknown) and index - first not in info.host_inputs
             else value
             for index, value in enumerate(args)
         ]
@@ -116,37 +127,31 @@ class SimLauncher:
     # -- computing -----------------------------------------------------------------------------------------------
 
     def _compute(self, args: Sequence[Value]) -> Placed:
-        raw = [self._raw(value) if isinstance(value, SimArray | SimOpaque) else value for value in args]
+        raw = [self._raw(value) if isinstance(value, SimArray | SimOpaque | SimUnknown) else value for value in args]
         with np.errstate(all="ignore"):  # in a graph, infinities and NaN are values
             return self._kernel(*raw)
 
-    def _raw(self, value: SimArray | SimOpaque) -> Placed:
+    def _raw(self, value: SimArray | SimOpaque | SimUnknown) -> Placed:
         if isinstance(value, SimOpaque):
             return value.value
         data = value.stand_in()
-        if self._info.keeps_arrays:
+        if self._info.keeps_arrays and isinstance(value, SimArray):
             value.storage.keep(data if isinstance(data, np.ndarray) else None)
         return data
 
-    def _has_data(self, arrays: Sequence[SimArray], specs: _Specs) -> bool:
+    def _has_data(self, values: Sequence[Placed], specs: OutputSpecs) -> bool:
         """Whether the kernel can be, and should be, run: not on or for what has no data, unless it is one of state."""
-        if not self._device.machine.shapes_only or self._info.keeps_arrays:
+        info = self._info
+        if not self._device.machine.shapes_only or info.is_metadata:
             return True
-        if any(array.data is None for array in arrays):
+        if info.keeps_arrays:
+            is_new = all(hasattr(value, "dtype") for value in values)  # there is no store yet
+            if is_new and any(lacks_data(values[place]) for place in info.host_inputs):
+                raise self._rule.refusal()
+            return True
+        if any(map(lacks_data, values)):
             return False
         return specs is None or not any(_nbytes(spec) > SMALL_BYTES for spec in specs)
-
-    def _infer(self, values: Sequence[Placed]) -> _Specs:
-        """dtypes and shapes of the outputs, if they follow from those of the inputs."""
-        try:
-            key = tuple([(value.dtype, value.shape) for value in values])
-        except AttributeError:
-            return None  # a string, or something opaque
-        if key not in self._inferred:
-            if len(self._inferred) >= _MOST_SPECS:
-                self._inferred.clear()
-            self._inferred[key] = self._info.infer(key)
-        return self._inferred[key]
 
     def _check_room(self, specs: Sequence[ArraySpec], shapes: Sequence[tuple[int, ...]]) -> None:
         """Refuse before the kernel runs and state changes; what may turn out to be a view is looked at afterwards."""
@@ -159,15 +164,12 @@ class SimLauncher:
     # -- wrapping ------------------------------------------------------------------------------------------------
 
     def _without_data(
-        self, arrays: Sequence[SimArray], shapes: Sequence[tuple[int, ...]], specs: _Specs
+        self, arrays: Sequence[SimArray], shapes: Sequence[tuple[int, ...]], specs: OutputSpecs
     ) -> list[Placed]:
         """The outputs of a kernel that is not run."""
         info = self._info
         if specs is None:
-            raise ShapeError(
-                f"{info.name!r} cannot be simulated: its output's shape depends on data, which a shapes-only "
-                "simulation does not have; simulate with data, or keep this part of the program below 4 KiB a value"
-            )
+            raise self._rule.refusal()
         flops = info.flops(shapes, [shape for _, shape in specs])
         if flops == 0 and arrays:
             # Ops that compute nothing give views: of the input of the same place, or of the only one.
@@ -194,6 +196,7 @@ class SimLauncher:
         """Device values for what the kernel gave."""
         info, device = self._info, self._device
         homes = _Homes(device, values, info.keeps_arrays)
+        forgets = info.is_user and device.machine.shapes_only and any(map(lacks_data, values))
         found = [homes.find(output) if is_array(output) else None for output in outputs]
         fresh = [output for output, home in zip(outputs, found, strict=True) if is_array(output) and home is None]
         flops = info.flops(shapes, [getattr(output, "shape", ()) for output in outputs])
@@ -212,7 +215,10 @@ class SimLauncher:
             if type(value) is SimOpaque:  # to read a sum of gradients may have made it
                 self._count_buffers(value.value)
         events = [*opaque, *(array.written for array in arrays)]
-        return [self._wrap_one(output, home, event, events, homes) for output, home in zip(outputs, found, strict=True)]
+        return [
+            self._wrap_one(output, home, event, events, homes, forgets=forgets)
+            for output, home in zip(outputs, found, strict=True)
+        ]
 
     def _is_work(self, flops: float, values: Sequence[Value], fresh: Sequence[Value], outputs: Sequence[Value]) -> bool:
         """Whether the kernel occupies the stream."""
@@ -230,6 +236,8 @@ class SimLauncher:
         event: SimEvent | None,
         events: Sequence[SimEvent],
         homes: _Homes,
+        *,
+        forgets: bool,
     ) -> Placed:
         if not is_array(output):
             self._count_buffers(output)
@@ -243,7 +251,7 @@ class SimLauncher:
         if type(storage) is BlockStorage:
             written = self._join(events)
         data = output
-        if self._device.machine.shapes_only and output.nbytes > SMALL_BYTES:
+        if self._device.machine.shapes_only and (forgets or output.nbytes > SMALL_BYTES):
             data = storage.array = None
         return self._followed(SimArray(data, output.dtype, output.shape, storage, written, self._info.name))
 
@@ -334,14 +342,20 @@ class SimHostLauncher(HostKernel):
     async def _call(self, args: Sequence[Value], spans: list[Span] | None) -> Placed:
         device, info = self._device, self._info
         values = [await self._fetched(value, spans) for value in args]
-        result = self._kernel(*values)
-        if inspect.isawaitable(result):
-            result = await result
+        lacks = device.machine.shapes_only and any(map(lacks_data, values))
+        if lacks and not (info.keeps_arrays or inspect.iscoroutinefunction(self._kernel)):
+            specs = SpecRule(info, reads_values=True).require(values[1:] if info.needs_context else values)
+            results = [SimUnknown(*spec, info.name) for spec in specs]
+        else:
+            result = self._kernel(*[value.stand_in() if type(value) is SimUnknown else value for value in values])
+            if inspect.isawaitable(result):
+                result = await result
+            results = [self._known(value, lacks) for value in ([result] if info.single else result)]
         device.machine.check()
         with recording(device, spans):
             outputs = [
                 output if index in self.staying else device.copy_in(output, info.name)
-                for index, output in enumerate([result] if info.single else result)
+                for index, output in enumerate(results)
             ]
         return outputs[0] if info.single else tuple(outputs)
 
@@ -350,8 +364,12 @@ class SimHostLauncher(HostKernel):
             return value
         future: asyncio.Future[Placed] = self._device.machine.loop.create_future()
         with recording(self._device, spans):
-            value.to_host(partial(resolve, future))
+            self._device.read_value(value, partial(resolve, future))
         return await future
+
+    def _known(self, result: Placed, lacks: bool) -> Placed:
+        """Return a result, or its dtype and shape alone if data of the inputs was missing."""
+        return SimUnknown(result.dtype, result.shape, self._info.name) if lacks and is_array(result) else result
 
 
 class _Homes:

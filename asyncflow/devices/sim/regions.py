@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
-from asyncflow.devices.sim.values import SimArray, SimOpaque
+from asyncflow.devices.sim.values import SimArray, SimOpaque, SimUnknown
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Hashable, Sequence
@@ -84,7 +84,7 @@ class SimRegionLauncher:
         device, info = self._device, self._info
         inputs = list(args)
         for index in info.vectors:
-            if type(inputs[index]) is np.ndarray:
+            if type(inputs[index]) is np.ndarray or type(inputs[index]) is SimUnknown:
                 inputs[index] = device.copy_in(inputs[index], info.name)
         for value in inputs:
             if isinstance(value, SimArray):

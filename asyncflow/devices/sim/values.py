@@ -1,6 +1,7 @@
 """Values that flow through a graph on simulated devices: arrays that know when, where and by whom they were written.
 
-Anything that is neither a `SimArray` nor a `SimOpaque` is a *host value*: counters, predicates, strings.
+Anything that is neither a `SimArray` nor a `SimOpaque` is a *host value*: counters, predicates, strings. A simulation
+of shapes has a `SimUnknown` in place of a host value that depends on data.
 
 A `Storage` is a piece of the device's memory. It is counted from the launch that fills it to the death of the last
 array that looks into it, and then goes back to the pool of the stream it was allocated for *at once, with no event*, as
@@ -11,15 +12,16 @@ a pattern, so that whoever still reads it shows in the results.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from asyncflow.devices.memory import ChargedAccount, owner_of
+from asyncflow.devices.memory import ChargedAccount, format_bytes, owner_of
 from asyncflow.devices.values import DeviceArray, DeviceValue, DType
-from asyncflow.errors import HazardError
+from asyncflow.errors import FetchError, HazardError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -190,6 +192,56 @@ class SimOpaque(DeviceValue):
 
     def __repr__(self) -> str:
         return f"<SimOpaque {self.value!r}>"
+
+
+class SimUnknown(DeviceValue):
+    """A value of the host in a simulation of shapes that would be computed from data: its dtype and shape are known.
+
+    Attributes:
+        dtype: of the elements.
+        shape: the extents.
+        name: of the node that made it.
+    """
+
+    __slots__ = ("dtype", "name", "shape")
+
+    def __init__(self, dtype: DType, shape: Shape, name: str) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.name = name
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_host(self, deliver: Deliver) -> None:
+        """Deliver its `stand_in` at once."""
+        deliver(self.stand_in(), None)
+
+    def stand_in(self) -> Placed:
+        """Something of the dtype and shape that takes no memory: NaN, or 0."""
+        return no_data(self.dtype, self.shape)
+
+    def __bool__(self) -> NoReturn:
+        raise self._unseen()
+
+    def __index__(self) -> NoReturn:
+        raise self._unseen()
+
+    def __repr__(self) -> str:
+        return f"<SimUnknown {self.name} {self.dtype}{list(self.shape)}>"
+
+    def _unseen(self) -> FetchError:
+        return missing_data(self.name)
+
+
+def missing_data(name: str, reader: str = "Python") -> FetchError:
+    """Return the error to raise where `reader` needs the data of the value `name`."""
+    return FetchError(
+        f"{reader} needs the data of {name!r}, which a shapes-only simulation does not have: it was computed from "
+        f"arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or let the program decide by counters"
+    )
 
 
 def poison(array: Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from asyncflow.graph.build import apply
@@ -12,7 +13,7 @@ from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, gradient
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.cost import free
+from asyncflow.ops.cost import elements, free
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.datatypes import broadcast_to
 from asyncflow.ops.extents import (
@@ -79,7 +80,13 @@ def _sum_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     return sum_to_shape
 
 
-SUM_TO = define("sum_to", in_given_shape, _sum_to_kernel, host_inputs=inputs_from(1), traits=KERNELS)
+def _sum_to_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, shape: Shape) -> float:
+    return 0.0 if inputs[0] == outputs[0] else elements(outputs[0])
+
+
+SUM_TO = define(
+    "sum_to", in_given_shape, _sum_to_kernel, flops=_sum_to_flops, host_inputs=inputs_from(1), traits=KERNELS
+)
 """The sum over the axes along which a value of the given shape was broadcast: the transpose of `broadcast_to`."""
 
 
@@ -108,6 +115,7 @@ ENSURE_SHAPE = define(
     "ensure_shape",
     lambda x, *, shape: Spec(x.dtype, merge(x.shape, shape)),
     lambda xp, *, shape: lambda value: value,
+    flops=free,
     traits=Traits(Memory.ANY, is_capturable=False, is_cheap=True),
 )
 """Its input, which is known to have a shape that inference could not tell."""

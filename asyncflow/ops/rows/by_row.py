@@ -34,7 +34,7 @@ from asyncflow.graph.op import (
     is_registered,
     runs_on_host,
 )
-from asyncflow.graph.shapes import Shape, format_shape, is_static
+from asyncflow.graph.shapes import Shape, format_shape, is_static, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.custom import require_rows
@@ -99,7 +99,8 @@ def _op(op: Op | str) -> Op:
 
 
 def _infer(first: Spec, *inputs: Spec, specs: tuple[Spec, ...], **attrs: object) -> tuple[Spec, ...]:
-    return specs
+    rows = first.shape[:1] if first.shape else (None,)
+    return tuple(Spec(x.dtype, merge(x.shape, (*rows, *x.shape[1:]))) if x.shape else x for x in specs)
 
 
 def _kernel(

@@ -19,7 +19,7 @@ from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import VIEW, Op, Rows, define, derivative
 from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, known_int
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.manipulation import expand_dims, permute_dims
@@ -288,7 +288,8 @@ def refuse_part(node: Node, rows: RowAxis) -> None:
 
 
 def _spread_spec(x: Spec, count: Spec, *, extent: int | None) -> Spec:
-    return Spec(x.dtype, None if x.shape is None else (extent, *x.shape))
+    rows = known_int(count) if extent is None else extent
+    return Spec(x.dtype, None if x.shape is None else (rows, *x.shape))
 
 
 def _spread_kernel(xp: Namespace, *, extent: int | None) -> Kernel:

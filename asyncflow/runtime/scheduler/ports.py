@@ -196,13 +196,13 @@ class Ports:
                 executor.complete(node, iteration, (value,), result)
 
         deliver = executor.expect(take)
-        spans = executor.new_spans()
+        spans, use = executor.new_spans(), node.source.attrs["use"]
         try:
-            if node.source.attrs["is_predicate"]:
+            if use == "predicate":
                 device.require_data(value, node.name)
             if isinstance(value, DeviceValue):
                 with recording(device, spans):
-                    value.to_host(deliver)
+                    device.read_value(value, deliver) if use == "input" else value.to_host(deliver)
         except BaseException as error:
             deliver(None, error)
             return
