@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from asyncflow.cli.host_share import format_host, host_share
 from asyncflow.cli.profile import how_to_open
 from asyncflow.cli.program import run_program
+from asyncflow.cli.progress import shown_progress
 from asyncflow.cli.target import Target
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.presets import Card, MachineSpec, format_machine
@@ -34,7 +35,7 @@ def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Seq
 
     Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`, `uvloop.run`) run on virtual
     time, one after the other on one clock; a session that names no devices opens all of the machine's. Loops of other
-    threads stay real.
+    threads stay real. Standard error shows the progress while the program runs.
 
     Args:
         target: ``file.py:name`` or ``package.module:name``.
@@ -53,7 +54,7 @@ def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Seq
         check_destination(path)
     trace = Trace(detail="region")  # and yet every kernel: what a region launches is recorded one by one
     called = Target.parse(target)
-    with simulated_loops(build) as machines:
+    with simulated_loops(build) as machines, shown_progress(trace, machines):
         code = run_program(called, arguments, trace)
     sys.stdout.flush()
     print(f"\n{format_report(trace, machines[0].spec, machines)}")

@@ -1,0 +1,160 @@
+"""How far a simulated program has come, for people who wait for it: on standard error, never on standard output.
+
+A program does not say how much work it has. Its loops do: while it awaits a run, the iterators of the ``for`` loops
+around the ``await`` are among the references of its suspended coroutines, and tell how many items are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import operator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from asyncflow.profiler.summary import format_duration
+
+if TYPE_CHECKING:
+    from asyncflow.devices.sim.machine import SimMachine
+    from asyncflow.runtime.trace import Trace
+
+BAR_S, LINE_S = 0.5, 10.0
+"""Seconds between two states of the bar on a terminal, and between two lines elsewhere."""
+
+_WIDTH = 24
+
+_EXAMPLES: tuple[Iterable[object], ...] = ([], (), range(0), {}, {}.values(), {}.items(), set())
+_COUNTED = tuple(type(iter(example)) for example in _EXAMPLES)
+"""Types of iterators that know how many items are left."""
+
+_WRAPPERS = (enumerate, zip, map)
+
+
+class ProgramProgress:
+    """The progress of a program whose runs are simulated.
+
+    Attributes:
+        is_terminal: the stream shows one line that changes, rather than a line each time.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        machines: Sequence[SimMachine],
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin now.
+
+        Args:
+            trace: of all runs.
+            machines: one for each event loop of the program so far.
+            stream: where to show it.
+            clock: seconds of real time.
+        """
+        self.is_terminal = stream.isatty()
+        self._trace = trace
+        self._machines = machines
+        self._stream = stream
+        self._clock = clock
+        self._started_s = clock()
+        self._loops = _ForLoops()
+        self._known: tuple[float, float | None] | None = None
+
+    def show(self) -> None:
+        """Write the state of now."""
+        state = self.state()
+        self._stream.write(f"\r\x1b[K{state}" if self.is_terminal else f"simulate: {state}\n")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Remove the bar, so that what follows stands on a line of its own."""
+        if self.is_terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def state(self) -> str:
+        """Return one line: how much of the program is done, what was simulated, and the time left."""
+        now_s = self._clock()
+        machine = self._machines[-1]
+        known = self._known = self._loops.look(machine.loop, now_s) or self._known
+        runs, virtual = len(self._trace.runs), format_duration(machine.now_ns())
+        told = f"{runs} run{'' if runs == 1 else 's'}, {virtual} simulated in {_seconds(now_s - self._started_s)}"
+        if known is None:
+            return told
+        done, left_s = known
+        bar = f"[{'#' * int(done * _WIDTH):.<{_WIDTH}}] {done:4.0%}  {told}"
+        return bar if left_s is None else f"{bar}, about {_seconds(left_s)} left"
+
+
+class _ForLoops:
+    """The ``for`` loops of a program's coroutines around what they await."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, tuple[object, int]] = {}
+        """Of each iterator that was seen: itself, so that its id stays its own, and how many items it had at first."""
+        self._outermost: object = None
+        self._since: tuple[float, float] = (0.0, 0.0)
+        """When the outermost loop was seen first, and what was left of it then."""
+
+    def look(self, loop: asyncio.AbstractEventLoop, now_s: float) -> tuple[float, float | None] | None:
+        """Return the part of the outermost loop that is done, and the seconds that the rest will take.
+
+        None where nothing that the program awaits stands in a loop of known length; no seconds at first.
+        """
+        iterators = max((_iterators_of(task.get_coro()) for task in asyncio.all_tasks(loop)), key=len, default=[])
+        if not iterators:
+            return None
+        left = part = 1.0  # the items that a loop has left; the same as a part of all of them
+        for iterator in reversed(iterators):
+            items = operator.length_hint(iterator)
+            _, length = self._lengths.setdefault(id(iterator), (iterator, items + 1))
+            left = items + part
+            part = left / length
+        self._lengths = {id(each): self._lengths[id(each)] for each in iterators}
+        if self._outermost is not iterators[0]:
+            self._outermost, self._since = iterators[0], (now_s, left)
+        since_s, left_then = self._since
+        done = left_then - left
+        return 1 - part, (now_s - since_s) * left / done if done > 0 else None
+
+
+def _iterators_of(coroutine: object) -> list[Iterator[object]]:
+    """The iterators of known length that a coroutine, and those that it awaits, go through; outermost first."""
+    found: list[Iterator[object]] = []
+    while coroutine is not None:
+        for reference in gc.get_referents(coroutine):
+            inside = gc.get_referents(reference) if isinstance(reference, _WRAPPERS) else ()
+            found += [each for each in (reference, *inside) if isinstance(each, _COUNTED)]
+        coroutine = getattr(coroutine, "cr_await", None)
+    return found
+
+
+def _seconds(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
+
+
+@contextmanager
+def shown_progress(trace: Trace, machines: Sequence[SimMachine], stream: TextIO | None = None) -> Iterator[None]:
+    """Show the progress of what the block runs, from a thread of its own: a bar on a terminal, lines elsewhere."""
+    progress = ProgramProgress(trace, machines, sys.stderr if stream is None else stream)
+    ended = threading.Event()
+
+    def show_often() -> None:
+        while not ended.wait(BAR_S if progress.is_terminal else LINE_S):
+            progress.show()
+
+    thread = threading.Thread(target=show_often, name="asyncflow progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        progress.clear()
