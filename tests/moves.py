@@ -38,7 +38,8 @@ class AuditedManager(SwapManager):
         found = []
         if now.moved_out != now.moved_in + now.discarded:
             found.append(f"{now}: not all that went out has come in, or was dropped")
-        if any((now.kept, now.host, now.disk, now.coming, self._leaving, self._coming)):
+        in_flight = self._leaving + self._ending, self._coming
+        if any((now.kept, now.host, now.disk, now.coming, *in_flight)):
             found.append(f"{now}, {self._leaving} leaving, {self._coming} in flight, after the end")
         return [*found, *(f"{space.used} bytes on the {space.name}" for space in self._spaces if space.used)]
 

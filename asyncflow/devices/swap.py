@@ -14,7 +14,8 @@ Rules, the paper's:
    is free.
 5. A value that is read before it has left stays where it is.
 6. A loop asks before each iteration for what one takes at most, as measured. Where that is not free, more values go,
-   and the iteration begins once there is room, or no copy out is in flight that could make some.
+   and the iteration begins once there is room, or no copy out is in flight that could make some. A copy out holds the
+   memory of its value until it ends, even if the value is GONE by then.
 7. Runs that only compute have an age. To begin an iteration, one leaves the older ones what theirs take; if it cannot,
    all of its values go, and it waits until they have ended, or there is room. The oldest waits for copies alone, so
    that nobody waits for ever. Other runs wait for nobody, and nobody for them.
@@ -297,8 +298,9 @@ class SwapManager:
         self._ahead = 0
         self.ns_per_byte = ns_per_byte
         self._copied = [0, 0]
+        self._on_the_way: set[SavedHandle] = set()
         self._held = {"kept": 0, "host": 0, "disk": 0}
-        self._leaving = self._coming = self._arriving = self._unasked = 0
+        self._leaving = self._ending = self._coming = self._arriving = self._unasked = 0
         self._moved_out = self._moved_in = self._discarded = self._late = 0
 
     # -- told ----------------------------------------------------------------------------------------------------
@@ -354,6 +356,7 @@ class SwapManager:
             self._hold(handle, handle.nbytes)
         else:
             self._discard(handle)
+        self._has_ended(handle)
         return self.relieve()
 
     def took(self, nbytes: int, taken_ns: int) -> None:
@@ -368,10 +371,12 @@ class SwapManager:
         if handle.state is SavedState.LEAVING:
             self._stay(handle)
         self._discard(handle)
+        self._has_ended(handle)
 
     def came(self, handle: SavedHandle, taken_ns: int) -> None:
         """A copy in has ended: what was away is free."""
         self._ended(handle, taken_ns)
+        self._on_the_way.discard(handle)
         self._coming -= handle.nbytes
         self._free(handle)
         if handle.state is SavedState.COMING:
@@ -379,13 +384,16 @@ class SwapManager:
             self._arriving -= handle.nbytes
 
     def refused(self, handle: SavedHandle) -> None:
-        """A copy in could not be started: the value is AWAY as before."""
+        """A copy in could not be started: the value is AWAY as before, and comes when it is asked for again."""
         handle.state, handle.copying = SavedState.AWAY, False
+        self._on_the_way.discard(handle)
         self._coming -= handle.nbytes
         self._arriving -= handle.nbytes
         self._moved_in -= handle.nbytes
         self._held["kept"] -= handle.nbytes
         self._hold(handle, handle.nbytes)
+        if handle not in handle.group.out:
+            insort(handle.group.out, handle, key=_RANK)
 
     def shared(self, handle: SavedHandle) -> None:
         """One more entry of a store refers to the value."""
@@ -404,8 +412,10 @@ class SwapManager:
             self._held["kept"] -= handle.nbytes
         if state is SavedState.LEAVING:
             self._leaving -= handle.nbytes
-        elif state is SavedState.COMING:
+        if state is SavedState.COMING:
             self._arriving -= handle.nbytes
+        elif handle.copying:
+            self._ending += handle.nbytes
         group = handle.group
         if group.newest is handle:
             group.newest = None
@@ -497,8 +507,8 @@ class SwapManager:
             if elders:
                 self._clear(limit, (group,), out)
             else:  # for the next iteration as well, which then need not wait
-                self._clear(missing + group.needs - self._leaving, self._youngest_first(), out)
-            if self._leaving or elders:
+                self._clear(missing + group.needs - self._to_be_free, self._youngest_first(), out)
+            if self._to_be_free or elders:
                 return False, orders
         if len(group.sets) == 1:
             (working_set,) = group.sets
@@ -532,9 +542,14 @@ class SwapManager:
     def is_short(self) -> bool:
         """Whether so much is held that whoever needs more should wait for the copies out that are in flight."""
         limit = self._account.limit
-        if not self._leaving or limit is None:
+        if not self._to_be_free or limit is None:
             return False
         return self._account.used > min(FULL * limit, limit - self.largest)
+
+    @property
+    def _to_be_free(self) -> int:
+        """Bytes that copies out free when they end: those of values that leave, or are GONE by now."""
+        return self._leaving + self._ending
 
     @property
     def largest(self) -> int:
@@ -542,9 +557,10 @@ class SwapManager:
         return max((group.largest for group in list(self._groups.values())), default=0)
 
     def away(self) -> list[SavedHandle]:
-        """All values that are AWAY."""
-        groups = list(self._groups.values())
-        return [handle for group in groups for handle in list(group.out) if handle.state is SavedState.AWAY]
+        """All values that are AWAY, or COMING by copies that have not ended."""
+        out = [handle for group in list(self._groups.values()) for handle in list(group.out)]
+        away = [handle for handle in out if handle.state is SavedState.AWAY]
+        return away + [handle for handle in list(self._on_the_way) if handle.state is SavedState.COMING]
 
     def statistics(self) -> SwapStatistics:
         """A snapshot."""
@@ -566,7 +582,7 @@ class SwapManager:
             return
         self._unasked = 0
         short = max((group.short for group in self._groups.values()), default=SHORT)
-        self._clear(self._account.used - self._leaving - short * limit, self._youngest_first(), out)
+        self._clear(self._account.used - self._to_be_free - short * limit, self._youngest_first(), out)
 
     def _youngest_first(self) -> list[SavedGroup]:
         return sorted(self._groups.values(), key=lambda group: -group.key)
@@ -626,6 +642,7 @@ class SwapManager:
 
     def _come(self, handle: SavedHandle, into: list[SavedHandle]) -> None:
         handle.state, handle.copying = SavedState.COMING, True
+        self._on_the_way.add(handle)
         self._hold(handle, -handle.nbytes)
         self._held["kept"] += handle.nbytes
         self._coming += handle.nbytes
@@ -643,6 +660,11 @@ class SwapManager:
         handle.copying = False
         if taken_ns is not None:
             self.took(handle.nbytes, taken_ns)
+
+    def _has_ended(self, handle: SavedHandle) -> None:
+        """Note that a copy out has ended: it held the memory of a value that is GONE."""
+        if handle.state is SavedState.GONE:
+            self._ending -= handle.nbytes
 
     def _hold(self, handle: SavedHandle, nbytes: int) -> None:
         assert handle.space is not None

@@ -341,7 +341,7 @@ class Swapping(ABC):
         for log in [log for reference in list(self._resting.values()) if (log := reference()) is not None]:
             gone[log.source[0]][log.label] += len(log)
         for handle in [owner.handle for owner in list(self._known.values())]:
-            if handle.state not in (SavedState.AWAY, SavedState.GONE):
+            if handle.state in (SavedState.KEPT, SavedState.LEAVING):
                 gone[handle.group.key][handle.label] += 1
         for handle in self.manager.away():
             away[handle.group.key][handle.label] += 1

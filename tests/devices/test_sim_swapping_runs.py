@@ -182,12 +182,9 @@ def test_three_runs_in_the_memory_of_one_all_end(working_set: int, regions: bool
 def test_three_runs_in_the_memory_of_one_all_end_in_any_order(
     request: pytest.FixtureRequest, part: int, working_set: int, regions: bool, expected: list[list[Array]]
 ) -> None:
-    """FAULTS F32: ten seeds, other ones with each turn.
-
-    Alone a run takes seven arrays with regions, of which three tenths are not one array for each of three runs.
-    """
+    """FAULTS F32: ten seeds, other ones with each turn."""
     first = crc32(request.config.getoption("turn").encode()) + 10 * part
-    shuffled(range(first, first + 10), int((1.8 if regions else 1.3) * working_set), regions, expected)
+    shuffled(range(first, first + 10), int(1.3 * working_set), regions, expected)
 
 
 def test_the_oldest_run_is_never_done_twice_where_what_cannot_move_fits(

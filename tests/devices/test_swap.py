@@ -129,7 +129,7 @@ class Machine:
         assert now.kept == now.host == now.disk == self.space.used == 0
         assert self.used == self.others
         assert not self.manager._groups
-        assert self.manager._leaving == self.manager._coming == 0
+        assert self.manager._leaving == self.manager._ending == self.manager._coming == 0
         assert not self.manager._ages
 
 
@@ -363,6 +363,24 @@ def test_one_iteration_is_enough_to_go_by_where_much_is_free() -> None:
     assert not working_set.fits(26)
 
 
+def test_values_whose_copies_back_could_not_start_come_ahead_later() -> None:
+    """CONFORMANCE 68: there was no room, or the card is lost, and then they are counted as away from it."""
+    machine = Machine(limit=None)
+    values = [machine.save(str(number), always=True) for number in range(8)]
+    while machine.out:
+        machine.end_out(taken_ns=1 << 40)
+    machine.orders.clear()
+    assert machine.read(values[7])
+    assert sorted(handle.rank for handle in machine.manager.away()) == list(range(7))
+    ahead, machine.into = machine.into, []
+    for handle in ahead:
+        machine.manager.refused(handle)
+    assert sorted(handle.rank for handle in machine.manager.away()) == list(range(7))
+    machine.check()
+    assert not machine.read(values[6])
+    assert machine.orders == [*(f"in {number}" for number in range(6, -1, -1))] * 2
+
+
 def test_an_iteration_begins_once_copies_out_have_made_room_for_it() -> None:
     machine = Machine(limit=10 * MIB)
     loop = machine.working_set(3 * MIB)
@@ -375,6 +393,36 @@ def test_an_iteration_begins_once_copies_out_have_made_room_for_it() -> None:
     machine.end_out()
     assert machine.admits()
     machine.check()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_iteration_begins_once_copies_out_of_values_that_nobody_needs_have_ended(fails: bool) -> None:
+    """FAULTS F32: such a copy holds the memory of a value that was read for the last time before it had left."""
+    machine = Machine(limit=10 * MIB)
+    loop = machine.working_set(3 * MIB)
+    values = [machine.save(str(number)) for number in range(8)]
+    assert machine.orders == ["out 0"]
+    machine.others = 2 * MIB
+    assert machine.read(values[0])
+    assert machine.read(values[7])
+    assert machine.used == 9 * MIB
+    for value in values[1:7]:
+        value.has_moved = True  # so that nothing else can go
+    assert not machine.ask(loop)
+    assert not machine.admits()
+    assert machine.manager.is_short
+    if fails:
+        machine.manager.stays(machine.out.pop())
+    else:
+        machine.end_out()
+    assert machine.used == 8 * MIB
+    assert machine.admits()  # nothing else will make room
+    assert not machine.manager.is_short
+    for value in values[1:7]:
+        assert machine.read(value)
+    machine.others = 0
+    machine.manager.leaves(1)
+    machine.check_end()
 
 
 def test_an_iteration_that_is_too_large_begins_once_nothing_can_go_any_more() -> None:

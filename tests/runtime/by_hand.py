@@ -91,6 +91,11 @@ class ByHand:
         while ready := [held for held in self._firings if held.partition("@")[0] not in names]:
             self.complete(ready[0])
 
+    def go_on(self) -> None:
+        """Let iterations begin that have asked for memory."""
+        self.scheduler.asks.clear()
+        self._collect()
+
     def _collect(self) -> None:
         while (firing := self.scheduler.next_firing()) is not None:
             name = label(firing[0], firing[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,16 @@ from tests.runtime.hand_written import counting_loop
 def at(name: str, *iterations: int) -> set[str]:
     """Firings of `name` in these iterations of a loop named ``loop``."""
     return {f"{name}@loop/{k}" for k in iterations}
+
+
+@dataclass
+class Room:
+    """Stands in for what an iteration takes: so many fit at a time."""
+
+    count: int
+
+    def fits(self, count: int) -> bool:
+        return count <= self.count
 
 
 # -- straight lines ----------------------------------------------------------------------------------------------
@@ -191,6 +203,29 @@ def test_later_iterations_are_parked_at_the_bound(graph: af.Graph, bound: int) -
         run.complete(f"slow@loop/{oldest}")
     run.complete_all_but()
     assert run.results == [6, 15] and run.scheduler.statistics() == NOTHING
+
+
+def test_an_iteration_begins_as_another_ends_if_there_is_memory_for_as_many(graph: af.Graph) -> None:
+    """FAULTS F32: what iterations save stays when they end. Without memory for two, the next one begins alone."""
+    x = af.placeholder("int32", ())
+    loop = af.while_loop(lambda i, s: i < 8, lambda i, s: (i + 1, step("work")(s)), (x, x), name="loop")
+    run = ByHand(list(loop), {x: 0})
+    room = Room(3)
+    (info,) = {iteration.frame.info for _, iteration, _ in run.firings}
+    info.working_set = room  # type: ignore[assignment]
+    run.complete_all_but("work")
+    assert run.live_iterations == 3
+    room.count = 2
+    run.complete("work@loop/0")
+    run.complete_all_but("work")
+    assert run.live_iterations == 2
+    room.count = 0
+    for number in range(1, 8):
+        run.complete(f"work@loop/{number}")
+        run.go_on()  # an iteration that begins alone asks for memory first
+        run.complete_all_but("work")
+        assert run.live_iterations == (number < 7)
+    assert run.scheduler.statistics() == NOTHING
 
 
 def test_a_late_loop_constant_reaches_the_iterations_already_started(graph: af.Graph) -> None:

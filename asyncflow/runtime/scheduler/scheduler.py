@@ -17,8 +17,9 @@ Rules (EuroSys '18, fig. 5)
    is short for one more; a dead one stops here. Control edges of Enter, Exit and NextIteration lead to where their
    values go.
 9. An iteration ends when nothing in it is ready or running, its child frames have ended, its predecessor has ended,
-   and, for iteration 0, all Enters have arrived. A frame ends with its last iteration, unless tokens are parked. The
-   run is done when the root iteration ends.
+   and, for iteration 0, all Enters have arrived. Parked tokens then start the next one, if there is memory for it
+   beside those that are live, or none is. A frame ends with its last iteration, unless tokens are parked. The run is
+   done when the root iteration ends.
 
 ======================= ======================== =====================================================================
 event                   state                    what happens
@@ -495,7 +496,8 @@ class Scheduler:
             if frame.info.acknowledges:
                 self.ended.append((frame.info.acknowledges, oldest.counters()))
             frame.live -= 1
-            if frame.parked:
+            working_set = frame.info.working_set
+            if frame.parked and (not frame.live or working_set is None or working_set.fits(frame.live + 1)):
                 following = self._unpark(frame, oldest)
             if following is None:
                 self._end_frame(frame)

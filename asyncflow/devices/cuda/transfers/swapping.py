@@ -325,9 +325,9 @@ class CudaSwapping(Swapping):
         return account.used < before
 
     def _leave_early(self, handle: SavedHandle) -> bool:
-        """Count a value as away whose copy has not ended; whether its memory may be used again."""
+        """Return True if the memory of a value that leaves, or is GONE, may be used again before its copy has ended."""
         flight = self._flights[handle]
-        if handle.state is not SavedState.LEAVING:
+        if handle.state is SavedState.KEPT:
             return False
         home = flight.landing.home
         home.wait(flight.ended)
