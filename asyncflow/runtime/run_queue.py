@@ -13,6 +13,10 @@ event        state                                                        what h
 `offer`      else                                                         it waits
 `withdraw`   it waits                                                     it leaves; the others are as they were
 `end`        it is in flight                                              what it took is learnt; there is room
+`step_aside` it is in flight                                              there is room; its memory stays reserved
+`come_back`  there is room, and nobody waits                              it is in flight again
+`come_back`  else                                                         it waits, and is never refused
+`end`        it has stepped aside, or waits to be in flight again         its memory is free
 `decide`     there is room, and some wait                                 the first of the line whose turn it is starts
 `decide`     as above, and it would end too late now                      it is not started: `DeadlineExceeded`
 ============ ============================================================ ==============================================
@@ -25,11 +29,20 @@ It is the turn of the line with the lowest priority number, but for an eighth of
 the time that it is expected to take is owed to each other line, and one that is owed what its first run is expected to
 take goes next. For places in the queue it is the same: those of higher numbers give way, the last of the line with the
 highest number first, down to an eighth of the places; and a line that has less than that makes any other give way.
+
+**Runs that step aside.** A run that waits for other runs, at a queue say, does not take the place of a run that would
+fill the queue. It steps aside meanwhile, and comes back later. For example, with ``max_runs=2`` two runs take elements
+of an empty queue: both step aside, a third run starts and puts an element in, and the first run comes back for it.
+A run that comes back stands in its line by its deadline and by when it was first offered, so runs of its priority that
+have not started come behind it. It counts as what its last stay took, and not for `max_queued`. Runs that stepped aside
+do not count for `max_queued` either, but against runs of their own kind: these would wait at the same queue. So no more
+than `max_runs` and `max_queued` runs of a kind are there together, while runs of other kinds find the places free.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -57,8 +70,10 @@ class QueuedRun:
         charge_s: what such runs take on average, as was known when it was offered; 0 if nothing was.
         reserved: bytes of memory that it counts as while it is in flight.
         arrival: how many were offered before it.
-        started_s: when it was let in, or began.
+        started_s: when it was let in, began, or came back.
         has_begun: whether all that it needs was there, so that the time from then on is its own.
+        is_aside: True if it has stepped aside, and while it waits to come back.
+        spent_s: what it took before it stepped aside last.
     """
 
     cost: RunCost | None
@@ -70,6 +85,8 @@ class QueuedRun:
     arrival: int = 0
     started_s: float = 0.0
     has_begun: bool = False
+    is_aside: bool = False
+    spent_s: float = 0.0
 
     @property
     def is_gone(self) -> bool:
@@ -101,11 +118,13 @@ class _PriorityLine(Generic[R]):
         runs: those who go first in front.
         costs_s: what each of them is expected to take; 0 if that is not known.
         nbytes: of what is fed to all of them.
+        new: number of them that have never started.
     """
 
     runs: list[R] = field(default_factory=list)
     costs_s: list[float] = field(default_factory=list)
     nbytes: int = 0
+    new: int = 0
 
     def index(self, run: R) -> int:
         return bisect_left(self.runs, run.place, key=lambda other: other.place)
@@ -114,12 +133,16 @@ class _PriorityLine(Generic[R]):
         index = self.index(run)
         self.runs.insert(index, run)
         self.costs_s.insert(index, run.charge_s)
-        self.nbytes += run.nbytes
+        if not run.is_aside:
+            self.nbytes += run.nbytes
+            self.new += 1
 
     def remove(self, run: R) -> None:
         index = self.index(run)
         del self.runs[index], self.costs_s[index]
-        self.nbytes -= run.nbytes
+        if not run.is_aside:
+            self.nbytes -= run.nbytes
+            self.new -= 1
 
     def expected_s(self, mean_s: float, before: R | None = None) -> float:
         """Gives what all of them, or those before a run, are expected to take; `mean_s` where that is not known."""
@@ -129,7 +152,7 @@ class _PriorityLine(Generic[R]):
 
 @dataclass(slots=True, eq=False)
 class RunQueue(Generic[R]):
-    """Runs that are in flight, and those that wait.
+    """Runs that are in flight, have stepped aside, or wait.
 
     Invariant, after `decide`: nobody waits while there is room.
 
@@ -137,7 +160,12 @@ class RunQueue(Generic[R]):
         max_runs: most in flight.
         max_queued: most that wait; None for no limit.
         max_queued_bytes: most bytes of what is fed to those that wait; None for no limit.
-        memory_limit: bytes that those in flight may need; None for no matter how many.
+        memory_limit: bytes that those in flight may need, with those that stepped aside; None for no matter how many.
+
+    Attributes:
+        aside: runs that have stepped aside, or wait to come back.
+        queued: number of runs that wait and have never started.
+        queued_bytes: of what is fed to these.
     """
 
     max_runs: int
@@ -145,6 +173,7 @@ class RunQueue(Generic[R]):
     max_queued_bytes: int | None = None
     memory_limit: int | None = None
     in_flight: dict[R, None] = field(default_factory=dict, init=False)
+    aside: dict[R, None] = field(default_factory=dict, init=False)
     queued: int = field(default=0, init=False)
     queued_bytes: int = field(default=0, init=False)
     _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict, init=False)
@@ -156,11 +185,23 @@ class RunQueue(Generic[R]):
     _offered: int = field(default=0, init=False)
     _mean_s: float = field(default=0.0, init=False)
     """Of all runs, for those of which nothing is known."""
+    _kinds_aside: Counter[RunCost | None] = field(default_factory=Counter, init=False)
+    """Number of `aside` of each kind."""
 
     @property
     def has_room(self) -> bool:
         """Whether a run that is offered now need not wait, as far as its memory is not concerned."""
-        return not self.queued and len(self.in_flight) < self.max_runs
+        return not self._lines and len(self.in_flight) < self.max_runs
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if a run waits, to start or to come back."""
+        return bool(self._lines)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no run has started that has not ended."""
+        return not (self.in_flight or self.aside)
 
     def offer(self, run: R, now_s: float) -> bool:
         """Whether a run starts; else it waits for what `decide` will say.
@@ -171,18 +212,18 @@ class RunQueue(Generic[R]):
         cost = run.cost
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
-        if not self.queued and self._fits(run):
+        run.arrival = self._offered = self._offered + 1
+        if self.aside:
+            self._check_kind(run, now_s)
+        if not self._lines and self._fits(run):
             if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in self.in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
             return True
-        run.arrival = self._offered = self._offered + 1
         if run.deadline_s < inf and run.may_be_late(now_s + (wait_s := self.wait_s(run, now_s))):
             raise self._overloaded(wait_s, "would have to wait too long to end in time")
         self._make_way(run, now_s)
-        self._lines.setdefault(run.priority, _PriorityLine()).insert(run)
-        self.queued += 1
-        self.queued_bytes += run.nbytes
+        self._insert(run)
         return False
 
     def withdraw(self, run: R) -> None:
@@ -191,41 +232,74 @@ class RunQueue(Generic[R]):
         if line is None or run not in line.runs[(index := line.index(run)) : index + 1]:
             return
         line.remove(run)
-        self.queued -= 1
-        self.queued_bytes -= run.nbytes
+        if not run.is_aside:
+            self.queued -= 1
+            self.queued_bytes -= run.nbytes
         if not line.runs:
             del self._lines[run.priority]
 
+    def _insert(self, run: R) -> None:
+        self._lines.setdefault(run.priority, _PriorityLine()).insert(run)
+        if not run.is_aside:
+            self.queued += 1
+            self.queued_bytes += run.nbytes
+
     def begin(self, run: R, cost: RunCost, now_s: float) -> None:
         """All that a run in flight needs is there: the time from now on is its own."""
-        run.has_begun, run.started_s = True, now_s
+        run.has_begun, run.started_s, run.spent_s = True, now_s, 0.0
         if run.cost is not cost:
             run.cost, run.charge_s = cost, cost.mean_s
             self._reserved += cost.nbytes - run.reserved
             run.reserved = cost.nbytes
 
-    def end(self, run: R, taken_s: float | None = None) -> None:
-        """A run is in flight no more; it took so long, or None if that says nothing of others."""
+    def step_aside(self, run: R, now_s: float) -> None:
+        """A run in flight waits for others: it gives its place back, but not its memory."""
         del self.in_flight[run]
+        self.aside[run] = None
+        self._kinds_aside[run.cost] += 1
+        run.is_aside = True
+        # When it comes back it will take about as long: it may be a loop that waits in each iteration.
+        run.charge_s = now_s - run.started_s
+        run.spent_s += run.charge_s
+
+    def come_back(self, run: R, now_s: float) -> bool:
+        """Whether a run that stepped aside goes on; else it waits for what `decide` will say."""
+        if self._lines or not self._fits(run):
+            self._insert(run)
+            return False
+        self._start(run, now_s)
+        return True
+
+    def has_started(self, run: R) -> bool:
+        """Whether a run is in flight, or has been."""
+        return run in self.in_flight or run.is_aside
+
+    def end(self, run: R, taken_s: float | None = None) -> None:
+        """A run that started has ended; it took so long, or None if that says nothing of others."""
+        if run.is_aside:
+            self.withdraw(run)
+            self._is_aside_no_more(run)
+        else:
+            del self.in_flight[run]
         self._reserved -= run.reserved
         if taken_s is not None and run.cost is not None:
             run.cost.observe(taken_s)
             self._mean_s += (taken_s - self._mean_s) / 8
 
     def reserved_by_others(self, run: R) -> int:
-        """Bytes that others in flight count as."""
+        """Bytes that others count as."""
         return self._reserved - run.reserved
 
     def decide(self, now_s: float) -> Iterator[tuple[R, AsyncflowError | None]]:
         """Of those that wait, each whose turn has come: it has started, or it never will, for this reason."""
         while self._refused:
             yield self._refused.pop()
-        while self.queued and len(self.in_flight) < self.max_runs:
+        while self._lines and len(self.in_flight) < self.max_runs:
             line = self._next_line()
             run = line.runs[0]
-            if run.is_gone:
+            if run.is_gone and not run.is_aside:
                 self.withdraw(run)
-            elif run.may_be_late(now_s):
+            elif run.may_be_late(now_s) and not run.is_aside:
                 self.withdraw(run)
                 yield run, too_late()
             elif not self._fits(run):
@@ -266,12 +340,22 @@ class RunQueue(Generic[R]):
             return True
         if len(self.in_flight) >= self.max_runs:
             return False
-        return self.memory_limit is None or self._reserved + run.reserved <= self.memory_limit
+        return run.is_aside or self.memory_limit is None or self._reserved + run.reserved <= self.memory_limit
 
     def _start(self, run: R, now_s: float) -> None:
         self.in_flight[run] = None
-        self._reserved += run.reserved
+        if run.is_aside:
+            self._is_aside_no_more(run)
+        else:
+            self._reserved += run.reserved
         run.started_s = now_s
+
+    def _is_aside_no_more(self, run: R) -> None:
+        run.is_aside = False
+        del self.aside[run]
+        self._kinds_aside[run.cost] -= 1
+        if not self._kinds_aside[run.cost]:
+            del self._kinds_aside[run.cost]
 
     def _next_line(self) -> _PriorityLine[R]:
         lines = self._lines
@@ -295,17 +379,18 @@ class RunQueue(Generic[R]):
         if self._part(count, nbytes) <= 1:
             return
         line = self._lines.get(run.priority)
-        held, held_bytes = (0, 0) if line is None else (len(line.runs), line.nbytes)
+        held, held_bytes = (0, 0) if line is None else (line.new, line.nbytes)
         own_part = self._part(held + 1, held_bytes + run.nbytes)
         giving: list[R] = []
         for priority in sorted(self._lines, reverse=True):
             if priority == run.priority or (priority < run.priority and own_part > SHARE):
                 continue
             other = self._lines[priority]
-            left, left_bytes = len(other.runs), other.nbytes
+            left, left_bytes = other.new, other.nbytes
+            last_first = (each for each in reversed(other.runs) if not each.is_aside)
             while self._part(count, nbytes) > 1 and self._part(left, left_bytes) > SHARE:
                 left -= 1
-                giving.append(other.runs[left])
+                giving.append(next(last_first))
                 left_bytes -= giving[-1].nbytes
                 count, nbytes = count - 1, nbytes - giving[-1].nbytes
         if self._part(count, nbytes) > 1:
@@ -318,6 +403,19 @@ class RunQueue(Generic[R]):
             self.withdraw(other_run)
             why = f"had to give way to one of priority {run.priority}, as many wait"
             self._refused.append((other_run, self._overloaded(self.wait_s(other_run, now_s), why)))
+
+    def _check_kind(self, run: R, now_s: float) -> None:
+        """Refuse a run that would wait where so many of its kind do already, as if those had kept their places.
+
+        Raises:
+            OverloadedError: it may not wait.
+        """
+        aside = 0 if run.cost is None else self._kinds_aside[run.cost]
+        if not aside or self.max_queued is None:
+            return
+        if len(self.in_flight) + self.queued + aside >= self.max_runs + self.max_queued:
+            why = f"would have to wait, as {self.queued} do and {aside} of its kind (max_queued={self.max_queued})"
+            raise self._overloaded(self.wait_s(run, now_s), why)
 
     def _overloaded(self, wait_s: float, why: str) -> OverloadedError:
         retry_after_s = max(wait_s, _LEAST_RETRY_S)

@@ -8,9 +8,11 @@ loop; also with tasks that go on when the run that began them has ended, and are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
@@ -40,6 +42,8 @@ class RunPart:
         emitter: takes what it hands out while it goes on; None for one that hands out nothing.
         run: its number in traces.
         trace: what it is recorded into; None if it is not.
+        in_line: tasks of it that wait for other runs.
+        on_wait: is called when one of them begins to.
     """
 
     owner: object
@@ -50,6 +54,8 @@ class RunPart:
     emitter: TakesItems | None = None
     run: int = 0
     trace: object = None
+    in_line: set[asyncio.Task[object]] = field(default_factory=set)
+    on_wait: Callable[[], None] | None = None
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)
@@ -93,6 +99,22 @@ def enclosing_parts() -> frozenset[RunPart]:
             found.append(part)
         part = part.outer
     return frozenset(found)
+
+
+@contextmanager
+def in_line() -> Iterator[None]:
+    """Have the current task, which is of a run, count as one that waits for other runs."""
+    part, task = current_part(), asyncio.current_task()
+    if part is None or task is None:
+        yield
+        return
+    part.in_line.add(task)
+    try:
+        if part.on_wait is not None:
+            part.on_wait()
+        yield
+    finally:
+        part.in_line.discard(task)
 
 
 def is_within(owner: object) -> bool:

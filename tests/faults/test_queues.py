@@ -223,6 +223,60 @@ def test_runs_in_hundreds_of_schedules() -> None:
         on_virtual_time(_runs(seed))
 
 
+async def _limited(seed: int) -> None:
+    """Runs that take, put and pass on, in a session for few at a time: whoever is not cancelled ends, in any order."""
+    draw = random.Random(seed)
+    first, second = (af.FIFOQueue(draw.randint(1, 3), INT, name=name) for name in ("first", "second"))
+    with af.Graph() as graph:
+        x = af.placeholder("int64", ())
+        put = first.enqueue(x)
+        passed = second.enqueue(first.dequeue() + 0)
+        two = af.while_loop(lambda i: i < 2, lambda i: (second.enqueue(first.dequeue()), i + 1)[1], 0)
+        taken = second.dequeue() + 0
+    got: list[int] = []
+    options: dict[str, Any] = {"regions": draw.random() < 0.5, "max_runs": draw.randint(1, 3)}
+    async with af.Session(graph, devices=["cpu:0"], seed=seed, **options) as session:
+
+        async def ask(fetch: Any, feeds: Any = None) -> None:
+            await asyncio.sleep(draw.uniform(0, 3))
+            found = await session.run(fetch, feeds, priority=draw.randint(0, 2))
+            if fetch is taken:
+                got.append(int(found))
+
+        tasks = [asyncio.ensure_future(ask(put, {x: k})) for k in range(30)]
+        tasks += [asyncio.ensure_future(ask(fetch)) for fetch in (*[passed] * 10, *[two] * 10, *[taken] * 30)]
+        extra = [asyncio.ensure_future(ask(draw.choice((passed, taken)))) for _ in range(10)]
+        await asyncio.sleep(draw.uniform(0.5, 3))
+        for task in extra:
+            task.cancel()
+        ended = await asyncio.gather(*extra, return_exceptions=True)
+        lost = sum(not isinstance(each, asyncio.CancelledError) for each in ended)  # these took, or passed on
+        for _ in range(2 * lost):
+            tasks += [asyncio.ensure_future(ask(put, {x: 100 + len(tasks)})), asyncio.ensure_future(ask(passed))]
+        done, left = await asyncio.wait(tasks, timeout=END_S)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        # At most the runs in excess of what the others gave them wait for ever.
+        assert len(left) <= 4 * lost, (seed, len(left), lost)
+        assert all(task.exception() is None for task in done)
+        assert len(set(got)) == len(got) >= 30 - lost
+        assert session._runs.admission is not None
+        assert not session._runs.admission.queue.aside
+        assert_baseline(session)
+
+
+def test_runs_that_wait_in_a_session_for_few_at_a_time() -> None:
+    for seed in range(10):
+        on_virtual_time(_limited(seed))
+
+
+@pytest.mark.slow
+def test_runs_that_wait_in_hundreds_of_sessions_for_few_at_a_time() -> None:
+    for seed in range(10, 200):
+        on_virtual_time(_limited(seed))
+
+
 # -- single faults ---------------------------------------------------------------------------------------------------
 
 

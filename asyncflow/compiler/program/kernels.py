@@ -32,6 +32,8 @@ from asyncflow.graph.structured import PooledNode
 from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
 from asyncflow.ops.rows.by_row import PausingKernel, called_op
 from asyncflow.state.waiting.awaiting import granted
+from asyncflow.state.waiting.lines import ToldPlace
+from asyncflow.streams.holding import in_line
 from asyncflow.values import Array
 
 if TYPE_CHECKING:
@@ -162,7 +164,10 @@ def bind_launch(
 def _awaiting(kernel: Kernel) -> Kernel:
     async def call(*inputs: Value, **told: Value) -> Value:
         found = kernel(*inputs, **told)
-        return await found if isawaitable(found) else await granted(found)
+        if isinstance(found, ToldPlace):
+            return await granted(found)
+        with in_line():
+            return await found if isawaitable(found) else await granted(found)
 
     return call
 

@@ -2,15 +2,21 @@
 
 Which run that is, and when its turn comes, says `asyncflow.runtime.run_queue`. Runs asked for by a run of the same
 session are part of that one: they never wait here, where they might wait for themselves.
+
+A run steps aside when all that is left of it waits in lines of queues, inputs, mutexes and barriers (`Run.look_aside`),
+and comes back before a kernel of it goes on. What it is called for it claims before it has its place again: in the line
+of a queue others may stand behind it. While a run is aside, runs that wait for atomic ones step aside as well: the
+atomic run may be the one that waits at a queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
 from asyncflow.runtime.run_queue import QueuedRun, RunQueue, too_late
@@ -23,16 +29,31 @@ if TYPE_CHECKING:
     from asyncflow.runtime.session.session_options import SessionOptions
     from asyncflow.values import Value
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True, eq=False)
 class AdmissionTicket(QueuedRun):
     """The leave to have one run in flight, or the wait for it.
 
     Attributes:
+        admission: that gave it; None after the end.
         turn: done when it may start, or never will; None for one that never had to wait.
+        go_on: is called when it comes back after it has stepped aside; None where that is not waited for.
     """
 
+    admission: Admission | None = None
     turn: asyncio.Future[None] | None = None
+    go_on: Callable[[], None] | None = None
+
+    def step_aside(self) -> None:
+        """The run waits for other runs from now on, and gives its place to them."""
+        if self.admission is not None:
+            self.admission.step_aside(self)
+
+    def come_back(self, go_on: Callable[[], None]) -> bool:
+        """Return True if the run, which stepped aside, has a place now; else ``go_on()`` is called when it has."""
+        return self.admission is None or self.admission.come_back(self, go_on)
 
     @property
     def is_gone(self) -> bool:
@@ -63,6 +84,8 @@ class Admission:
         self._accounts = accounts if options.memory_limit is not None else ()
         self._held: list[int] = []
         """Bytes of each that are there without runs."""
+        self._held_up: dict[AdmissionTicket, None] = {}
+        """Tickets of runs that wait for atomic ones."""
 
     def apply(
         self, plan: Plan | None, deadline_s: float, now_s: float, priority: int = 0, values: Sequence[Value] = ()
@@ -79,11 +102,11 @@ class Admission:
         Raises:
             OverloadedError: it may not even wait.
         """
-        ticket = AdmissionTicket(None if plan is None else plan.cost, priority, deadline_s)
+        ticket = AdmissionTicket(None if plan is None else plan.cost, priority, deadline_s, admission=self)
         queue = self.queue
         if queue.max_queued_bytes is not None and not queue.has_room:
             ticket.nbytes = _held_bytes(values)
-        if self._accounts and not queue.in_flight:
+        if self._accounts and queue.is_idle:
             self._look_at_idle()
         try:
             if not queue.offer(ticket, now_s):
@@ -118,22 +141,60 @@ class Admission:
     def leave(self, ticket: AdmissionTicket, now_s: float, *, is_whole: bool = False) -> None:
         """A run has ended, or will not start; `is_whole` says that it came to its end."""
         queue = self.queue
-        if ticket not in queue.in_flight:
+        ticket.admission = ticket.go_on = None
+        if not queue.has_started(ticket):
             queue.withdraw(ticket)
         else:
             taken_s = None
             if ticket.has_begun and ticket.cost is not None:
-                taken_s = now_s - ticket.started_s
+                taken_s = ticket.spent_s + (0.0 if ticket.is_aside else now_s - ticket.started_s)
                 if self._accounts:
                     ticket.cost.observe_bytes(self._needed(ticket))
                 # One that was stopped would have taken longer still.
                 if not is_whole and taken_s <= ticket.cost.expected_s:
                     taken_s = None
             queue.end(ticket, taken_s)
-            if self._accounts and not queue.in_flight:
+            if self._accounts and queue.is_idle:
                 self._look_at_idle()
-        if queue.queued:
+        if queue.has_waiting:
             self._settle(now_s)
+
+    def step_aside(self, ticket: AdmissionTicket) -> None:
+        """A run waits for other runs, which get its place."""
+        now_s = asyncio.get_running_loop().time()
+        for each in (ticket, *self._held_up):
+            if not each.is_aside:
+                self.queue.step_aside(each, now_s)
+        if self.queue.has_waiting:
+            self._settle(now_s)
+
+    def come_back(self, ticket: AdmissionTicket, go_on: Callable[[], None]) -> bool:
+        """Return True if a run that stepped aside has a place now; else ``go_on()`` is called when it has."""
+        is_in_line, ticket.go_on = ticket.go_on is not None, go_on
+        if is_in_line or not self.queue.come_back(ticket, asyncio.get_running_loop().time()):
+            return False
+        ticket.go_on = None
+        return True
+
+    async def held_up(self, ticket: AdmissionTicket | None, wait: Callable[[], Awaitable[T]]) -> T:
+        """Give what ``await wait()`` does, which waits for atomic runs; the run may step aside meanwhile."""
+        if ticket is None:
+            return await wait()
+        loop = asyncio.get_running_loop()
+        if self.queue.aside:
+            # In the next turn: there may be nothing to wait for.
+            loop.call_soon(lambda: self.step_aside(ticket) if ticket in self._held_up else None)
+        self._held_up[ticket] = None
+        try:
+            return await wait()
+        finally:
+            del self._held_up[ticket]
+
+    async def back(self, ticket: AdmissionTicket) -> None:
+        """Wait until a run that has stepped aside has a place again."""
+        came = asyncio.Event()
+        if not self.come_back(ticket, came.set):
+            await came.wait()
 
     def _look_at_idle(self) -> None:
         self._held = [account.lap("runs")[1] for account in self._accounts]
@@ -143,9 +204,9 @@ class Admission:
         most = max(account.lap("runs")[0] - held for account, held in zip(self._accounts, self._held, strict=True))
         return max(0, most - self.queue.reserved_by_others(ticket))
 
-    def counts(self) -> tuple[int, int, int, int]:
-        """How many wait, how many were refused, how many of these were late, and what is fed to those that wait."""
-        return self.queue.queued, self.refused, self.late, self.queue.queued_bytes
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Return `queued`, `refused`, `late`, `queued_bytes` and `aside` of `SessionStatistics`."""
+        return self.queue.queued, self.refused, self.late, self.queue.queued_bytes, len(self.queue.aside)
 
     def close(self, reason: str) -> None:
         """Ends all waiting."""
@@ -155,6 +216,10 @@ class Admission:
 
     def _settle(self, now_s: float) -> None:
         for ticket, error in self.queue.decide(now_s):
+            if ticket.go_on is not None:
+                go_on, ticket.go_on = ticket.go_on, None
+                go_on()
+                continue
             assert ticket.turn is not None
             if error is None:
                 ticket.turn.set_result(None)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Partition, Plan
     from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.run.admission import AdmissionTicket
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.run.single_call import Begun
     from asyncflow.runtime.scheduler.turn import Turn
@@ -65,6 +66,8 @@ class Run:
     """It only computes: where memory is short it waits for older runs, and younger ones for it."""
     name: str = ""
     """As traces show it; without one, its number."""
+    ticket: AdmissionTicket | None = None
+    """Its place in the session, which it gives back while it waits for other runs; None if it never does."""
     id: int = field(default_factory=itertools.count(1).__next__, init=False)
     """Unique in the process."""
     part: RunPart = field(init=False)
@@ -121,6 +124,8 @@ class Run:
             self.context.run(call_log.set, None)  # a recorded function asked for this run, whose calls are its own
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
+        if self.ticket is not None:
+            self.part.on_wait = self.look_aside
         if plan.takes:
             self.taken = Taken()
             self.context.run(own_taken, self.taken)
@@ -305,6 +310,8 @@ class Run:
         is_stalled = False
         for executor in self.executors:
             if not executor.is_quiet:
+                if self.ticket is not None:
+                    self.look_aside()
                 return
             is_stalled = is_stalled or not executor.scheduler.done
         if self._undrained:
@@ -314,7 +321,7 @@ class Run:
             self._fail(self._stalled())
             return
         self.is_finished = True
-        self.part.is_over = True
+        self.part.is_over, self.part.on_wait = True, None
         if self.taken is not None and self.is_stopped and self._status in ("cancelled", "deadline"):
             self.taken.give_back()
         for let_go in self.at_end.values():
@@ -331,6 +338,23 @@ class Run:
         if self.on_end is not None:
             self.on_end(self)
             self.on_end = None
+
+    def look_aside(self) -> None:
+        """Give the run's place in the session to others if all that is left of it waits for other runs."""
+        ticket = self.ticket
+        if ticket is None or ticket.is_aside or self.is_stopped or self._is_busy:
+            return
+        executors = [each for each in self.executors if isinstance(each, Executor)]
+        if not all(each.is_in_line or each.is_quiet for each in executors):
+            return
+        if not any(each.has_launched(self.on_quiet) for each in executors):
+            ticket.step_aside()
+
+    def come_back(self) -> None:
+        """Go on: the run, which stepped aside, has its place again."""
+        for executor in () if self.is_finished else self.executors:
+            if isinstance(executor, Executor):
+                executor.go_on(later=True)
 
     def _drain(self) -> None:
         """Asynchronous devices count kernels as done when they are launched; a run ends when they have ended."""

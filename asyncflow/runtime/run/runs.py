@@ -183,23 +183,12 @@ class Runs:
                     begun = cast("Begun | None", found)
             if atomic or self._atomic.claims:
                 checked = as_of_now(checked)
-                claim = await self._claimed(plan, atomic, timeout, asked_s)
+                claim = await self._claimed(plan, atomic, timeout, asked_s, ticket)
             if ticket is not None and self.admission is not None:
                 self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
             staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
-            start = partial(
-                self._start,
-                plan,
-                checked,
-                timeout,
-                asked_s,
-                recorder,
-                None,
-                staying,
-                claim,
-                priority=priority,
-                begun=begun,
-            )
+            start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
+            start = partial(start, priority=priority, begun=begun, ticket=ticket)
             is_recorded = recorder is not None and recorder.order is not None
             if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
                 run = start()
@@ -207,7 +196,7 @@ class Runs:
                 del run  # an error that somebody keeps leads here
                 fetched = await work
             else:
-                fetched = await self._in_turn(start, plan, timeout, asked_s)
+                fetched = await self._in_turn(start, plan, timeout, asked_s, ticket)
             fetched = await self.copies.of_results(fetched)
             if self.memory_turns is not None:
                 self._hand_over(fetched)
@@ -293,10 +282,10 @@ class Runs:
                 ticket = self.admission.apply(plan, end_s, self._turn.loop.time(), priority, values)
                 await self.admission.wait(ticket)
             if self._atomic.claims:
-                await self._claimed(plan, False, timeout, asked_s)
+                await self._claimed(plan, False, timeout, asked_s, ticket)
             if ticket is not None and self.admission is not None:
                 self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
-            run = self._start(plan, checked, timeout, asked_s, recorder, channel, priority=priority)
+            run = self._start(plan, checked, timeout, asked_s, recorder, channel, priority=priority, ticket=ticket)
             while (items := await channel.get()) is not None:
                 # The loop goes on with the same arrays, so the consumer gets copies.
                 copies = await self.copies.of_results(items, shared=True)
@@ -360,17 +349,41 @@ class Runs:
                 values = await at_hand(values, call.request.feeds, plan, self._devices)
         return plan, values
 
-    async def _claimed(self, plan: Plan, atomic: bool, timeout: float | None, asked_s: float) -> Claim | None:
+    async def _claimed(
+        self, plan: Plan, atomic: bool, timeout: float | None, asked_s: float, ticket: AdmissionTicket | None
+    ) -> Claim | None:
         """Returns when a run may start as far as atomic ones are concerned; its own claim, if it is one."""
         within = enclosing_parts()
-        async with in_time(timeout, asked_s, "other runs that use the same variables did not end"):
+
+        async def wait() -> Claim | None:
             if atomic:
                 return await self._atomic.claim(plan.states, within, self.in_flight)
             await self._atomic.wait(plan.states, within)
-        return None
+            return None
+
+        async with in_time(timeout, asked_s, "other runs that use the same variables did not end"):
+            if self.admission is None or ticket is None:
+                return await wait()
+            while True:
+                claim = await self.admission.held_up(ticket, wait)
+                if not ticket.is_aside:
+                    return claim
+                try:
+                    await self.admission.back(ticket)
+                except BaseException:
+                    if claim is not None:
+                        self._atomic.leave(claim)
+                    raise
+                if claim is not None:
+                    return claim  # else others may have claimed what the run uses, meanwhile
 
     async def _in_turn(
-        self, start: Callable[..., Run], plan: Plan, timeout: float | None, asked_s: float
+        self,
+        start: Callable[..., Run],
+        plan: Plan,
+        timeout: float | None,
+        asked_s: float,
+        ticket: AdmissionTicket | None,
     ) -> list[Value]:
         """The values of a run that is done again, alone, if it passes the memory limit beside others."""
         number: int | None = None
@@ -383,7 +396,7 @@ class Runs:
                 async with waits():
                     await self._wait(lambda: self.closed is not None or not batches.is_left_over(), None)
             if self._atomic.claims:
-                await self._claimed(plan, False, timeout, asked_s)
+                await self._claimed(plan, False, timeout, asked_s, ticket)
             run = start(has_age=True, number=number)
             number = run.number  # it draws the same again, and later runs what they draw in any case
             return await run.wait()
@@ -459,6 +472,7 @@ class Runs:
         on_end: Callable[[Run], None] | None = None,
         number: int | None = None,
         begun: Begun | None = None,
+        ticket: AdmissionTicket | None = None,
     ) -> Run:
         if self._is_stopping or (self.closed is not None and not is_part):  # while the plan was compiled
             raise SessionClosedError(self.closed or self.drained)
@@ -477,6 +491,7 @@ class Runs:
             on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
             name=name,
+            ticket=ticket if plan.waits or plan.takes else None,
             context=copy_context() if self.observers is None else start_observed(self.observers.now()),
         )
         run.part.priority = priority

@@ -77,6 +77,13 @@ class Coroutines:
         self._tasks[task] = node, deliver
         task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
+    @property
+    def in_line(self) -> int:
+        """Number of firings that wait for other runs, or for elements of inputs."""
+        if self._executor.asynchronous is None:
+            return sum(node.source.op.is_undone for node, _ in self._tasks.values())
+        return len(self._executor.run.part.in_line & self._tasks.keys())
+
     def cancel(self) -> None:
         """Cancels all, and waits for none longer than the grace."""
         for task in self._tasks:

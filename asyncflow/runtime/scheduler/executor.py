@@ -18,6 +18,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.compiler.plan import Kind
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import Buffer, MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans, recording
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.swapping import Swapping
+    from asyncflow.runtime.run.admission import AdmissionTicket
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
@@ -96,6 +98,8 @@ class Executor:
     """What it is fed, and is counted only as long as it goes on."""
     _swapping: Swapping | None = field(init=False)
     _throttled: bool = field(default=False, init=False)
+    _ended: Mark = field(default=None, init=False)
+    """The value of `launched` whose end was asked for."""
     lacks_memory: bool = field(default=False, init=False)
     """An iteration is to begin for which there may be no memory yet."""
     # Made when something is to cross, or is a generator or a coroutine.
@@ -164,6 +168,8 @@ class Executor:
         elif run.awaited is not None and run.awaited.cancelled():  # the task will learn of it in its next turn
             run.stop("cancelled")
             return False
+        if run.ticket is not None and run.ticket.is_aside and not self._may_go_on(run.ticket):
+            return False
         self.is_driven = True
         try:
             if run.own_context is not None:
@@ -178,9 +184,25 @@ class Executor:
             self.fail(self._named(error))
             has_more = False
         self.is_driven = False
-        if not (has_more or self.in_flight):
-            self.run.on_quiet()
+        if not has_more:
+            if not self.in_flight:
+                self.run.on_quiet()
+            elif self.run.ticket is not None:
+                self.run.look_aside()
         return has_more
+
+    def _may_go_on(self, ticket: AdmissionTicket) -> bool:
+        """Return True if the run, which stepped aside, has its place in the session again, or needs none.
+
+        What its firings were called for they claim here: others may stand behind them in line.
+        """
+        if self._regions is not None:
+            self._regions.claim()
+        if self.stopped:
+            return False
+        if all(node.kind == Kind.FETCH for node, _ in self.scheduler.ready) and not self._has_suspended:
+            return True  # no kernel goes on
+        return ticket.come_back(self.run.come_back)
 
     def _drive_on_device(self, deadline_ns: int) -> bool:
         with nullcontext() if self.asynchronous is None else self.asynchronous.activate():
@@ -402,6 +424,29 @@ class Executor:
             or (regions is not None and regions.suspended)
             or (ports is not None and (ports.untaken or ports.incoming))
         )
+
+    @property
+    def is_in_line(self) -> bool:
+        """True if all that is left waits in lines of queues and the like, for other runs."""
+        scheduler, ports = self.scheduler, self._ports
+        if self.is_driven or self.stopped or scheduler.ready or scheduler.ended or self._has_suspended:
+            return False
+        if ports is not None and (ports.untaken or ports.incoming):
+            return False
+        kinds = (self._waits, self._regions, self._coroutines)
+        return 0 < self.in_flight == sum(kind.in_line for kind in kinds if kind is not None)
+
+    @property
+    def _has_suspended(self) -> bool:
+        return self._regions is not None and bool(self._regions.suspended)
+
+    def has_launched(self, then: Callable[[], None]) -> bool:
+        """Return True if an asynchronous device may still work for this; ``then()`` is called when it has ended."""
+        if self.asynchronous is None or self._ended is self.launched:
+            return False
+        self._ended = self.launched
+        self.when_done(self.launched, then=then)
+        return True
 
     def check_quiet(self) -> None:
         """Has the owner look whether anything is left to do or in flight."""

@@ -17,6 +17,7 @@ from asyncflow.devices.cost import INLINE_LIMIT_NS, ON_A_THREAD
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 from asyncflow.runtime.scheduler.threads import goes_to_a_thread, held, submit
 from asyncflow.state.waiting.awaiting import wake_on
+from asyncflow.state.waiting.lines import ToldPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,20 @@ class Regions:
                 self.suspended.popleft().close()
             except BaseException as error:
                 yield error
+
+    @property
+    def in_line(self) -> int:
+        """Number of regions that wait for other runs."""
+        return sum(not isinstance(firing.place, ToldPlace) for firing in self._waiting)
+
+    def claim(self) -> None:
+        """Claim what those that go on were called for; a region whose turn it is not yet waits again."""
+        called, self.suspended = self.suspended, deque()
+        for firing in called:
+            if firing.place is None or firing.place.claim_early():
+                self.suspended.append(firing)
+            else:
+                self._put_back(firing)
 
     def describe(self) -> list[str]:
         """A line for each that waits in a line, for messages."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.errors import QueueClosedError
 from asyncflow.state.waiting.awaiting import wake_on
-from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
+from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine, ToldPlace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,20 +39,23 @@ class Waits:
 
     Attributes:
         new: those that nobody wakes yet.
+        in_line: number of firings that wait for other runs, and not for what is computed for their own.
     """
 
-    __slots__ = ("_executor", "_places", "new")
+    __slots__ = ("_executor", "_places", "in_line", "new")
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._places: dict[PlaceInLine, _Waiting] = {}
         self.new: list[PlaceInLine] = []
+        self.in_line = 0
 
     def add(self, place: PlaceInLine, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Lets a firing wait."""
         executor = self._executor
         self._places[place] = _Waiting(node, iteration, inputs, executor.run.turn.clock())
         executor.in_flight += 1
+        self.in_line += not isinstance(place, ToldPlace)
         place.is_given_up = executor.run.is_given_up
         if place.is_asked_later and executor.is_driven:
             self.new.append(place)
@@ -105,6 +108,7 @@ class Waits:
     def _ended(self, place: PlaceInLine, result: Value, status: str) -> _Waiting:
         executor, waiting = self._executor, self._places.pop(place)
         executor.in_flight -= 1
+        self.in_line -= not isinstance(place, ToldPlace)
         if executor.recorder is not None:
             node, iteration, _, started = waiting
             executor.recorder.firing(node, iteration, "async", started, executor.run.turn.clock(), result, status)

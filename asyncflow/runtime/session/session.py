@@ -302,9 +302,9 @@ class Session(CheckpointedSession, NotPickled):
         running = len(runs.in_flight)
         completed = runs.begun - running
         batches = runs.batches.statistics() if runs.batches is not None else {}
-        queued, refused, late, nbytes = (0, 0, 0, 0) if runs.admission is None else runs.admission.counts()
+        queued, refused, late, nbytes, aside = (0,) * 5 if runs.admission is None else runs.admission.counts()
         return SessionStatistics(
-            running, len(self._plans), completed, used, memory, queued, refused, batches, late, nbytes
+            running, len(self._plans), completed, used, memory, queued, refused, batches, late, nbytes, aside
         )
 
     def observe(self, observer: RunObserver) -> Callable[[], None]:

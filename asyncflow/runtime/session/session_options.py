@@ -96,7 +96,8 @@ class SessionOptions:
             graph goes when the graph does.
         max_runs: most runs in flight at once; others wait their turn, with a `memory_limit` also for as much memory as
             runs of their kind needed before. None for no limit. Not counted are runs that need no scheduler, as they
-            are over at once, and those that a run asks for.
+            are over at once, those that a run asks for, and runs that wait for other runs at a queue, an input, a mutex
+            or a barrier, until they go on.
         max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
             are refused (`OverloadedError`). None for no limit. Of runs of several priorities (`Session.run`) the less
             important ones give way.

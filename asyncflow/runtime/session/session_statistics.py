@@ -53,6 +53,8 @@ class SessionStatistics(NamedTuple):
         batches: of each batched function that runs have called, by its name in the graph.
         late: of those that were not started, the ones that had waited, and whose turn came too late.
         queued_bytes: with `max_queued_bytes`, what is fed to those that wait.
+        aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, and have given their place
+            to others until they go on.
     """
 
     runs: int
@@ -65,6 +67,7 @@ class SessionStatistics(NamedTuple):
     batches: Mapping[str, BatchStatistics] = MappingProxyType({})
     late: int = 0
     queued_bytes: int = 0
+    aside: int = 0
 
 
 def device_memory(device: Device) -> DeviceMemory:

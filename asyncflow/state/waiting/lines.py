@@ -31,6 +31,7 @@ class PlaceInLine:
         is_called_outside: it is called by what is no firing, so that a firing may go on there and then.
         works: something may have to be done first that takes too long for an event loop; see `do_beside`.
         is_asked_later: whether it may be asked what `is_called` says before it is told whom to wake.
+        early: the outcome of a claim that was made ahead, a result and an error; None without one.
         is_given_up: returns True if the run that waits there has been cancelled, and only has not left yet.
     """
 
@@ -38,13 +39,14 @@ class PlaceInLine:
     works = False
     is_asked_later = True
 
-    __slots__ = ("finish", "is_called", "is_given_up", "state", "wake", "what")
+    __slots__ = ("early", "finish", "is_called", "is_given_up", "state", "wake", "what")
 
     def __init__(self, state: LinedState, what: str, finish: Callable[..., Value]) -> None:
         self.state = state
         self.what = what
         self.finish = finish
         self.is_called = False
+        self.early: tuple[Value, BaseException | None] | None = None
         self.is_given_up: Callable[[], bool] | None = None
         self.wake: Callable[[], None] | None = None
 
@@ -80,6 +82,19 @@ class PlaceInLine:
         finally:
             state.wake_called()
         return NOT_YET if found is NOT_YET else self.finish(found)
+
+    def claim_early(self) -> bool:
+        """Claim what `claimed` gives later, so that others in line go on; False if it has to be waited for."""
+        if self.early is None:
+            result: Value = None
+            error: BaseException | None = None
+            try:
+                result = self.claim()
+            except BaseException as raised:
+                error = raised
+            if result is not NOT_YET:
+                self.early = result, error
+        return self.early is not None
 
     def leave(self) -> None:
         """Gives up; nothing happens if the claim has been made. Whoever comes next may be called."""
@@ -127,6 +142,14 @@ class ToldPlace(PlaceInLine):
 
 def claimed(place: PlaceInLine) -> Value | PlaceInLine:
     """The result of a place that was called; itself, if it has to be waited for after all."""
+    if place.early is not None:
+        (result, error), place.early = place.early, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback leads to this frame, and that would be a cycle
+        return result
     result = place.claim()
     return place if result is NOT_YET else result
 
