@@ -9,309 +9,419 @@ norms of matrices), `asyncflow.nn` (recurrent cells, loops over sequences, losse
 from __future__ import annotations
 
 import math as _math
+import os.path as _path
 import typing as _typing
 import warnings as _warnings
-from pathlib import Path as _Path
 
-from asyncflow import linalg as linalg
-from asyncflow import nn as nn
-from asyncflow import optim as optim
-from asyncflow import profiler as profiler
-from asyncflow import raw as raw
-from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradient
-from asyncflow.autodiff.gradients import gradients as gradients
-from asyncflow.autodiff.recompute import recompute as recompute
-from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
-from asyncflow.checkpoint.checkpoints import Restored as Restored
-from asyncflow.checkpoint.saver import Saver as Saver
-from asyncflow.control.case import case as case
-from asyncflow.control.case import switch_case as switch_case
-from asyncflow.control.cond import cond as cond
-from asyncflow.control.functional import foldl as foldl
-from asyncflow.control.functional import foldr as foldr
-from asyncflow.control.functional import scan as scan
-from asyncflow.control.row_store import RowStore as RowStore
-from asyncflow.control.tensor_array import TensorArray as TensorArray
-from asyncflow.control.while_loop import while_loop as while_loop
-from asyncflow.errors import DISTRIBUTION as _DISTRIBUTION
-from asyncflow.errors import AsyncflowError as AsyncflowError
-from asyncflow.errors import AxisError as AxisError
-from asyncflow.errors import CheckpointError as CheckpointError
-from asyncflow.errors import ClientDisconnected as ClientDisconnected
-from asyncflow.errors import DeadlineExceeded as DeadlineExceeded
-from asyncflow.errors import DeviceLostError as DeviceLostError
-from asyncflow.errors import DTypeError as DTypeError
-from asyncflow.errors import EndOfInput as EndOfInput
-from asyncflow.errors import FeedError as FeedError
-from asyncflow.errors import FetchError as FetchError
-from asyncflow.errors import GraphError as GraphError
-from asyncflow.errors import InternalError as InternalError
-from asyncflow.errors import KernelError as KernelError
-from asyncflow.errors import OutOfMemoryError as OutOfMemoryError
-from asyncflow.errors import OverloadedError as OverloadedError
-from asyncflow.errors import PlacementError as PlacementError
-from asyncflow.errors import QueueClosedError as QueueClosedError
-from asyncflow.errors import RaceWarning as RaceWarning
-from asyncflow.errors import ReplayError as ReplayError
-from asyncflow.errors import SessionClosedError as SessionClosedError
-from asyncflow.errors import ShapeError as ShapeError
+from asyncflow.foreign_names import DISTRIBUTION as _DISTRIBUTION
 from asyncflow.foreign_names import facade as _facade
-from asyncflow.graph.build import constant as constant
-from asyncflow.graph.build import group as group
-from asyncflow.graph.build import identity as identity
-from asyncflow.graph.build import placeholder as placeholder
-from asyncflow.graph.dtypes import DType as DType
-from asyncflow.graph.dtypes import bool_ as _bool
-from asyncflow.graph.dtypes import complex64 as complex64
-from asyncflow.graph.dtypes import complex128 as complex128
-from asyncflow.graph.dtypes import float16 as float16
-from asyncflow.graph.dtypes import float32 as float32
-from asyncflow.graph.dtypes import float64 as float64
-from asyncflow.graph.dtypes import int8 as int8
-from asyncflow.graph.dtypes import int16 as int16
-from asyncflow.graph.dtypes import int32 as int32
-from asyncflow.graph.dtypes import int64 as int64
-from asyncflow.graph.dtypes import string as string
-from asyncflow.graph.dtypes import uint8 as uint8
-from asyncflow.graph.dtypes import uint16 as uint16
-from asyncflow.graph.dtypes import uint32 as uint32
-from asyncflow.graph.dtypes import uint64 as uint64
-from asyncflow.graph.files import load_graph as load_graph
-from asyncflow.graph.files import save_graph as save_graph
-from asyncflow.graph.graph import Graph as Graph
-from asyncflow.graph.ir import Node as Node
-from asyncflow.graph.ir import Tensor as Tensor
-from asyncflow.graph.parse import parse_graph as parse_graph
-from asyncflow.graph.scopes import colocate_with as colocate_with
-from asyncflow.graph.scopes import control_dependencies as control_dependencies
-from asyncflow.graph.scopes import device as device
-from asyncflow.graph.scopes import name_scope as name_scope
-from asyncflow.graph.spec import Spec as Spec
-from asyncflow.graph.spec import spec as spec
-from asyncflow.graph.text import print_graph as print_graph
-from asyncflow.graph.verify import verify as verify
-from asyncflow.inputs.files import read_arrays as read_arrays
-from asyncflow.inputs.files import read_lines as read_lines
-from asyncflow.inputs.files import read_records as read_records
-from asyncflow.inputs.generators import from_async_generator as from_async_generator
-from asyncflow.inputs.input import Input as Input
-from asyncflow.inputs.loop_over import loop_over as loop_over
-from asyncflow.jacobians import hessian as hessian
-from asyncflow.jacobians import hvp as hvp
-from asyncflow.jacobians import jacobian as jacobian
-from asyncflow.lift.batched import batched as batched
-from asyncflow.lift.map_fn import map_fn as map_fn
-from asyncflow.lift.vmap import vmap as vmap
-from asyncflow.ops import fft as fft
-from asyncflow.ops import random as random
-from asyncflow.ops.batch import Batch as Batch
-from asyncflow.ops.batch import Pool as Pool
-from asyncflow.ops.checks import assert_that as assert_that
-from asyncflow.ops.checks import check_numerics as check_numerics
-from asyncflow.ops.checks import print_ as _print
-from asyncflow.ops.creation import arange as arange
-from asyncflow.ops.creation import asarray as asarray
-from asyncflow.ops.creation import empty as empty
-from asyncflow.ops.creation import empty_like as empty_like
-from asyncflow.ops.creation import eye as eye
-from asyncflow.ops.creation import from_dlpack as from_dlpack
-from asyncflow.ops.creation import full as full
-from asyncflow.ops.creation import full_like as full_like
-from asyncflow.ops.creation import linspace as linspace
-from asyncflow.ops.creation import meshgrid as meshgrid
-from asyncflow.ops.creation import ones as ones
-from asyncflow.ops.creation import ones_like as ones_like
-from asyncflow.ops.creation import tril as tril
-from asyncflow.ops.creation import triu as triu
-from asyncflow.ops.creation import zeros as zeros
-from asyncflow.ops.creation import zeros_like as zeros_like
-from asyncflow.ops.custom import op as op
-from asyncflow.ops.datatypes import astype as astype
-from asyncflow.ops.datatypes import broadcast_arrays as broadcast_arrays
-from asyncflow.ops.datatypes import broadcast_to as broadcast_to
-from asyncflow.ops.datatypes import can_cast as can_cast
-from asyncflow.ops.datatypes import finfo as finfo
-from asyncflow.ops.datatypes import iinfo as iinfo
-from asyncflow.ops.datatypes import isdtype as isdtype
-from asyncflow.ops.datatypes import result_type as result_type
-from asyncflow.ops.diagonals import diag as diag
-from asyncflow.ops.diagonals import trace as trace
-from asyncflow.ops.dropout import dropout as dropout
-from asyncflow.ops.elementwise import abs as abs
-from asyncflow.ops.elementwise import acos as acos
-from asyncflow.ops.elementwise import acosh as acosh
-from asyncflow.ops.elementwise import add as add
-from asyncflow.ops.elementwise import asin as asin
-from asyncflow.ops.elementwise import asinh as asinh
-from asyncflow.ops.elementwise import atan as atan
-from asyncflow.ops.elementwise import atan2 as atan2
-from asyncflow.ops.elementwise import atanh as atanh
-from asyncflow.ops.elementwise import ceil as ceil
-from asyncflow.ops.elementwise import clip as clip
-from asyncflow.ops.elementwise import conj as conj
-from asyncflow.ops.elementwise import copysign as copysign
-from asyncflow.ops.elementwise import cos as cos
-from asyncflow.ops.elementwise import cosh as cosh
-from asyncflow.ops.elementwise import divide as divide
-from asyncflow.ops.elementwise import exp as exp
-from asyncflow.ops.elementwise import expm1 as expm1
-from asyncflow.ops.elementwise import floor as floor
-from asyncflow.ops.elementwise import floor_divide as floor_divide
-from asyncflow.ops.elementwise import hypot as hypot
-from asyncflow.ops.elementwise import imag as imag
-from asyncflow.ops.elementwise import log as log
-from asyncflow.ops.elementwise import log1p as log1p
-from asyncflow.ops.elementwise import log2 as log2
-from asyncflow.ops.elementwise import log10 as log10
-from asyncflow.ops.elementwise import logaddexp as logaddexp
-from asyncflow.ops.elementwise import maximum as maximum
-from asyncflow.ops.elementwise import minimum as minimum
-from asyncflow.ops.elementwise import multiply as multiply
-from asyncflow.ops.elementwise import negative as negative
-from asyncflow.ops.elementwise import nextafter as nextafter
-from asyncflow.ops.elementwise import positive as positive
-from asyncflow.ops.elementwise import pow as pow
-from asyncflow.ops.elementwise import real as real
-from asyncflow.ops.elementwise import reciprocal as reciprocal
-from asyncflow.ops.elementwise import remainder as remainder
-from asyncflow.ops.elementwise import round as round
-from asyncflow.ops.elementwise import sign as sign
-from asyncflow.ops.elementwise import sin as sin
-from asyncflow.ops.elementwise import sinh as sinh
-from asyncflow.ops.elementwise import sqrt as sqrt
-from asyncflow.ops.elementwise import square as square
-from asyncflow.ops.elementwise import subtract as subtract
-from asyncflow.ops.elementwise import tan as tan
-from asyncflow.ops.elementwise import tanh as tanh
-from asyncflow.ops.elementwise import trunc as trunc
-from asyncflow.ops.erf import erf as erf
-from asyncflow.ops.from_torch import from_torch as from_torch
-from asyncflow.ops.indexing import gather as gather
-from asyncflow.ops.indexing import index_add as index_add
-from asyncflow.ops.indexing import index_update as index_update
-from asyncflow.ops.indexing import scatter_add as scatter_add
-from asyncflow.ops.indexing import scatter_update as scatter_update
-from asyncflow.ops.indexing import take as take
-from asyncflow.ops.indexing import take_along_axis as take_along_axis
-from asyncflow.ops.linalg import einsum as einsum
-from asyncflow.ops.linalg import matmul as matmul
-from asyncflow.ops.linalg import matrix_transpose as matrix_transpose
-from asyncflow.ops.linalg import tensordot as tensordot
-from asyncflow.ops.linalg import vecdot as vecdot
-from asyncflow.ops.logic import bitwise_and as bitwise_and
-from asyncflow.ops.logic import bitwise_invert as bitwise_invert
-from asyncflow.ops.logic import bitwise_left_shift as bitwise_left_shift
-from asyncflow.ops.logic import bitwise_or as bitwise_or
-from asyncflow.ops.logic import bitwise_right_shift as bitwise_right_shift
-from asyncflow.ops.logic import bitwise_xor as bitwise_xor
-from asyncflow.ops.logic import equal as equal
-from asyncflow.ops.logic import greater as greater
-from asyncflow.ops.logic import greater_equal as greater_equal
-from asyncflow.ops.logic import isfinite as isfinite
-from asyncflow.ops.logic import isinf as isinf
-from asyncflow.ops.logic import isnan as isnan
-from asyncflow.ops.logic import less as less
-from asyncflow.ops.logic import less_equal as less_equal
-from asyncflow.ops.logic import logical_and as logical_and
-from asyncflow.ops.logic import logical_not as logical_not
-from asyncflow.ops.logic import logical_or as logical_or
-from asyncflow.ops.logic import logical_xor as logical_xor
-from asyncflow.ops.logic import not_equal as not_equal
-from asyncflow.ops.logic import signbit as signbit
-from asyncflow.ops.manipulation import concat as concat
-from asyncflow.ops.manipulation import expand_dims as expand_dims
-from asyncflow.ops.manipulation import flip as flip
-from asyncflow.ops.manipulation import moveaxis as moveaxis
-from asyncflow.ops.manipulation import permute_dims as permute_dims
-from asyncflow.ops.manipulation import repeat as repeat
-from asyncflow.ops.manipulation import reshape as reshape
-from asyncflow.ops.manipulation import roll as roll
-from asyncflow.ops.manipulation import squeeze as squeeze
-from asyncflow.ops.manipulation import stack as stack
-from asyncflow.ops.manipulation import tile as tile
-from asyncflow.ops.manipulation import unstack as unstack
-from asyncflow.ops.nn import embedding as embedding
-from asyncflow.ops.nn import gelu as gelu
-from asyncflow.ops.nn import layer_norm as layer_norm
-from asyncflow.ops.nn import log_softmax as log_softmax
-from asyncflow.ops.nn import logsumexp as logsumexp
-from asyncflow.ops.nn import one_hot as one_hot
-from asyncflow.ops.nn import relu as relu
-from asyncflow.ops.nn import sigmoid as sigmoid
-from asyncflow.ops.nn import silu as silu
-from asyncflow.ops.nn import softmax as softmax
-from asyncflow.ops.nn import softplus as softplus
-from asyncflow.ops.padding import pad as pad
-from asyncflow.ops.quantile import quantile as quantile
-from asyncflow.ops.searching import argmax as argmax
-from asyncflow.ops.searching import argmin as argmin
-from asyncflow.ops.searching import count_nonzero as count_nonzero
-from asyncflow.ops.searching import nonzero as nonzero
-from asyncflow.ops.searching import searchsorted as searchsorted
-from asyncflow.ops.searching import where as where
-from asyncflow.ops.segments import bincount as bincount
-from asyncflow.ops.segments import segment_sum as segment_sum
-from asyncflow.ops.sets import unique_all as unique_all
-from asyncflow.ops.sets import unique_counts as unique_counts
-from asyncflow.ops.sets import unique_inverse as unique_inverse
-from asyncflow.ops.sets import unique_values as unique_values
-from asyncflow.ops.shape import rank as rank
-from asyncflow.ops.shape import shape as shape
-from asyncflow.ops.shape import size as size
-from asyncflow.ops.sorting import argsort as argsort
-from asyncflow.ops.sorting import sort as sort
-from asyncflow.ops.sorting import top_k as top_k
-from asyncflow.ops.splitting import split as split
-from asyncflow.ops.statistical import cumulative_prod as cumulative_prod
-from asyncflow.ops.statistical import cumulative_sum as cumulative_sum
-from asyncflow.ops.statistical import max as max
-from asyncflow.ops.statistical import mean as mean
-from asyncflow.ops.statistical import min as min
-from asyncflow.ops.statistical import prod as prod
-from asyncflow.ops.statistical import std as std
-from asyncflow.ops.statistical import sum as sum
-from asyncflow.ops.statistical import var as var
-from asyncflow.ops.utility import all as all
-from asyncflow.ops.utility import any as any
-from asyncflow.ops.utility import diff as diff
-from asyncflow.ops.windows import dynamic_slice as dynamic_slice
-from asyncflow.runtime.loop import run as run
-from asyncflow.runtime.run.batches import BatchStatistics as BatchStatistics
-from asyncflow.runtime.session.calls import Prepared as Prepared
-from asyncflow.runtime.session.function import Function as Function
-from asyncflow.runtime.session.function import function as function
-from asyncflow.runtime.session.namespace_info import NamespaceInfo as _NamespaceInfo
-from asyncflow.runtime.session.replay import replay as replay
-from asyncflow.runtime.session.session import Session as Session
-from asyncflow.runtime.session.session_statistics import DeviceMemory as DeviceMemory
-from asyncflow.runtime.session.session_statistics import SessionStatistics as SessionStatistics
-from asyncflow.runtime.session.value_and_grad import value_and_grad as value_and_grad
-from asyncflow.runtime.trace import Trace as Trace
-from asyncflow.runtime.values.fetches import on_device as on_device
-from asyncflow.semantics.explore import Exploration as Exploration
-from asyncflow.semantics.explore import Outcome as Outcome
-from asyncflow.semantics.explore import explore as explore
-from asyncflow.semantics.races import Race as Race
-from asyncflow.semantics.races import allow_races as allow_races
-from asyncflow.semantics.races import find_races as find_races
-from asyncflow.state.containers import reset_container as reset_container
-from asyncflow.state.mutex import Barrier as Barrier
-from asyncflow.state.mutex import Mutex as Mutex
-from asyncflow.state.queues import FIFOQueue as FIFOQueue
-from asyncflow.state.queues import PaddingQueue as PaddingQueue
-from asyncflow.state.queues import PriorityQueue as PriorityQueue
-from asyncflow.state.queues import Queue as Queue
-from asyncflow.state.queues import ShuffleQueue as ShuffleQueue
-from asyncflow.state.table import Table as Table
-from asyncflow.state.variable import Variable as Variable
-from asyncflow.vertex.function import Vertex as Vertex
-from asyncflow.vertex.function import VertexFunction as VertexFunction
-from asyncflow.vertex.function import vertex_function as vertex_function
-from asyncflow.vertex.input_graph import InputGraph as InputGraph
-from asyncflow.vertex.map import vertex_map as vertex_map
 
-bool = _bool
-print = _print
+if _typing.TYPE_CHECKING:
+    from asyncflow import linalg as linalg
+    from asyncflow import nn as nn
+    from asyncflow import optim as optim
+    from asyncflow import profiler as profiler
+    from asyncflow import raw as raw
+    from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradient
+    from asyncflow.autodiff.gradients import gradients as gradients
+    from asyncflow.autodiff.recompute import recompute as recompute
+    from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
+    from asyncflow.checkpoint.checkpoints import Restored as Restored
+    from asyncflow.checkpoint.saver import Saver as Saver
+    from asyncflow.control.case import case as case
+    from asyncflow.control.case import switch_case as switch_case
+    from asyncflow.control.cond import cond as cond
+    from asyncflow.control.functional import foldl as foldl
+    from asyncflow.control.functional import foldr as foldr
+    from asyncflow.control.functional import scan as scan
+    from asyncflow.control.row_store import RowStore as RowStore
+    from asyncflow.control.tensor_array import TensorArray as TensorArray
+    from asyncflow.control.while_loop import while_loop as while_loop
+    from asyncflow.errors import AsyncflowError as AsyncflowError
+    from asyncflow.errors import AxisError as AxisError
+    from asyncflow.errors import CheckpointError as CheckpointError
+    from asyncflow.errors import ClientDisconnected as ClientDisconnected
+    from asyncflow.errors import DeadlineExceeded as DeadlineExceeded
+    from asyncflow.errors import DeviceLostError as DeviceLostError
+    from asyncflow.errors import DTypeError as DTypeError
+    from asyncflow.errors import EndOfInput as EndOfInput
+    from asyncflow.errors import FeedError as FeedError
+    from asyncflow.errors import FetchError as FetchError
+    from asyncflow.errors import GraphError as GraphError
+    from asyncflow.errors import InternalError as InternalError
+    from asyncflow.errors import KernelError as KernelError
+    from asyncflow.errors import OutOfMemoryError as OutOfMemoryError
+    from asyncflow.errors import OverloadedError as OverloadedError
+    from asyncflow.errors import PlacementError as PlacementError
+    from asyncflow.errors import QueueClosedError as QueueClosedError
+    from asyncflow.errors import RaceWarning as RaceWarning
+    from asyncflow.errors import ReplayError as ReplayError
+    from asyncflow.errors import SessionClosedError as SessionClosedError
+    from asyncflow.errors import ShapeError as ShapeError
+    from asyncflow.graph.build import constant as constant
+    from asyncflow.graph.build import group as group
+    from asyncflow.graph.build import identity as identity
+    from asyncflow.graph.build import placeholder as placeholder
+    from asyncflow.graph.dtypes import DType as DType
+    from asyncflow.graph.dtypes import bool_ as _bool
+    from asyncflow.graph.dtypes import complex64 as complex64
+    from asyncflow.graph.dtypes import complex128 as complex128
+    from asyncflow.graph.dtypes import float16 as float16
+    from asyncflow.graph.dtypes import float32 as float32
+    from asyncflow.graph.dtypes import float64 as float64
+    from asyncflow.graph.dtypes import int8 as int8
+    from asyncflow.graph.dtypes import int16 as int16
+    from asyncflow.graph.dtypes import int32 as int32
+    from asyncflow.graph.dtypes import int64 as int64
+    from asyncflow.graph.dtypes import string as string
+    from asyncflow.graph.dtypes import uint8 as uint8
+    from asyncflow.graph.dtypes import uint16 as uint16
+    from asyncflow.graph.dtypes import uint32 as uint32
+    from asyncflow.graph.dtypes import uint64 as uint64
+    from asyncflow.graph.files import load_graph as load_graph
+    from asyncflow.graph.files import save_graph as save_graph
+    from asyncflow.graph.graph import Graph as Graph
+    from asyncflow.graph.ir import Node as Node
+    from asyncflow.graph.ir import Tensor as Tensor
+    from asyncflow.graph.parse import parse_graph as parse_graph
+    from asyncflow.graph.scopes import colocate_with as colocate_with
+    from asyncflow.graph.scopes import control_dependencies as control_dependencies
+    from asyncflow.graph.scopes import device as device
+    from asyncflow.graph.scopes import name_scope as name_scope
+    from asyncflow.graph.spec import Spec as Spec
+    from asyncflow.graph.spec import spec as spec
+    from asyncflow.graph.text import print_graph as print_graph
+    from asyncflow.graph.verify import verify as verify
+    from asyncflow.inputs.files import read_arrays as read_arrays
+    from asyncflow.inputs.files import read_lines as read_lines
+    from asyncflow.inputs.files import read_records as read_records
+    from asyncflow.inputs.generators import from_async_generator as from_async_generator
+    from asyncflow.inputs.input import Input as Input
+    from asyncflow.inputs.loop_over import loop_over as loop_over
+    from asyncflow.jacobians import hessian as hessian
+    from asyncflow.jacobians import hvp as hvp
+    from asyncflow.jacobians import jacobian as jacobian
+    from asyncflow.lift.batched import batched as batched
+    from asyncflow.lift.map_fn import map_fn as map_fn
+    from asyncflow.lift.vmap import vmap as vmap
+    from asyncflow.ops import fft as fft
+    from asyncflow.ops import random as random
+    from asyncflow.ops.batch import Batch as Batch
+    from asyncflow.ops.batch import Pool as Pool
+    from asyncflow.ops.checks import assert_that as assert_that
+    from asyncflow.ops.checks import check_numerics as check_numerics
+    from asyncflow.ops.checks import print_ as _print
+    from asyncflow.ops.creation import arange as arange
+    from asyncflow.ops.creation import asarray as asarray
+    from asyncflow.ops.creation import empty as empty
+    from asyncflow.ops.creation import empty_like as empty_like
+    from asyncflow.ops.creation import eye as eye
+    from asyncflow.ops.creation import from_dlpack as from_dlpack
+    from asyncflow.ops.creation import full as full
+    from asyncflow.ops.creation import full_like as full_like
+    from asyncflow.ops.creation import linspace as linspace
+    from asyncflow.ops.creation import meshgrid as meshgrid
+    from asyncflow.ops.creation import ones as ones
+    from asyncflow.ops.creation import ones_like as ones_like
+    from asyncflow.ops.creation import tril as tril
+    from asyncflow.ops.creation import triu as triu
+    from asyncflow.ops.creation import zeros as zeros
+    from asyncflow.ops.creation import zeros_like as zeros_like
+    from asyncflow.ops.custom import op as op
+    from asyncflow.ops.datatypes import astype as astype
+    from asyncflow.ops.datatypes import broadcast_arrays as broadcast_arrays
+    from asyncflow.ops.datatypes import broadcast_to as broadcast_to
+    from asyncflow.ops.datatypes import can_cast as can_cast
+    from asyncflow.ops.datatypes import finfo as finfo
+    from asyncflow.ops.datatypes import iinfo as iinfo
+    from asyncflow.ops.datatypes import isdtype as isdtype
+    from asyncflow.ops.datatypes import result_type as result_type
+    from asyncflow.ops.diagonals import diag as diag
+    from asyncflow.ops.diagonals import trace as trace
+    from asyncflow.ops.dropout import dropout as dropout
+    from asyncflow.ops.elementwise import abs as abs
+    from asyncflow.ops.elementwise import acos as acos
+    from asyncflow.ops.elementwise import acosh as acosh
+    from asyncflow.ops.elementwise import add as add
+    from asyncflow.ops.elementwise import asin as asin
+    from asyncflow.ops.elementwise import asinh as asinh
+    from asyncflow.ops.elementwise import atan as atan
+    from asyncflow.ops.elementwise import atan2 as atan2
+    from asyncflow.ops.elementwise import atanh as atanh
+    from asyncflow.ops.elementwise import ceil as ceil
+    from asyncflow.ops.elementwise import clip as clip
+    from asyncflow.ops.elementwise import conj as conj
+    from asyncflow.ops.elementwise import copysign as copysign
+    from asyncflow.ops.elementwise import cos as cos
+    from asyncflow.ops.elementwise import cosh as cosh
+    from asyncflow.ops.elementwise import divide as divide
+    from asyncflow.ops.elementwise import exp as exp
+    from asyncflow.ops.elementwise import expm1 as expm1
+    from asyncflow.ops.elementwise import floor as floor
+    from asyncflow.ops.elementwise import floor_divide as floor_divide
+    from asyncflow.ops.elementwise import hypot as hypot
+    from asyncflow.ops.elementwise import imag as imag
+    from asyncflow.ops.elementwise import log as log
+    from asyncflow.ops.elementwise import log1p as log1p
+    from asyncflow.ops.elementwise import log2 as log2
+    from asyncflow.ops.elementwise import log10 as log10
+    from asyncflow.ops.elementwise import logaddexp as logaddexp
+    from asyncflow.ops.elementwise import maximum as maximum
+    from asyncflow.ops.elementwise import minimum as minimum
+    from asyncflow.ops.elementwise import multiply as multiply
+    from asyncflow.ops.elementwise import negative as negative
+    from asyncflow.ops.elementwise import nextafter as nextafter
+    from asyncflow.ops.elementwise import positive as positive
+    from asyncflow.ops.elementwise import pow as pow
+    from asyncflow.ops.elementwise import real as real
+    from asyncflow.ops.elementwise import reciprocal as reciprocal
+    from asyncflow.ops.elementwise import remainder as remainder
+    from asyncflow.ops.elementwise import round as round
+    from asyncflow.ops.elementwise import sign as sign
+    from asyncflow.ops.elementwise import sin as sin
+    from asyncflow.ops.elementwise import sinh as sinh
+    from asyncflow.ops.elementwise import sqrt as sqrt
+    from asyncflow.ops.elementwise import square as square
+    from asyncflow.ops.elementwise import subtract as subtract
+    from asyncflow.ops.elementwise import tan as tan
+    from asyncflow.ops.elementwise import tanh as tanh
+    from asyncflow.ops.elementwise import trunc as trunc
+    from asyncflow.ops.erf import erf as erf
+    from asyncflow.ops.from_torch import from_torch as from_torch
+    from asyncflow.ops.indexing import gather as gather
+    from asyncflow.ops.indexing import index_add as index_add
+    from asyncflow.ops.indexing import index_update as index_update
+    from asyncflow.ops.indexing import scatter_add as scatter_add
+    from asyncflow.ops.indexing import scatter_update as scatter_update
+    from asyncflow.ops.indexing import take as take
+    from asyncflow.ops.indexing import take_along_axis as take_along_axis
+    from asyncflow.ops.linalg import einsum as einsum
+    from asyncflow.ops.linalg import matmul as matmul
+    from asyncflow.ops.linalg import matrix_transpose as matrix_transpose
+    from asyncflow.ops.linalg import tensordot as tensordot
+    from asyncflow.ops.linalg import vecdot as vecdot
+    from asyncflow.ops.logic import bitwise_and as bitwise_and
+    from asyncflow.ops.logic import bitwise_invert as bitwise_invert
+    from asyncflow.ops.logic import bitwise_left_shift as bitwise_left_shift
+    from asyncflow.ops.logic import bitwise_or as bitwise_or
+    from asyncflow.ops.logic import bitwise_right_shift as bitwise_right_shift
+    from asyncflow.ops.logic import bitwise_xor as bitwise_xor
+    from asyncflow.ops.logic import equal as equal
+    from asyncflow.ops.logic import greater as greater
+    from asyncflow.ops.logic import greater_equal as greater_equal
+    from asyncflow.ops.logic import isfinite as isfinite
+    from asyncflow.ops.logic import isinf as isinf
+    from asyncflow.ops.logic import isnan as isnan
+    from asyncflow.ops.logic import less as less
+    from asyncflow.ops.logic import less_equal as less_equal
+    from asyncflow.ops.logic import logical_and as logical_and
+    from asyncflow.ops.logic import logical_not as logical_not
+    from asyncflow.ops.logic import logical_or as logical_or
+    from asyncflow.ops.logic import logical_xor as logical_xor
+    from asyncflow.ops.logic import not_equal as not_equal
+    from asyncflow.ops.logic import signbit as signbit
+    from asyncflow.ops.manipulation import concat as concat
+    from asyncflow.ops.manipulation import expand_dims as expand_dims
+    from asyncflow.ops.manipulation import flip as flip
+    from asyncflow.ops.manipulation import moveaxis as moveaxis
+    from asyncflow.ops.manipulation import permute_dims as permute_dims
+    from asyncflow.ops.manipulation import repeat as repeat
+    from asyncflow.ops.manipulation import reshape as reshape
+    from asyncflow.ops.manipulation import roll as roll
+    from asyncflow.ops.manipulation import squeeze as squeeze
+    from asyncflow.ops.manipulation import stack as stack
+    from asyncflow.ops.manipulation import tile as tile
+    from asyncflow.ops.manipulation import unstack as unstack
+    from asyncflow.ops.nn import embedding as embedding
+    from asyncflow.ops.nn import gelu as gelu
+    from asyncflow.ops.nn import layer_norm as layer_norm
+    from asyncflow.ops.nn import log_softmax as log_softmax
+    from asyncflow.ops.nn import logsumexp as logsumexp
+    from asyncflow.ops.nn import one_hot as one_hot
+    from asyncflow.ops.nn import relu as relu
+    from asyncflow.ops.nn import sigmoid as sigmoid
+    from asyncflow.ops.nn import silu as silu
+    from asyncflow.ops.nn import softmax as softmax
+    from asyncflow.ops.nn import softplus as softplus
+    from asyncflow.ops.padding import pad as pad
+    from asyncflow.ops.quantile import quantile as quantile
+    from asyncflow.ops.searching import argmax as argmax
+    from asyncflow.ops.searching import argmin as argmin
+    from asyncflow.ops.searching import count_nonzero as count_nonzero
+    from asyncflow.ops.searching import nonzero as nonzero
+    from asyncflow.ops.searching import searchsorted as searchsorted
+    from asyncflow.ops.searching import where as where
+    from asyncflow.ops.segments import bincount as bincount
+    from asyncflow.ops.segments import segment_sum as segment_sum
+    from asyncflow.ops.sets import unique_all as unique_all
+    from asyncflow.ops.sets import unique_counts as unique_counts
+    from asyncflow.ops.sets import unique_inverse as unique_inverse
+    from asyncflow.ops.sets import unique_values as unique_values
+    from asyncflow.ops.shape import rank as rank
+    from asyncflow.ops.shape import shape as shape
+    from asyncflow.ops.shape import size as size
+    from asyncflow.ops.sorting import argsort as argsort
+    from asyncflow.ops.sorting import sort as sort
+    from asyncflow.ops.sorting import top_k as top_k
+    from asyncflow.ops.splitting import split as split
+    from asyncflow.ops.statistical import cumulative_prod as cumulative_prod
+    from asyncflow.ops.statistical import cumulative_sum as cumulative_sum
+    from asyncflow.ops.statistical import max as max
+    from asyncflow.ops.statistical import mean as mean
+    from asyncflow.ops.statistical import min as min
+    from asyncflow.ops.statistical import prod as prod
+    from asyncflow.ops.statistical import std as std
+    from asyncflow.ops.statistical import sum as sum
+    from asyncflow.ops.statistical import var as var
+    from asyncflow.ops.utility import all as all
+    from asyncflow.ops.utility import any as any
+    from asyncflow.ops.utility import diff as diff
+    from asyncflow.ops.windows import dynamic_slice as dynamic_slice
+    from asyncflow.runtime.loop import run as run
+    from asyncflow.runtime.run.batches import BatchStatistics as BatchStatistics
+    from asyncflow.runtime.session.calls import Prepared as Prepared
+    from asyncflow.runtime.session.function import Function as Function
+    from asyncflow.runtime.session.function import function as function
+    from asyncflow.runtime.session.namespace_info import NamespaceInfo as _NamespaceInfo
+    from asyncflow.runtime.session.replay import replay as replay
+    from asyncflow.runtime.session.session import Session as Session
+    from asyncflow.runtime.session.session_statistics import DeviceMemory as DeviceMemory
+    from asyncflow.runtime.session.session_statistics import SessionStatistics as SessionStatistics
+    from asyncflow.runtime.session.value_and_grad import value_and_grad as value_and_grad
+    from asyncflow.runtime.trace import Trace as Trace
+    from asyncflow.runtime.values.fetches import on_device as on_device
+    from asyncflow.semantics.explore import Exploration as Exploration
+    from asyncflow.semantics.explore import Outcome as Outcome
+    from asyncflow.semantics.explore import explore as explore
+    from asyncflow.semantics.races import Race as Race
+    from asyncflow.semantics.races import allow_races as allow_races
+    from asyncflow.semantics.races import find_races as find_races
+    from asyncflow.state.containers import reset_container as reset_container
+    from asyncflow.state.mutex import Barrier as Barrier
+    from asyncflow.state.mutex import Mutex as Mutex
+    from asyncflow.state.queues import FIFOQueue as FIFOQueue
+    from asyncflow.state.queues import PaddingQueue as PaddingQueue
+    from asyncflow.state.queues import PriorityQueue as PriorityQueue
+    from asyncflow.state.queues import Queue as Queue
+    from asyncflow.state.queues import ShuffleQueue as ShuffleQueue
+    from asyncflow.state.table import Table as Table
+    from asyncflow.state.variable import Variable as Variable
+    from asyncflow.vertex.function import Vertex as Vertex
+    from asyncflow.vertex.function import VertexFunction as VertexFunction
+    from asyncflow.vertex.function import vertex_function as vertex_function
+    from asyncflow.vertex.input_graph import InputGraph as InputGraph
+    from asyncflow.vertex.map import vertex_map as vertex_map
+
+    bool = _bool
+    print = _print
+    __array_namespace_info__ = _NamespaceInfo
+
+_HOMES = {
+    "": "linalg nn optim profiler raw",
+    "autodiff.custom_gradient": "custom_gradient",
+    "autodiff.gradients": "gradients",
+    "autodiff.recompute": "recompute",
+    "autodiff.stop_gradient": "stop_gradient",
+    "checkpoint.checkpoints": "Restored",
+    "checkpoint.saver": "Saver",
+    "control.case": "case switch_case",
+    "control.cond": "cond",
+    "control.functional": "foldl foldr scan",
+    "control.row_store": "RowStore",
+    "control.tensor_array": "TensorArray",
+    "control.while_loop": "while_loop",
+    "errors": (
+        "AsyncflowError AxisError CheckpointError ClientDisconnected DeadlineExceeded DeviceLostError DTypeError "
+        "EndOfInput FeedError FetchError GraphError InternalError KernelError OutOfMemoryError OverloadedError "
+        "PlacementError QueueClosedError RaceWarning ReplayError SessionClosedError ShapeError"
+    ),
+    "graph.build": "constant group identity placeholder",
+    "graph.dtypes": (
+        "DType bool=bool_ complex64 complex128 float16 float32 float64 int8 int16 int32 int64 string uint8 uint16 "
+        "uint32 uint64"
+    ),
+    "graph.files": "load_graph save_graph",
+    "graph.graph": "Graph",
+    "graph.ir": "Node Tensor",
+    "graph.parse": "parse_graph",
+    "graph.scopes": "colocate_with control_dependencies device name_scope",
+    "graph.spec": "Spec spec",
+    "graph.text": "print_graph",
+    "graph.verify": "verify",
+    "inputs.files": "read_arrays read_lines read_records",
+    "inputs.generators": "from_async_generator",
+    "inputs.input": "Input",
+    "inputs.loop_over": "loop_over",
+    "jacobians": "hessian hvp jacobian",
+    "lift.batched": "batched",
+    "lift.map_fn": "map_fn",
+    "lift.pooled": "",  # tells `while_loop` of pools
+    "lift.vmap": "vmap",
+    "ops": "fft random",
+    "ops.batch": "Batch Pool",
+    "ops.checks": "assert_that check_numerics print=print_",
+    "ops.creation": (
+        "arange asarray empty empty_like eye from_dlpack full full_like linspace meshgrid ones ones_like tril triu "
+        "zeros zeros_like"
+    ),
+    "ops.custom": "op",
+    "ops.datatypes": "astype broadcast_arrays broadcast_to can_cast finfo iinfo isdtype result_type",
+    "ops.diagonals": "diag trace",
+    "ops.dropout": "dropout",
+    "ops.elementwise": (
+        "abs acos acosh add asin asinh atan atan2 atanh ceil clip conj copysign cos cosh divide exp expm1 floor "
+        "floor_divide hypot imag log log1p log2 log10 logaddexp maximum minimum multiply negative nextafter positive "
+        "pow real reciprocal remainder round sign sin sinh sqrt square subtract tan tanh trunc"
+    ),
+    "ops.erf": "erf",
+    "ops.from_torch": "from_torch",
+    "ops.indexing": "gather index_add index_update scatter_add scatter_update take take_along_axis",
+    "ops.linalg": "einsum matmul matrix_transpose tensordot vecdot",
+    "ops.logic": (
+        "bitwise_and bitwise_invert bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor equal greater "
+        "greater_equal isfinite isinf isnan less less_equal logical_and logical_not logical_or logical_xor not_equal "
+        "signbit"
+    ),
+    "ops.manipulation": "concat expand_dims flip moveaxis permute_dims repeat reshape roll squeeze stack tile unstack",
+    "ops.nn": "embedding gelu layer_norm log_softmax logsumexp one_hot relu sigmoid silu softmax softplus",
+    "ops.padding": "pad",
+    "ops.quantile": "quantile",
+    "ops.searching": "argmax argmin count_nonzero nonzero searchsorted where",
+    "ops.segments": "bincount segment_sum",
+    "ops.sets": "unique_all unique_counts unique_inverse unique_values",
+    "ops.shape": "rank shape size",
+    "ops.sorting": "argsort sort top_k",
+    "ops.splitting": "split",
+    "ops.statistical": "cumulative_prod cumulative_sum max mean min prod std sum var",
+    "ops.utility": "all any diff",
+    "ops.windows": "dynamic_slice",
+    "runtime.loop": "run",
+    "runtime.run.batches": "BatchStatistics",
+    "runtime.session.calls": "Prepared",
+    "runtime.session.function": "Function function",
+    "runtime.session.namespace_info": "__array_namespace_info__=NamespaceInfo",
+    "runtime.session.replay": "replay",
+    "runtime.session.session": "Session",
+    "runtime.session.session_statistics": "DeviceMemory SessionStatistics",
+    "runtime.session.value_and_grad": "value_and_grad",
+    "runtime.trace": "Trace",
+    "runtime.values.fetches": "on_device",
+    "semantics.explore": "Exploration Outcome explore",
+    "semantics.races": "Race allow_races find_races",
+    "state.containers": "reset_container",
+    "state.mutex": "Barrier Mutex",
+    "state.queues": "FIFOQueue PaddingQueue PriorityQueue Queue ShuffleQueue",
+    "state.table": "Table",
+    "state.variable": "Variable",
+    "vertex.function": "Vertex VertexFunction vertex_function",
+    "vertex.input_graph": "InputGraph",
+    "vertex.map": "vertex_map",
+}
+"""Public names (``public=own`` where they differ), by the module that has them; asking for one imports it."""
+
+_TOGETHER = ("control.", "graph.", "lift.", "ops.", "state.")
+"""Rooms that are imported together, as a graph is built with them: each tells those below what it adds to them."""
+
 e = _math.e
 inf = _math.inf
 nan = _math.nan
@@ -320,9 +430,8 @@ pi = _math.pi
 
 __version__ = "0.1.0"
 __array_api_version__ = "2024.12"
-__array_namespace_info__ = _NamespaceInfo
 
-if (_Path(__file__).parents[1] / "asyncflow.py").exists():
+if _path.exists(_path.join(_path.dirname(_path.dirname(__file__)), "asyncflow.py")):
     _warnings.warn(
         f"asyncflow.py beside this package is another project's, `asyncflow` on the Python Package Index, and this one "
         f"is {_DISTRIBUTION}: pip uninstall asyncflow",
@@ -331,5 +440,9 @@ if (_Path(__file__).parents[1] / "asyncflow.py").exists():
 
 if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
     __all__, __getattr__, __dir__ = _facade(
-        "asyncflow", globals(), modules=("fft", "linalg", "nn", "optim", "profiler", "random", "raw")
+        "asyncflow",
+        globals(),
+        modules=("fft", "linalg", "nn", "optim", "profiler", "random", "raw"),
+        homes=_HOMES,
+        together=_TOGETHER,
     )

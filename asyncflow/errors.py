@@ -48,9 +48,6 @@ import numpy as np
 
 from asyncflow.pickling import portable, revived
 
-DISTRIBUTION = "asyncflow-runtime"
-"""What to install; `asyncflow` is another project's on the Python Package Index."""
-
 _OURS = (
     str(Path(__file__).resolve().parent) + "/",
     str(Path(np.__file__).parent) + "/",
@@ -61,12 +58,6 @@ _OURS = (
 
 The last of them are regions, which the compiler has written.
 """
-
-
-def install(extra: str) -> str:
-    """Return the command that installs an optional dependency: ``pip install 'asyncflow-runtime[plot]'``."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
-
 
 _STARTERS = (str(Path(asyncio.__file__).parent) + "/", threading.__file__)
 """Files that stand below a task or thread in the call stack."""

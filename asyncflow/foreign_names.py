@@ -9,8 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from types import ModuleType
+from importlib import import_module
+from types import MappingProxyType, ModuleType
 from typing import Final, NoReturn
+
+DISTRIBUTION: Final = "asyncflow-runtime"
+"""What to install; `asyncflow` is another project's on the Python Package Index."""
 
 _ALSO_IN_NUMPY = (
     "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bincount bitwise_and "
@@ -174,6 +178,11 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
 """By module, what to say in place of a name that some other library has there."""
 
 
+def install(extra: str) -> str:
+    """Return the command that installs an optional dependency: ``pip install 'asyncflow-runtime[plot]'``."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
 def close_names(name: str, known: Sequence[str]) -> list[str]:
     """At most three of the names that `name` may be a misspelling of, those that differ in case alone before others."""
     same = [each for each in known if each.casefold() == name.casefold() and each != name]
@@ -198,24 +207,50 @@ def public_names(module: str, public: Sequence[str]) -> tuple[Callable[[str], No
 
 
 def facade(
-    module: str, names: Mapping[str, object], *, modules: Collection[str] = ()
-) -> tuple[list[str], Callable[[str], NoReturn], Callable[[], list[str]]]:
+    module: str,
+    names: dict[str, object],
+    *,
+    modules: Collection[str] = (),
+    homes: Mapping[str, str] = MappingProxyType({}),
+    together: tuple[str, ...] = (),
+) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a module that exports all it has without an underscore in front.
 
     Args:
         module: its name, as users import it.
         names: its ``globals()``.
         modules: those of the modules among them that it exports; the rest are there as they have been imported.
+        homes: more names (``public=own`` where they differ), by the module that has them. Asking for one imports that.
+        together: the modules whose names begin so are imported together.
     """
+    places: dict[str, tuple[str, str]] = {}
+    for home, listed in homes.items():
+        for each in listed.split():
+            public, _, own = each.partition("=")
+            places[public] = f"{module}.{home}".rstrip("."), own or public
+    group = [f"{module}.{home}" for home in homes if f"{home}.".startswith(together)]
 
     def is_public(name: str) -> bool:
-        return name in modules or not (name.startswith("_") or isinstance(names[name], ModuleType | type(annotations)))
+        is_ours = isinstance(names.get(name), ModuleType | type(annotations))
+        return name in modules or not (name.startswith("_") or is_ours)
 
     def numbers_by_value(name: str) -> list[int | str]:
         return [int(part) if part.isdigit() else part for part in re.findall(r"\d+|\D+", name)]
 
-    public = sorted(filter(is_public, names), key=numbers_by_value)
-    return public, *public_names(module, public)
+    exported = sorted(filter(is_public, names.keys() | places), key=numbers_by_value)
+    refuse, listed_names = public_names(module, exported)
+
+    def find(name: str) -> object:
+        if name not in places:
+            refuse(name)
+        home, own = places[name]
+        if home in group:
+            for each in group:
+                import_module(each)
+        names[name] = import_module(f"{home}.{own}") if name in modules else getattr(import_module(home), own)
+        return names[name]
+
+    return exported, find, listed_names
 
 
 def _hint(module: str, public: Sequence[str], name: str) -> str:

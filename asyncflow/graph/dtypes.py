@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, install
+from asyncflow.errors import DTypeError
+from asyncflow.foreign_names import install
 
 DType: TypeAlias = np.dtype[Any]
 DTypeLike: TypeAlias = DType | type | str

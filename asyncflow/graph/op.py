@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, ParamSpec, TypeAlias
@@ -260,8 +261,17 @@ def find_op(name: str) -> Op:
         GraphError: there is none.
     """
     if name not in _ops:
+        _import_all()
+    if name not in _ops:
         raise GraphError(f"no op is named {name!r}; is the module that registers it imported?")
     return _ops[name]
+
+
+def _import_all() -> None:
+    """Import every public name, as `import asyncflow` leaves out what a first graph does not need."""
+    package = sys.modules["asyncflow"]
+    for name in package.__all__:
+        getattr(package, name)
 
 
 def is_registered(op: Op) -> bool:
@@ -320,4 +330,5 @@ def why_not_differentiable(op: Op) -> str | None:
 
 def registered_ops() -> tuple[Op, ...]:
     """Every registered op."""
+    _import_all()
     return tuple(_ops.values())

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.errors import GraphError, brief, install
+from asyncflow.errors import GraphError, brief
+from asyncflow.foreign_names import install
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string

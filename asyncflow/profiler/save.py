@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from asyncflow.errors import AsyncflowError, install
+from asyncflow.errors import AsyncflowError
+from asyncflow.foreign_names import install
 from asyncflow.profiler.chrome import render_chrome
 from asyncflow.profiler.html import render_html
 from asyncflow.profiler.picture import ColorBy, can_plot, render_picture

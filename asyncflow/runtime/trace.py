@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
 
@@ -209,5 +210,7 @@ def install_writer(writer: Writer) -> None:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes `trace` in the format that the path's suffix names."""
+    """Write `trace` in the format that the path's suffix names."""
+    if not _writers:
+        import_module("asyncflow.profiler")  # which installs its writer
     _writers[0](trace, path)

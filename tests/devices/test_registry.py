@@ -6,7 +6,8 @@ import pytest
 
 from asyncflow.devices import SimMachine, available_devices, current_machine, hardware, open_devices, use_machine
 from asyncflow.devices.cuda.backend import _probe
-from asyncflow.errors import PlacementError, install
+from asyncflow.errors import PlacementError
+from asyncflow.foreign_names import install
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import CARD, machine_of
 

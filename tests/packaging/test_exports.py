@@ -39,6 +39,8 @@ def test_every_name_can_be_imported(module: ModuleType) -> None:
 
 
 def test_package_exports_all_it_holds_but_its_rooms() -> None:
+    for name in vars(af)["__all__"]:
+        getattr(af, name)
     public = {
         name
         for name, value in vars(af).items()
@@ -51,7 +53,10 @@ def test_package_exports_all_it_holds_but_its_rooms() -> None:
 def test_type_checkers_export_each_name_too(module: ModuleType) -> None:
     # They see no `__all__` there: what is imported under its own name, and what is assigned, is public to them.
     seen: set[str] = set()
-    for statement in ast.parse(inspect.getsource(module)).body:
+    body = ast.parse(inspect.getsource(module)).body
+    for each in [statement for statement in body if isinstance(statement, ast.If)]:
+        body += each.body if "TYPE_CHECKING" in ast.unparse(each.test) else []
+    for statement in body:
         if isinstance(statement, ast.ImportFrom):
             seen.update(alias.name for alias in statement.names if alias.asname == alias.name)
         elif isinstance(statement, ast.Assign):
@@ -86,3 +91,68 @@ def test_mypy_finds_each_name_and_no_other(tmp_path: Path) -> None:
     )
     found = re.findall(r"program.py:(\d+): error", done.stdout)
     assert found == ["4", "5"], done.stdout + done.stderr
+
+
+LOADED = """
+import sys
+import asyncflow as af
+
+{statement}
+print(*{{name.split(".")[1] for name in sys.modules if name.startswith("asyncflow.")}})
+print("numpy" in sys.modules, "asyncio" in sys.modules)
+"""
+
+
+def loaded_by(statement: str) -> tuple[set[str], str]:
+    """The rooms that a statement imports, in a process of its own; and if NumPy and asyncio are imported."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LOADED.format(statement=statement)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    *_, rooms, others = done.stdout.splitlines()
+    return set(rooms.split()), others
+
+
+def test_a_name_is_imported_when_it_is_asked_for() -> None:
+    assert loaded_by("af.__version__") == ({"foreign_names"}, "False False")
+    graph, _ = loaded_by("with af.Graph(): af.while_loop(lambda x: x < 3, lambda x: x + 1, 0)")
+    assert graph & {"autodiff", "checkpoint", "cli", "compiler", "devices", "profiler", "runtime", "vertex"} == set()
+
+
+@pytest.mark.slow
+def test_any_name_may_be_the_first() -> None:
+    """Each is asked for first in a child of a process that has imported nothing but the package."""
+    program = """
+import os
+import sys
+import asyncflow as af
+
+failed = []
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        getattr(af, name)
+        with af.Graph():
+            y = af.while_loop(lambda x: x < 3, lambda x: x + 1, af.placeholder("int64", ()), pool=af.Pool(4))
+        os._exit(0 if (y * 2).spec.dtype == "int64" else 1)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+sys.exit(" ".join(failed) or 0)
+"""
+    alone = {home: listed for home, listed in vars(af)["_HOMES"].items() if not home.startswith(vars(af)["_TOGETHER"])}
+    names = ["Graph", *(listed.split()[0].partition("=")[0] for listed in alone.values())]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *names],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ import pytest
 
 from asyncflow.devices.cuda import backend as cuda_backend
 from asyncflow.devices.cuda.experimental import bindings as cuda_bindings
-from asyncflow.errors import DISTRIBUTION
+from asyncflow.foreign_names import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncflow"
@@ -127,7 +127,7 @@ def test_wheel_carries_the_licence_and_the_command(wheel: Path, names: set[str])
     (commands,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
-        assert "asyncflow = asyncflow.cli.main:main" in archive.read(commands).decode()
+        assert "asyncflow = asyncflow.cli:command" in archive.read(commands).decode()
 
 
 def test_core_install_needs_three_packages(metadata: email.message.Message) -> None:

@@ -7,7 +7,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-from asyncflow.errors import DISTRIBUTION, install
+from asyncflow.foreign_names import DISTRIBUTION, install
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "asyncflow"

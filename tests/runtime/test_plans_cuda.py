@@ -15,7 +15,8 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.cuda import device
 from asyncflow.devices.cuda.transfers.pinned import ALIGNMENT, shared_slab
-from asyncflow.errors import SessionClosedError, install
+from asyncflow.errors import SessionClosedError
+from asyncflow.foreign_names import install
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.devices import hardware
 from asyncflow.devices.memory import format_bytes
-from asyncflow.errors import install
+from asyncflow.foreign_names import install
 
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy

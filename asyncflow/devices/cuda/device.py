@@ -45,7 +45,8 @@ from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
 from asyncflow.devices.swap import Space
 from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, stays_on_host
-from asyncflow.errors import PlacementError, install
+from asyncflow.errors import PlacementError
+from asyncflow.foreign_names import install
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaStream, active, capturing
