@@ -1,9 +1,11 @@
 # Every target does its own set-up in .venv; nothing has to be installed by hand but Python 3.11 or newer.
 
 PYTHON ?= python3
+COMMA := ,
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXAMPLES := $(VENV)/.installed-examples
 
 # More than eight workers spend longer starting than testing. What hands out groups looks through all that ran at each test.
 PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
@@ -19,19 +21,27 @@ PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml
+define install
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("asyncflow needs Python 3.11 or newer, and " \
 		+ sys.executable + " is " + sys.version.split()[0] + "; choose another with: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(1)]'
 	@touch $@
+endef
+
+$(STAMP): pyproject.toml
+	$(call install,dev)
+
+# What `setup` installs has these, too.
+$(EXAMPLES): pyproject.toml
+	$(call install,demo$(COMMA)serve)
 
 setup: $(STAMP) ## Make the virtual environment .venv with the package and all tools
 
-demo: $(STAMP) ## Run the main job: an LSTM learns to write from the documentation of Python, with its timeline
+demo: $(EXAMPLES) ## Run the main job: an LSTM learns to write from the documentation of Python, with its timeline
 	$(BIN)/python examples/character_lstm.py --output demo-out
 
-serve: $(STAMP) ## Serve three models from one session, with a page that shows their batches, on http://localhost:8000
+serve: $(EXAMPLES) ## Serve three models from one session, with a page that shows their batches, on http://localhost:8000
 	$(BIN)/python examples/server.py
 
 test: $(STAMP) ## Run the tests, but for slow ones, in the five cells that find what any finds; TURN=word adds a part
