@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 
 import pytest
 from hypothesis import given, settings
@@ -130,3 +130,17 @@ def test_the_choice_is_about_as_good_as_the_best_of_all(figures: LoopFigures) ->
         quickest = min(way.ns for way in fitting)
         longest = (figures.forward.ns + figures.backward.ns + max(s.again.ns for s in figures.savings)) * 3
         assert chosen.ns <= 1.001 * quickest + longest
+
+
+def test_what_segments_have_in_common_counts_once() -> None:
+    """A segment begins with its checkpoint, and the first of all checkpoints is what the loop begins with."""
+    saving = Saving((4 * MIB,), fixed=MIB)
+    figures = replace(LSTM, savings=(saving, replace(saving, of_variables=MIB)))
+    apart, common = (way_of(figures, number, 0, 100) for number in range(2))
+    assert apart.held - common.held == MIB
+    alone = way_of(figures, 0, 0, 0)
+    segments = ceil(1_000 / alone.length)
+    assert alone.held == segments * 2 * MIB + alone.length * 5 * MIB
+    beside = way_of(figures, 0, 0, 100)
+    segments = ceil(900 / beside.length)
+    assert beside.held == (100 + beside.length) * 5 * MIB + (segments + 1) * 2 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -115,3 +116,23 @@ def test_109_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...],
     if kind == "v100":
         assert less.predicted == pytest.approx(less.peak, rel=0.1)
         assert less.seconds < 2.2 * kept.seconds
+
+
+def test_the_error_says_which_limit_would_do() -> None:
+    """F30: where no way fits, and there is no file for values to go to; in that limit the same program runs."""
+    counts, device = (4, 5, 2), DEVICES["cpu"]
+    kept = asyncio.run(train(counts, device, memory_limit=ROOM))
+    with pytest.raises(af.OutOfMemoryError) as caught:
+        asyncio.run(train(counts, device, memory_limit=kept.peak // 5))
+    (note,) = caught.value.__notes__
+    assert note.startswith("in the way that holds least loop while (")
+    least = re.search(r"memory_limit=([\d_]+) ", note)
+    assert least is not None
+    limit = int(least[1])
+    assert limit < 0.6 * kept.peak
+    less = asyncio.run(train(counts, device, memory_limit=limit))
+    np.testing.assert_array_equal(less.values[0], kept.values[0])
+    np.testing.assert_array_equal(less.values[1], kept.values[1])
+    with pytest.raises(af.OutOfMemoryError) as caught:
+        asyncio.run(train(counts, device, memory_limit=limit, saved_values="keep"))
+    assert caught.value.__notes__[0].startswith("with saved_values='keep' loop while (")

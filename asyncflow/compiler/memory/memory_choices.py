@@ -58,12 +58,15 @@ class Saving:
         fixed: bytes an iteration of all others that are saved.
         again: what is computed again in an iteration of the gradient.
         copies: how many copies an iteration each of `sizes` takes, if not one: a loop inside saves a value often.
+        of_variables: bytes an iteration of the loop's own variables, which a segment's first iteration has in common
+            with the segment's checkpoint.
     """
 
     sizes: tuple[int, ...]
     fixed: int = 0
     again: Work = _NOTHING
     copies: tuple[int, ...] = ()
+    of_variables: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +160,9 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     if again:
         assert figures.checkpoint_bytes is not None
         length = segment_length(again, figures.checkpoint_bytes, chosen.nbytes)
-        held += (ceil(again / length) + 1) * figures.checkpoint_bytes + length * chosen.nbytes
+        # What the loop begins with is held besides anyway, and is the checkpoint of the first segment if none is kept.
+        checkpoints = ceil(again / length) + bool(kept)
+        held += checkpoints * figures.checkpoint_bytes + length * chosen.nbytes - chosen.of_variables
     forward = figures.forward.times(count)
     backward = figures.backward.plus(chosen.again).times(count).plus(figures.forward, again)
     usual_ns = forward.ns + backward.ns

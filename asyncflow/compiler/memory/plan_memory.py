@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from math import ceil
 from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
@@ -111,6 +112,29 @@ class PlannedLoop:
         return self.standing + round(self.way.held)
 
     @property
+    def least_limit(self) -> int | None:
+        """The limit in which the choice is predicted to fit, if it is not in this one; None if it is.
+
+        Other loops of the device are expected to keep their parts of the room.
+        """
+        if fits(self.way, self.figures):
+            return None
+        room = FULL * self.limit - self.standing
+        part = self.figures.room / room if room > 0 else 1.0
+        return ceil((self.standing + self.way.held / part) / FULL)
+
+    def advice(self) -> str:
+        """Return a line for people that says which limit would do; empty if this one does."""
+        least = self.least_limit
+        if least is None:
+            return ""
+        way = "in the way that holds least" if self.asked is None else f"with saved_values={self.asked!r}"
+        return (
+            f"{way} loop {self.name} ({self.location}) is predicted to hold {format_bytes(self.held)}, for which "
+            f"memory_limit={least:_} ({format_bytes(least)}) is enough"
+        )
+
+    @property
     def kept_all(self) -> int:
         """The same if everything were kept."""
         return self.standing + self.figures.iterations * self.figures.savings[0].nbytes
@@ -143,7 +167,7 @@ class PlannedLoop:
         room = figures.room - _LESS
         less = choose_way(replace(figures, room=room))
         more = f"cost {_ms((less.ns - way.ns) / count)} an iteration" if less.held <= room else "do not fit"
-        yield f"{predicted}; the next 100 MiB less {more}"
+        yield f"{predicted}; {self.advice() or f'the next 100 MiB less {more}'}"
 
     def _cost(self, value: PlannedValue) -> str:
         if value.choice == "recompute":
@@ -352,7 +376,9 @@ class _Candidate:
         self.changes.append(change)
         self.movable.append(movable)
         fixed = sum(sizes.values()) - sum(large)
-        self.savings.append(Saving(large, fixed, self.costs.of_nodes(change.again), copies))
+        variables = set(self.loop.body.inputs[: self.loop.n_vars])
+        of_variables = sum(sizes[value] for value in saved if value in variables)
+        self.savings.append(Saving(large, fixed, self.costs.of_nodes(change.again), copies, of_variables))
 
     def inner_saved(self) -> dict[Tensor, int]:
         """The values that loops in it save, and the bytes of each in one of their iterations."""

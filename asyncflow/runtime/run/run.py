@@ -8,7 +8,7 @@ from contextvars import Context, copy_context
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
+from asyncflow.errors import DeadlineExceeded, InternalError, OutOfMemoryError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.ops.recorded_calls import call_log
 from asyncflow.runtime.scheduler.executor import Executor
@@ -21,6 +21,7 @@ from asyncflow.streams.holding import RunPart, current_part, own_context
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+    from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.plan import Partition, Plan
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.run.admission import AdmissionTicket
@@ -90,6 +91,7 @@ class Run:
     """Whether nothing of the run is left to do."""
     executors: list[Executor | LoneFiring] = field(default_factory=list, init=False)
     _partitions: Sequence[Partition] = field(init=False)
+    _memory: Sequence[PlannedLoop] = field(init=False)
     _started_ns: int = field(init=False)
     awaited: asyncio.Future[None] | None = field(default=None, init=False)
     """What the caller's task waits for."""
@@ -137,7 +139,7 @@ class Run:
         self.writes = plan.writes
         self.writes_several = len(plan.writes) > 1
         self._started_ns = self.turn.clock() if self.trace is not None else 0
-        self._partitions = plan.partitions
+        self._partitions, self._memory = plan.partitions, plan.memory
         if plan.lone_firing is not None and self.trace is None:
             self.executors.append(LoneFiring(plan.lone_firing, self, self.devices[plan.partitions[0].device]))
             return
@@ -258,6 +260,9 @@ class Run:
                 self.is_stopped = True
                 self.executors[0].failures.append((self.turn.count(), -1, error))
         failure = self._first_failure() if self.is_stopped else None
+        if isinstance(failure, OutOfMemoryError):
+            for advice in filter(None, (loop.advice() for loop in self._memory)):
+                failure.add_note(advice)
         if self._status == "cancelled" or failure is None:
             if cancelled is not None and failure is not None:
                 cancelled.add_note(f"a kernel in flight failed: {failure}")
