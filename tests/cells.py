@@ -10,6 +10,8 @@ draws, and a tenth of the slow tests runs. One of the others leaves out a pass o
 A test with three sets of parameters or more runs in all five cells as well, but each set in two of them, which change
 by turns: what one set finds in one cell alone is found in a later turn, or with ``--full``. Outside these rooms, of a
 product of parameters half of the sets run, by turns, as on a chessboard: each value of each parameter does.
+
+Of a function that takes much processor time in all, as ``costly.txt`` says, a part of what is left runs, by turns.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import environ
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
@@ -50,6 +53,14 @@ PARTS = 10
 
 FEW = 5
 """Of so many sets of parameters all run."""
+
+COSTLY_LIST = Path(__file__).parent / "costly.txt"
+"""Each line names a function of tests, and says of how many parts of it one runs; see `tests.processor_time`.
+
+One part: all of it runs, since single sets of its parameters reach lines of the package that no other test does.
+"""
+
+COSTLY = {name: int(parts) for name, parts in map(str.split, COSTLY_LIST.read_text(encoding="utf-8").splitlines())}
 
 REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
@@ -150,6 +161,8 @@ class Selection:
         self.full: bool = config.getoption("full")
         word: str = config.getoption("turn")
         self.turn = crc32(word.encode()) if word else None
+        # Each seed of the adversary, too, takes other sets of parameters.
+        self._drawn = crc32((word or config.getoption("adversary")).encode())
         self.is_thinned = not any(".py" in arg for arg in config.args)
         self.without = next((cell for cell in WITHOUT if cell.without == config.getoption("without")), None)
 
@@ -207,7 +220,16 @@ class Selection:
             n_slow += 1
             return self.is_slow_turn(test, n_slow)
 
-        return [call for call in calls if self._is_in_its_cells(test, call, sets) and has_turn(call)]
+        chosen = [call for call in calls if self._is_in_its_cells(test, call, sets) and has_turn(call)]
+        return self._part(test, chosen) if self.is_thinned else chosen
+
+    def _part(self, test: pytest.Item, calls: list[CallSpec]) -> list[CallSpec]:
+        """Return the part of a costly function's sets that has its turn; slow ones have turns of their own."""
+        quick = [call for call in calls if not _is_slow(test, call)]
+        step = min(COSTLY.get(_function(test), 1), len(quick)) or 1
+        first = (crc32(_function(test).encode()) + self._drawn) % step
+        left_out = {id(call) for place, call in enumerate(quick) if place % step != first}
+        return [call for call in calls if id(call) not in left_out]
 
     def is_slow_turn(self, test: pytest.Item, number: int) -> bool:
         """Return True if the slow set of this number has its turn: one of ten each time, and another one next time."""
@@ -215,7 +237,7 @@ class Selection:
 
     def _is_on_its_half(self, test: pytest.Item, call: CallSpec, seen: defaultdict[str, dict[int, int]]) -> bool:
         """Return True if a set of a product of parameters is one of the half that runs, as on a chessboard."""
-        total = self.turn or 0
+        total = self._drawn
         for mark in test.iter_markers("parametrize"):
             names = mark.args[0]
             first = names.split(",")[0].strip() if isinstance(names, str) else names[0]
@@ -227,7 +249,7 @@ class Selection:
         cell, cells = _cell(call), ALWAYS if is_distributed(test) else (REGIONS, INTERPRETED)
         if cell is None or cell not in cells or not sets:
             return True
-        place, turn = sets[_parameters(call, cell)], self.turn or 0
+        place, turn = sets[_parameters(call, cell)], self._drawn
         # Tests on the stand-in for CuPy cost several times as much as others: no set runs in both of its cells.
         if cell in ON_STAND_IN and cell is not ON_STAND_IN[(place + crc32(_function(test).encode()) + turn) % 2]:
             return False

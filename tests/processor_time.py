@@ -4,6 +4,9 @@ Time of the processor, not of the clock. A test that takes more than `LIMIT_S` i
 those that are neither are listed at the end. Under CI one that took far more runs again, twice at most, and fails if it
 did so all three times, in seconds of a quiet machine: how long a piece of work takes says how much slower this one is.
 So no test fails for being the first to import something, nor because the machine is busy.
+
+``ASYNCFLOW_PROCESSOR_TIMES=times.json make test`` writes what every test took, and from that
+``python -m tests.processor_time times.json`` makes the list ``costly.txt`` anew, by which `tests.cells` chooses.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
+from collections import defaultdict
+from math import ceil
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, cast
@@ -18,14 +24,21 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from _pytest.runner import runtestprotocol
 
+from tests.cells import COSTLY, COSTLY_LIST
+
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable, Mapping
 
 LIMIT_S = 0.5
 FAR_BEYOND = 3.0
 """Beyond so many times the limit it fails: beside many other processes the same work has taken twice the processor."""
 ATTEMPTS = 3
 LISTED = 30
+
+SHARE_S = 0.1
+"""The tests of one function take about so much together in a run, or only a part of them runs."""
+
+MOST_PARTS = 5
 
 WORK_S = 0.007
 """How long `_work` takes on a quiet machine like those of CI."""
@@ -111,3 +124,27 @@ def _processor_s() -> float:
     """Of this process and of those it started and has waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return process_time() + children.ru_utime + children.ru_stime
+
+
+def costly(taken: Mapping[str, Iterable[float]], listed: Mapping[str, int] = COSTLY) -> dict[str, int]:
+    """Return into how many parts to divide each function that takes more than its share; one has run of those `listed`.
+
+    Functions of one test cannot be divided. Functions that are listed with one part stay so: lines of the package are
+    reached by single sets of theirs, and by no other test.
+    """
+    tests: defaultdict[str, list[float]] = defaultdict(list)
+    for test, (seconds, is_slow) in taken.items():
+        if not is_slow:
+            tests[test.partition("[")[0]].append(seconds)
+    parts = {}
+    for function, each in sorted(tests.items()):
+        of = listed.get(function, 1)
+        count = min(ceil(sum(each) * of / SHARE_S), len(each) * of, MOST_PARTS)
+        if count > 1:
+            parts[function] = 1 if listed.get(function) == 1 else count
+    return parts
+
+
+if __name__ == "__main__":
+    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    COSTLY_LIST.write_text("".join(f"{each} {n}\n" for each, n in costly(measured).items()), encoding="utf-8")

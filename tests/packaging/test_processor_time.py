@@ -1,14 +1,16 @@
-"""Which tests fail for the processor time that they take: those that take too much every time, and have no mark."""
+"""Which tests fail for the processor time that they take, and of which functions a part runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import processor_time
-from tests.processor_time import ATTEMPTS, FAR_BEYOND, LIMIT_S, ProcessorTime
+from tests.cells import COSTLY
+from tests.processor_time import ATTEMPTS, FAR_BEYOND, LIMIT_S, MOST_PARTS, SHARE_S, ProcessorTime, costly
 
 OVER_S = LIMIT_S * FAR_BEYOND * 1.5
 
@@ -55,3 +57,34 @@ def test_what_fails(
         protocol.send(True)
     assert outcomes == ([] if outcome is None else [outcome])
     assert next(attempts, None) is None, "as often as need be"
+
+
+def test_what_takes_more_than_its_share_is_divided() -> None:
+    taken = {
+        **{f"cheap[{each}]": (SHARE_S / 9, False) for each in range(9)},
+        **{f"twice[{each}]": (SHARE_S / 5, False) for each in range(10)},
+        **{f"a_part_of_four[{each}]": (SHARE_S / 3, False) for each in range(3)},
+        **{f"became_cheap[{each}]": (SHARE_S / 9, False) for each in range(4)},
+        **{f"by_far[{each}]": (SHARE_S * 9, False) for each in range(9)},
+        **{f"whole[{each}]": (SHARE_S * 9, False) for each in range(9)},
+        "of_two[0]": (SHARE_S * 2, False),
+        "of_two[1]": (SHARE_S * 2, False),
+        "alone": (SHARE_S * 4, False),
+        **{f"slow[{each}]": (SHARE_S * 9, True) for each in range(9)},
+    }
+    assert costly(taken, {"a_part_of_four": 4, "became_cheap": 2, "gone": 5, "whole": 1}) == {
+        "a_part_of_four": 4,
+        "by_far": MOST_PARTS,
+        "of_two": 2,
+        "twice": 2,
+        "whole": 1,
+    }
+
+
+def test_functions_that_are_divided_exist() -> None:
+    root = Path(__file__).parents[2]
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in {name.partition("::")[0] for name in COSTLY}}
+    for name in COSTLY:
+        path, *_, function = name.split("::")
+        assert f"def {function}(" in texts[path], name
+    assert all(1 <= parts <= MOST_PARTS for parts in COSTLY.values())
