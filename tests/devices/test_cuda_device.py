@@ -234,9 +234,10 @@ async def test_a_cancelled_copy_keeps_its_memory_until_the_card_is_done_with_it(
     async with opened(cupy) as device:
         slab = device.copies._slab
         x = await fed(device, np.zeros(PINNED))
+        await until(lambda: slab.free_bytes == PINNED)
         cupy.pause()
         waiting = fetched(device, x)
-        await turns()
+        await until(lambda: cupy.pending(device.d2h.raw) > 0)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
