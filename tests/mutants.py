@@ -150,6 +150,7 @@ FAULTS = (
         "order(node, turn.nodes())",
         "order(node, [turn.writer] if turn.writer is not None else [])",
         "state",
+        "test_71_a_write_waits",
     ),
     Fault(
         "what has no inputs runs in branches not taken",

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.conformance.gates import Gate
 from tests.conftest import OpenSession
+from tests.faults.kernels import until
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -93,6 +95,17 @@ async def test_71_without_an_edge_either(open_session: OpenSession, graph: af.Gr
         fetches = [first, ordered.assign("C"), second]
     async with open_session(graph, seed=1, regions=False) as session:
         assert [str(x) for x in await session.run(fetches)] == ["A", "C", "A"]
+
+
+async def test_71_a_write_waits_for_the_reads_before_it(session: af.Session, graph: af.Graph) -> None:
+    """CONFORMANCE 71: with ordered effects, though the read has to wait itself and the write has not."""
+    gate, variable = Gate(), af.Variable(1, name="number")
+    with af.control_dependencies([gate(0)]):
+        read = variable.read()
+    running = asyncio.ensure_future(session.run([read, variable.assign(2)]))
+    await until(lambda: gate.arrived)
+    gate.open()
+    assert await running == [1, 2]
 
 
 async def test_71_an_unfetched_write_is_pruned(run: Run, graph: af.Graph) -> None:
