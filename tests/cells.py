@@ -57,7 +57,8 @@ FEW = 5
 COSTLY_LIST = Path(__file__).parent / "costly.txt"
 """Each line names a function of tests, and says of how many parts of it one runs; see `tests.processor_time`.
 
-One part: all of it runs, since single sets of its parameters reach lines of the package that no other test does.
+One part: all of it runs, since single sets of its parameters reach lines that no other test does, or find faults of
+`tests.mutants` alone.
 """
 
 COSTLY = {name: int(parts) for name, parts in map(str.split, COSTLY_LIST.read_text(encoding="utf-8").splitlines())}
