@@ -192,8 +192,10 @@ class ReadAhead:
                     break
                 else:
                     self._pass_ended()
-        except BaseException:
+        except BaseException as error:
             await cast("AsyncGenerator[Element]", self._reading).aclose()
+            if isinstance(error, KeyboardInterrupt | SystemExit):  # a task that raises it would end the event loop
+                raise RuntimeError(f"reading ended with {error!r}") from error
             raise
 
     def _open(self) -> None:

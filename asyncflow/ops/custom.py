@@ -303,9 +303,10 @@ def op(
         cost: arithmetic operations per call, or a function of input and output shapes that gives them. It gets guesses
             for extents and ranks that are not known; where it fails, the time is guessed without it.
         stateful: calls have side effects: they run in the order they were written, and always in branches, loops and
-            an `af.function`; those of runs in flight together take turns. Else calls with equal inputs may be merged,
-            and several runs, or iterations that overlap, may be inside the function at once, on several threads. None:
-            only if there are no outputs.
+            an `af.function`. Calls of a plain function that belong to different runs take turns. Those of a coroutine
+            function overlap: one may wait for what another does. Without `stateful`, calls with equal inputs may be
+            merged, and several runs, or iterations that overlap, may be inside the function at once, on several
+            threads. None: only if there are no outputs.
         rows: the function works on rows: each input has one more axis in front, and so have the results; one call does
             for all rows of `map_fn` and `vmap`, and where there are none it gets a single one. What is declared is one
             row. False: it is called for each row.

@@ -213,7 +213,7 @@ class Observers:
         for observer in tuple(self._all):
             try:
                 what(observer)
-            except Exception:
+            except (Exception, asyncio.CancelledError, GeneratorExit):
                 if id(observer) not in self._warned:
                     self._warned.add(id(observer))
                     _log.warning(

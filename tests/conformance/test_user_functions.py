@@ -165,3 +165,26 @@ async def test_108_context_timeouts_and_runs_of_its_own(place: str, work: WorkCl
         with pytest.raises(asyncio.CancelledError):
             await waits
     assert watched.on_loop(SLOW_NS) == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_108_a_deadline_passes_in_a_slow_function(place: str, work: WorkClock) -> None:
+    """CONFORMANCE 108: the run ends as late, not as done, and no further row is called."""
+    is_held, calls = threading.Event(), list[int]()
+    loop_thread, (build, options) = threading.get_ident(), PLACES[place]
+
+    def held(v: Any) -> Any:
+        calls.append(threading.get_ident())
+        assert is_held.wait(PATIENCE_S)
+        return v
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (ROWS,))
+        y = build(af.op(held, outputs=FLOAT, **options), x)  # type: ignore[call-overload]
+    async with af.Session(graph) as session:
+        asyncio.get_running_loop().call_later(0.1, is_held.set)
+        with pytest.raises(af.DeadlineExceeded):
+            await session.run(y, {x: np.ones(ROWS)}, timeout=0.05)
+    assert loop_thread not in calls
+    # Of what several runs share, a call that has begun goes on to its end.
+    assert len(calls) <= (ROWS if place in ("alone", "batch", "shared vertices") else 1)

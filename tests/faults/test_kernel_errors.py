@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -123,17 +123,117 @@ async def test_f02_a_later_failure_of_an_earlier_node(session: af.Session, graph
 
 
 @pytest.mark.parametrize("on_thread", [False, True], ids=["inline", "thread"])
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 async def test_f03_exceptions_meant_for_the_interpreter(
     session: af.Session, graph: af.Graph, error: type[BaseException], on_thread: bool
 ) -> None:
     """FAULTS F03: raised unchanged in the awaiting task; the event loop and the stream thread go on."""
     failing = raising(lambda: error("from a kernel"), on_thread=on_thread)
-    with pytest.raises(error, match="from a kernel"):
+    with pytest.raises(error, match="from a kernel") as caught:
         await session.run(failing(1))
+    assert f"built at {__file__}:" in caught.value.__notes__[0]
     gate = ThreadGate()
     gate.opened.set()
     assert await session.run(gate.op(3)) == 3
+
+
+class _NoException(BaseException):
+    """One of a library that does not want it to be caught."""
+
+
+ODD_ERRORS = (
+    GeneratorExit,
+    StopIteration,
+    StopAsyncIteration,
+    asyncio.CancelledError,
+    KeyboardInterrupt,
+    SystemExit,
+    _NoException,
+)
+
+
+def _plain(error: BaseException, cost: float) -> Any:
+    @af.op(outputs=INT, name="odd", cost=cost)
+    def odd(x: Any) -> Any:
+        raise error
+
+    return odd
+
+
+def _coroutine(error: BaseException, cost: float) -> Any:
+    @af.op(outputs=INT, name="odd")
+    async def odd(x: Any) -> Any:
+        await asyncio.sleep(cost)
+        raise error
+
+    return odd
+
+
+def _shared(error: BaseException, cost: float) -> Any:
+    @af.op(outputs=INT, name="odd", batch=af.Batch())
+    def odd(x: Any) -> Any:
+        raise error
+
+    return odd
+
+
+def _from_input(error: BaseException, cost: float) -> Any:
+    async def elements() -> AsyncIterator[int]:
+        raise error
+        yield 1
+
+    return lambda x: af.from_async_generator(elements, INT, name="odd").next(name="odd")
+
+
+WAYS: dict[str, Callable[[BaseException], af.Tensor]] = {
+    "inline": lambda error: _plain(error, 1.0)(1),
+    "thread": lambda error: _plain(error, 1e12)(1),
+    "coroutine": lambda error: _coroutine(error, 0.0)(1),
+    "map_fn": lambda error: af.map_fn(_plain(error, 1.0), af.constant([1, 2])),
+    "vmap": lambda error: af.vmap(_plain(error, 1e12))(af.constant([1, 2])),
+    "map_fn of coroutines": lambda error: af.map_fn(_coroutine(error, 0.0), af.constant([1, 2])),
+    "loop": lambda error: af.while_loop(lambda i: i < 3, _plain(error, 1.0), 0),
+    "shared": lambda error: _shared(error, 1.0)(1),
+    "input": lambda error: _from_input(error, 1.0)(1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("error", ODD_ERRORS)
+async def test_f03_whatever_a_function_raises_is_named(
+    session: af.Session, graph: af.Graph, error: type[BaseException], way: str
+) -> None:
+    """FAULTS F03, F04: the error says which line, the event loop goes on, and so does the session."""
+    failing, fine = WAYS[way](error("odd")), af.constant(1) + 1
+    stays = error in (KeyboardInterrupt, SystemExit, _NoException) and way != "input"
+    with pytest.raises(error if stays else af.KernelError) as caught:
+        await session.run(failing)
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "odd" in told
+    assert f"built at {__file__}:" in told
+    assert await session.run(fine) == 2
+    assert session.statistics().runs == 0
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError, StopIteration])
+async def test_f03_whatever_an_observer_raises_changes_no_run(
+    session: af.Session, graph: af.Graph, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(self: object, *args: object) -> None:
+        raise error("odd")
+
+    methods = dict.fromkeys(("run_began", "run_ended", "batch_ended", "pool_stepped"), raises)
+    session.observe(type("Observer", (), methods)())
+    assert await session.run(_coroutine_one()) == 1
+    assert "an observer of runs raised" in caplog.text
+
+
+def _coroutine_one() -> af.Tensor:
+    @af.op(outputs=INT)
+    async def one() -> Any:
+        return 1
+
+    return one()
 
 
 async def test_f04_a_coroutine_that_raises_cancelled_error(run: Run, graph: af.Graph) -> None:

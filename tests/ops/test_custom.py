@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -345,6 +346,44 @@ async def test_stateful_calls_run_as_written(graph: af.Graph, run: Runner) -> No
 
     await run(af.while_loop(lambda i: i < 3, body, (0,)))
     assert seen == [0, 0, 1, 10, 2, 20]
+
+
+async def test_stateful_plain_functions_of_several_runs_take_turns(graph: af.Graph) -> None:
+    inside, most = 0, 0
+    lock = threading.Lock()
+
+    @af.op(outputs=SCALAR, stateful=True, cost=1e12)
+    def count(x: Any) -> Any:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        for _ in range(1000):
+            pass
+        with lock:
+            inside -= 1
+        return x
+
+    y = count(af.constant(1.0, "float32"))
+    async with af.Session(graph) as session:
+        await asyncio.gather(*(session.run(y) for _ in range(20)))
+    assert most == 1
+
+
+async def test_stateful_coroutine_functions_of_several_runs_overlap(graph: af.Graph) -> None:
+    """As one may wait for another: here the first returns when the second has come."""
+    came: list[asyncio.Event] = [asyncio.Event(), asyncio.Event()]
+
+    @af.op(outputs=SCALAR, stateful=True)
+    async def meet(x: Any) -> Any:
+        came[int(x)].set()
+        await came[1 - int(x)].wait()
+        return x
+
+    x = af.placeholder("float32", ())
+    y = meet(x)
+    async with af.Session(graph) as session:
+        assert await asyncio.gather(*(session.run(y, {x: np.float32(k)}) for k in range(2))) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Coroutines:
                 undone.callback(coroutine.close)
             undone.pop_all()
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
-        task = run.turn.loop.create_task(coroutine, context=context.copy(), name=node.name)
+        task = run.turn.loop.create_task(_contained(coroutine), context=context.copy(), name=node.name)
 
         def take(result: Value, error: BaseException | None) -> None:
             del self._tasks[task]
@@ -105,11 +105,29 @@ class Coroutines:
             self._grace.cancel()
 
 
+class _Exit:
+    """An error of a coroutine that is meant for the interpreter; out of its task it would end the event loop."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+async def _contained(coroutine: Awaitable[object]) -> object:
+    """Return the result of a coroutine; an error that would end the event loop is left to the run to raise."""
+    try:
+        return await coroutine
+    except (KeyboardInterrupt, SystemExit) as error:
+        return _Exit(error)
+
+
 def _outcome(task: asyncio.Task[object]) -> tuple[Value, BaseException | None]:
     if task.cancelled():
         return None, asyncio.CancelledError("the coroutine was cancelled")
     error = task.exception()
-    return (None, error) if error is not None else (task.result(), None)
+    if error is not None:
+        return None, error
+    result = task.result()
+    return (None, result.error) if isinstance(result, _Exit) else (result, None)
 
 
 def leave_behind(tasks: Mapping[asyncio.Task[object], tuple[PlanNode, Callable[..., None]]]) -> None:

@@ -28,6 +28,9 @@ from asyncflow.graph.shapes import format_shape
 from asyncflow.ops.rows.positions import name_row
 from asyncflow.values import Value
 
+_STOPPED = ("generator raised StopIteration", "coroutine raised StopIteration")
+"""What Python says in place of a StopIteration that leaves a generator or a coroutine."""
+
 
 def describe(value: object) -> str:
     """dtype and shape of a run-time value: ``float32[64,64]``."""
@@ -44,10 +47,19 @@ def _described(values: Sequence[object]) -> tuple[str, ...]:
 def as_kernel_error(
     error: BaseException, node: PlanNode, tag: str, inputs: Sequence[Value], device: str
 ) -> BaseException:
-    """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself."""
-    if not isinstance(error, Exception | asyncio.CancelledError):
-        return error
+    """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself, with a note.
+
+    `GeneratorExit` is meant for the generator that is closed. Out of a run it would look as if the caller were closed.
+    """
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration) and str(error) in _STOPPED:
+        error = error.__cause__  # Python has put the other in its place
     found = None if node.region is None else node.region.place_of(error)
+    if not isinstance(error, Exception | asyncio.CancelledError | GeneratorExit):
+        source = node.source if found is None else found[0].node
+        note = f"raised by {source.name} ({source.op.name}), built at {source.location}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return error
     body = error if isinstance(error, BodyFailure) else None
     if body is not None:
         error = body.error
