@@ -55,6 +55,8 @@ _RENAMED: Final = (
 _WRITTEN_OTHERWISE: Final = {
     # NumPy
     "append": "af.concat([x, y])",
+    "load": "af.load_graph(path) for a graph, session.restore(path) for variables",
+    "save": "af.save_graph(graph, path) for a graph, session.save(path) for variables",
     "argwhere": "af.stack(af.nonzero(x), axis=-1)",
     "average": "af.mean(x), or af.sum(x * w) / af.sum(w)",
     "column_stack": "af.concat(xs, axis=1), or af.stack(xs, axis=1) for vectors",

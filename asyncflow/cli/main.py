@@ -117,7 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: for ``--help``, ``--version`` and arguments that make no sense.
     """
     own, program_arguments = _split(sys.argv[1:] if argv is None else list(argv))
-    options = _parser().parse_args(own)
+    parser = _parser()
+    options = parser.parse_args(own)
+    if options.command is None:
+        parser.print_help()
+        return 0
     do: _Action = options.do
     try:
         return do(options, program_arguments)
@@ -158,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asyncflow {af.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="command")
     as_written = argparse.RawDescriptionHelpFormatter
     add: _AddCommand = partial(commands.add_parser, formatter_class=as_written, allow_abbrev=False)
     add("devices", help="list what graphs can run on here").set_defaults(do=_list_devices)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError
-from asyncflow.foreign_names import install
+from asyncflow.foreign_names import close_names, install
 
 DType: TypeAlias = np.dtype[Any]
 DTypeLike: TypeAlias = DType | type | str
@@ -37,6 +37,11 @@ _BY_NAME: dict[str, DType] = {
 }
 _BY_TYPE: dict[type, DType] = {bool: bool_, int: int64, float: float64, complex: complex128, str: string}
 _KINDS = frozenset("biufc")
+_NAMES = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128", "string"),
+]
+_ADVICE = "use a name such as 'float32', or a numpy dtype"
 
 
 def as_dtype(dtype: DTypeLike | None) -> DType:
@@ -46,7 +51,7 @@ def as_dtype(dtype: DTypeLike | None) -> DType:
         DTypeError: it names no dtype that tensors may have.
     """
     if dtype is None:  # NumPy would read it as float64.
-        raise DTypeError("None is not a dtype; use a name such as 'float32', or a numpy dtype")
+        raise DTypeError(f"None is not a dtype; {_ADVICE}")
     if isinstance(dtype, str):
         if dtype in _BY_NAME:
             return _BY_NAME[dtype]
@@ -56,13 +61,15 @@ def as_dtype(dtype: DTypeLike | None) -> DType:
         if dtype in _BY_TYPE:
             return _BY_TYPE[dtype]
         if dtype is not object and not issubclass(dtype, np.generic):  # NumPy would read it as object.
-            raise DTypeError(f"{dtype!r} is not a dtype; use a name such as 'float32', or a numpy dtype")
+            raise DTypeError(f"{dtype!r} is not a dtype; {_ADVICE}")
     else:
         _require_dtype(dtype)
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError) as error:
-        raise DTypeError(f"{dtype!r} is not a dtype; use a name such as 'float32', or a numpy dtype") from error
+        close = close_names(dtype, _NAMES) if isinstance(dtype, str) else []
+        advice = f"did you mean {' or '.join(map(repr, close))}?" if close else _ADVICE
+        raise DTypeError(f"{dtype!r} is not a dtype; {advice}") from error
     if is_supported(found):
         return found if found.isnative else found.newbyteorder("=")
     if found.kind == "U":

@@ -44,7 +44,19 @@ class NoValue:
     def __int__(self) -> NoReturn:
         raise GraphError(f"{self!r} has no value until a run computes it; fetch it with `await session.run(x)`")
 
-    __float__ = __complex__ = __index__ = __int__
+    def __float__(self) -> NoReturn:
+        raise GraphError(
+            f"a float of {self!r} needs its value, which a run computes: fetch it with `await session.run(x)`; in the "
+            f"graph use af.sqrt for math.sqrt, and so on, and af.astype for float()"
+        )
+
+    def __index__(self) -> NoReturn:
+        raise GraphError(
+            f"an index of {self!r} needs its value, which a run computes: fetch it with `await session.run(x)`; in the "
+            f"graph use af.while_loop or af.arange for range(), and af.take for an element of a list"
+        )
+
+    __complex__ = __int__
 
     def __round__(self, ndigits: int | None = None) -> NoReturn:
         raise GraphError(f"round() of {self!r} needs its value, which a run computes; use af.round(x)")

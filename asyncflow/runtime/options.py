@@ -14,15 +14,18 @@ _FOR_EVER_S = 1e9
 
 
 def as_timeout(timeout: object) -> float | None:
-    """Seconds, or None for no timeout, which infinity means too.
+    """Return seconds, or None for no timeout, which infinity means too.
 
     Raises:
         TypeError: it is no real number.
-        ValueError: it is NaN.
+        ValueError: it is NaN or negative.
     """
     if timeout is None:
         return None
-    seconds = _as_float(timeout, "timeout is a number of seconds, or None")
+    rule = "timeout is a number of seconds, 0 or more, or None"
+    seconds = _as_float(timeout, rule)
+    if seconds < 0:
+        raise ValueError(f"{rule}; got {timeout!r}")
     return seconds if seconds < _FOR_EVER_S else None
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from asyncflow.errors import brief
+
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as PrometheusMetric
 
@@ -32,9 +34,12 @@ def prometheus_collector(metrics: Metrics) -> PrometheusCollector:
 
     Raises:
         ImportError: ``prometheus-client`` is not installed.
+        TypeError: `metrics` is something else, such as a session: ``prometheus_collector(Metrics(session))``.
     """
     import prometheus_client  # noqa: F401 - here, and not in the middle of a scrape
 
+    if not hasattr(metrics, "snapshot_threadsafe"):
+        raise TypeError(f"prometheus_collector takes a serving.Metrics(session); got {brief(metrics)}")
     return PrometheusCollector(metrics)
 
 

@@ -35,6 +35,7 @@ class Reload:
 
     Raises:
         TypeError, ValueError: an argument is not that.
+        NotADirectoryError: there is no directory `path`.
     """
 
     def __init__(self, session: Session, path: str | os.PathLike[str], *, every_s: float = 5.0) -> None:
@@ -42,6 +43,8 @@ class Reload:
         self.step: int | None = None
         self._session = session
         self._path = as_path(path)
+        if not self._path.is_dir():
+            raise NotADirectoryError(f"Reload watches a directory of checkpoints, and there is none at {path!r}")
         self._every_s = as_seconds(every_s, "every_s", may_be_zero=False)
         self._told: int | None = None
         self._watching: asyncio.Task[None] | None = None

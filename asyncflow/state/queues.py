@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, told_at
+from asyncflow.foreign_names import close_names
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, TensorLike, as_array, as_tensor, constant, graph_for, is_symbolic
 from asyncflow.graph.dtypes import VARIANT, int64
@@ -55,6 +56,23 @@ _NODES = {
 _OUTSIDE = {node: name for name, node in _NODES.items()}
 
 
+_RENAMED: Final = {
+    "empty": "size_nowait() == 0",
+    "full": "size_nowait() == capacity",
+    "get_nowait": "get()",
+    "put_nowait": "put()",
+    "qsize": "size_nowait(), or size() in a graph",
+}
+"""Names of `asyncio.Queue`, and what to use for them."""
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    if name in _RENAMED:
+        return f"; use {_RENAMED[name]}"
+    close = [] if name.startswith("_") else close_names(name, known)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
 class Queue(Resource):
     """Base of all queues; make a `FIFOQueue` or another of its kinds.
 
@@ -74,6 +92,11 @@ class Queue(Resource):
     def is_fifo(self) -> bool:
         """Whether elements leave it as they came in; else what leaves depends on what else is there."""
         return False
+
+    if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a queue has no attribute {name!r}{_hint(name, dir(self))}", name=name, obj=self)
 
     def __init__(self, capacity: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
         kind = type(self).__name__

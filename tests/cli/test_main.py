@@ -329,7 +329,6 @@ def test_bad_outputs_are_refused_before_the_program_runs(program: Path, output: 
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["measure"],
         ["profile"],
         ["profile", "a:b", "--top", "many"],
@@ -343,6 +342,11 @@ def test_bad_arguments_show_the_usage(output: Output, arguments: list[str]) -> N
         main(arguments)
     assert caught.value.code == 2
     assert "usage: asyncflow" in output()[1]
+
+
+def test_no_arguments_show_the_help(output: Output) -> None:
+    assert main([]) == 0
+    assert output()[0].startswith("usage: asyncflow [-h] [--version] command")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["profile", "--help"], ["devices", "--help"]])

@@ -132,9 +132,8 @@ async def test_f22_a_timeout_of_asyncio_around_a_run_that_waits() -> None:
                     loop.call_soon(lambda: scope.reschedule(loop.time()))  # by then it waits
                     await session.run(y, timeout=PATIENCE_S)
             assert not isinstance(caught.value, af.DeadlineExceeded)
-            for timeout in (0, -1):
-                with pytest.raises((af.DeadlineExceeded, af.OverloadedError)):
-                    await session.run(y, timeout=timeout)
+            with pytest.raises((af.DeadlineExceeded, af.OverloadedError)):
+                await session.run(y, timeout=0)
             gate.opened.set()
             assert await first == 1
         assert gate.started == [1]

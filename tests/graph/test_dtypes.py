@@ -51,7 +51,7 @@ def test_as_dtype_takes(like: Any, expected: np.dtype[Any]) -> None:
 
 @pytest.mark.parametrize("bad", ["nope", 3, None, "datetime64[s]", "V4", "S3", "i4,i4", [1]])
 def test_as_dtype_refuses(bad: Any) -> None:
-    with pytest.raises(DTypeError, match=r"is not a dtype; use a name|cannot be the dtype of a tensor"):
+    with pytest.raises(DTypeError, match=r"is not a dtype; (use a name|did you mean)|cannot be the dtype of a tensor"):
         as_dtype(bad)
 
 
@@ -82,3 +82,9 @@ def test_python_scalars_are_weak(name: str, scalar: complex) -> None:
 def test_operands_without_a_common_dtype_are_refused(operands: list[Any], message: str) -> None:
     with pytest.raises(DTypeError, match=message):
         promote(operands)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("flaot32", "float32"), ("Int8", "int8"), ("boolean", "bool")])
+def test_a_misspelt_dtype_is_told_the_name(name: str, meant: str) -> None:
+    with pytest.raises(DTypeError, match=rf"'{name}' is not a dtype; did you mean .*'{meant}'"):
+        as_dtype(name)

@@ -104,6 +104,27 @@ async def test_a_record_has_its_folder_and_no_trace(tmp_path: Path) -> None:
         assert await session.run(count) == 0
 
 
+async def test_a_record_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """While a run writes its record; the file is free again behind it."""
+    path, gate = tmp_path / "run.json", asyncio.Event()
+
+    @af.op(outputs=af.spec("int64", ()))
+    async def waits() -> int:
+        await gate.wait()
+        return 1
+
+    with af.Graph() as graph:
+        y = waits()
+    async with af.Session(graph) as session:
+        first = asyncio.ensure_future(session.run(y, record=path))
+        while not path.parent.exists() or session.statistics().runs == 0:
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="another run writes its record there; give each run a file of its own"):
+            await session.run(y, record=tmp_path / "." / "run.json")
+        gate.set()
+        assert await first == 1 == await session.run(y, record=path)
+
+
 async def test_runs_that_waited_for_their_plan_have_their_own_numbers(tmp_path: Path) -> None:
     """On which random numbers depend: what is asked for first need not begin first."""
     with af.Graph() as graph:

@@ -41,10 +41,15 @@ async def async_nothing() -> None:
         pytest.param(lambda s: parts.Metrics(3), TypeError, "Metrics is made for a Session", id="metrics"),
         pytest.param(lambda s: parts.Metrics(s, most_labels=-1), ValueError, "most_labels is .* got -1", id="labels"),
         pytest.param(lambda s: parts.Spans(3), TypeError, "Spans is made for a Session", id="spans"),
+        pytest.param(
+            parts.prometheus_collector, TypeError, r"takes a serving.Metrics\(session\); got <Session", id="collector"
+        ),
         pytest.param(lambda s: parts.Reload(3, "x"), TypeError, "Reload is made for a Session", id="reload"),
         pytest.param(lambda s: parts.Reload(s, 3), TypeError, "path of a checkpoint is .* got 3", id="path"),
         pytest.param(lambda s: parts.Reload(s, Path(), every_s=0), ValueError, "every_s is .* than 0; got 0", id="0"),
-        pytest.param(lambda s: parts.Reload(s, "x", every_s="a"), TypeError, "every_s is .* got str 'a'", id="every"),
+        pytest.param(
+            lambda s: parts.Reload(s, Path(), every_s="a"), TypeError, "every_s is .* got str 'a'", id="every"
+        ),
         pytest.param(lambda s: parts.error_response(None), TypeError, "what was raised; got None", id="no error"),
         pytest.param(lambda s: parts.start_stream(s, s.stream).send(None), TypeError, "; got ", id="start"),
         pytest.param(lambda s: parts.stream_or_stall(s.stream), TypeError, r"`session.stream\(x\)`; got", id="items"),

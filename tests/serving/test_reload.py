@@ -97,7 +97,11 @@ async def test_a_step_that_there_is_no_memory_for_is_tried_again(
         assert list(await session.run(model.both, {model.x: np.int64(0)})) == [10, 10]
 
 
-async def test_a_directory_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+async def test_a_directory_without_steps_is_watched(tmp_path: Path) -> None:
+    async with af.Session(Model().graph) as session:
+        with pytest.raises(NotADirectoryError, match="Reload watches a directory of checkpoints, and there is none at"):
+            serving.Reload(session, tmp_path / "later")
+    (tmp_path / "later").mkdir()
     async with af.Session(Model().graph) as session, serving.Reload(session, tmp_path / "later") as reload:
         assert reload.step is None
         await publish(tmp_path / "later", 3)

@@ -643,3 +643,12 @@ async def test_two_that_wait_in_one_run_are_served_in_order(session: af.Session,
     second = await started(session, queue.dequeue(), runs=2)
     await queue.put_many([1, 2, 3])
     assert list(await asyncio.gather(first, second)) == [[1, 3], 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [("qsize", r"use size_nowait\(\), or size\(\)"), ("get_nowait", r"use get\(\)"), ("capcity", "capacity")],
+)
+def test_names_of_other_queues_are_told_ours(name: str, use: str) -> None:
+    with pytest.raises(AttributeError, match=rf"a queue has no attribute '{name}'; .*{use}"):
+        getattr(af.FIFOQueue(2, af.spec("int64", ())), name)

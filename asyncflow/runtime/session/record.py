@@ -153,6 +153,10 @@ class Record:
             raise ReplayError(f"{path} is no record of a run: {type(error).__name__}: {error}") from error
 
 
+_in_flight: set[Path] = set()
+"""Files that runs write their records to."""
+
+
 async def recorded(
     call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
 ) -> Nest:
@@ -167,8 +171,19 @@ async def recorded(
 
     Raises:
         OSError: the record cannot be written; before the run, if its folder is not there, or it is a folder itself.
+        ValueError: another run is writing its record there; before the run.
     """
-    _refuse_no_file(path)
+    file = _checked(path)
+    _in_flight.add(file)
+    try:
+        return await _recorded(call, values, path, run, about)
+    finally:
+        _in_flight.discard(file)
+
+
+async def _recorded(
+    call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
+) -> Nest:
     graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0)
     trace.order = log
     resources = resources_by_label(graph)
@@ -206,11 +221,16 @@ async def recorded(
         await call_beside(record.save, path)
 
 
-def _refuse_no_file(path: Path) -> None:
+def _checked(path: Path) -> Path:
+    """Return the file that a record is written to."""
     if path.is_dir():
         raise IsADirectoryError(f"record={str(path)!r} is a folder; give the path of a file")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"record={str(path)!r}: there is no folder {path.parent}")
+    file = path.resolve()
+    if file in _in_flight:
+        raise ValueError(f"record={str(path)!r}: another run writes its record there; give each run a file of its own")
+    return file
 
 
 def resources_by_label(graph: Graph) -> dict[str, Resource]:

@@ -14,6 +14,7 @@ import numpy as np
 from asyncflow.checkpoint.saver import Saver, as_path
 from asyncflow.compiler.pipeline import check_dump, check_without
 from asyncflow.compiler.program.request import PlanOptions, SavedValuesChoice
+from asyncflow.foreign_names import close_names
 from asyncflow.graph.graph import Graph
 
 P = ParamSpec("P")
@@ -189,9 +190,14 @@ def taking(
     Said once: 21 parameters with their types and defaults, in a signature and again in what keeps them, would differ.
     """
     init_of_options = vars(options)["__init__"]
+    known = list(inspect.signature(init_of_options).parameters)[1:]
 
     def decorate(init: Callable[[S, Options], None]) -> Callable[Concatenate[S, P], None]:
         def taken(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            for unknown in kwargs.keys() - known:
+                close = close_names(unknown, known)
+                hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+                raise TypeError(f"{init.__qualname__.partition('.')[0]} has no option {unknown!r}; {hint}")
             init(self, options(*args, **kwargs))
 
         # An error that names an argument names the function too.
