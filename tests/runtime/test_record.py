@@ -106,10 +106,11 @@ async def test_a_record_has_its_folder_and_no_trace(tmp_path: Path) -> None:
 
 async def test_a_record_has_a_file_of_its_own(tmp_path: Path) -> None:
     """While a run writes its record; the file is free again behind it."""
-    path, gate = tmp_path / "run.json", asyncio.Event()
+    path, gate, began = tmp_path / "run.json", asyncio.Event(), asyncio.Event()
 
     @af.op(outputs=af.spec("int64", ()))
     async def waits() -> int:
+        began.set()
         await gate.wait()
         return 1
 
@@ -117,8 +118,7 @@ async def test_a_record_has_a_file_of_its_own(tmp_path: Path) -> None:
         y = waits()
     async with af.Session(graph) as session:
         first = asyncio.ensure_future(session.run(y, record=path))
-        while not path.parent.exists() or session.statistics().runs == 0:
-            await asyncio.sleep(0)
+        await began.wait()
         with pytest.raises(ValueError, match="another run writes its record there; give each run a file of its own"):
             await session.run(y, record=tmp_path / "." / "run.json")
         gate.set()

@@ -647,7 +647,7 @@ async def test_two_that_wait_in_one_run_are_served_in_order(session: af.Session,
 
 @pytest.mark.parametrize(
     ("name", "use"),
-    [("qsize", r"use size_nowait\(\), or size\(\)"), ("get_nowait", r"use get\(\)"), ("capcity", "capacity")],
+    [("qsize", r"use size_nowait\(\), or size\(\)"), ("get_nowait", r"use get\(\)"), ("deque", "dequeue")],
 )
 def test_names_of_other_queues_are_told_ours(name: str, use: str) -> None:
     with pytest.raises(AttributeError, match=rf"a queue has no attribute '{name}'; .*{use}"):
