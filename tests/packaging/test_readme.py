@@ -9,7 +9,9 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,3 +115,30 @@ def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         assert [str(path) for path in paths if str(path) not in done.stdout] == []
+
+
+BODIES = {
+    "no JSON": (b"{", 422),
+    "no UTF-8": (b'"\xff"', 422),
+    "a mapping": (b'{"x": 1}', 422),
+    "rows of several lengths": (b"[[1], [1, 2]]", 422),
+    "text": (b'["a"]', 422),
+    "too many brackets": (b"[" * 100_000, 422),
+    "too large a number": (b"[1" + b"0" * 400 + b"]", 422),
+    "null": (b"null", 422),
+    "too few numbers": (b"[1, 2, 3]", 422),
+    "a row": (b"[" + b"0.5, " * 511 + b"1]", 200),
+}
+
+
+async def test_the_guides_server_answers_any_body() -> None:
+    """What cannot be read is the client's fault."""
+    (program,) = (program for program in programs_on("docs/guide.md") if "async def predict" in program)
+    module = ModuleType("guide_server")
+    exec(compile(program, "guide_server", "exec"), vars(module))
+    app, statuses = module.app, {}
+    async with app.router.lifespan_context(app):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            for name, (content, _) in BODIES.items():
+                statuses[name] = (await client.post("/predict", content=content)).status_code
+    assert statuses == {name: status for name, (_, status) in BODIES.items()}
