@@ -11,6 +11,7 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.regions.regions import REGION
 from asyncflow.ops.derivatives.shapes import SUM_TO
+from tests.conftest import OpenSession
 from tests.vertex.evaluation import forest, in_order
 from tests.vertex.graphs import children_of
 
@@ -223,7 +224,7 @@ async def test_what_is_0_goes_through_all_that_keeps_it(graph: af.Graph) -> None
             np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
-async def test_states_without_elements_are_not_put_side_by_side() -> None:
+async def test_states_without_elements_are_not_put_side_by_side(open_session: OpenSession) -> None:
     with af.Graph() as graph:
         nothing = af.ones((0, 0))
 
@@ -232,5 +233,5 @@ async def test_states_without_elements_are_not_put_side_by_side() -> None:
             vertex.scatter(vertex.gather(0) @ nothing + vertex.gather(1) @ nothing)
 
         roots = af.vertex_map(cell, BATCH).roots
-    async with af.Session(graph) as session:
+    async with open_session(graph) as session:
         assert (await session.run(roots)).shape == (len(BATCH.roots), 0)
