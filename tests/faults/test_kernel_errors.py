@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -234,6 +236,23 @@ def _coroutine_one() -> af.Tensor:
         return 1
 
     return one()
+
+
+async def test_f03_a_coroutine_that_is_cancelled_before_it_begins(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F03: it is closed, so Python does not say that it was never awaited."""
+    begun: list[int] = []
+
+    @af.op(outputs=INT, name="late")
+    async def late(x: Any) -> Any:
+        begun.append(1)
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(af.KernelError, match="at once"):
+            await session.run([late(1), raising(lambda: LookupError("at once"))(1)])
+        gc.collect()
+    assert not begun
 
 
 async def test_f04_a_coroutine_that_raises_cancelled_error(run: Run, graph: af.Graph) -> None:

@@ -75,7 +75,12 @@ class Coroutines:
 
         deliver = executor.expect(take)
         self._tasks[task] = node, deliver
-        task.add_done_callback(lambda task: deliver(*_outcome(task)))
+
+        def ended(task: asyncio.Task[object]) -> None:
+            coroutine.close()  # a task that was cancelled at once has not begun it
+            deliver(*_outcome(task))
+
+        task.add_done_callback(ended)
 
     @property
     def in_line(self) -> int:
