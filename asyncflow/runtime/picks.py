@@ -259,12 +259,6 @@ class PickGuide(PickLog):
             return COMPUTED
         if isinstance(found, RecordedEnd):
             raise found.error()
-        if found is ELSEWHERE:
-            self.difference = ReplayError(
-                f"what {node.name} was given is not in the record, as it was given to a card; record the run on "
-                f"CPU devices\n  built at {node.source.location}"
-            )
-            raise self.difference
         return found
 
     def calls(self, partition: int, node: PlanNode, iteration: Iteration) -> CallLog | None:

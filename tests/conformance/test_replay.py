@@ -16,7 +16,7 @@ import pytest
 import asyncflow as af
 from asyncflow.semantics.state import digest
 from tests.conftest import OpenSession
-from tests.faults.kernels import late
+from tests.faults.kernels import late, until
 from tests.patience import PATIENCE_S
 from tests.semantics.programs import stateful_program
 
@@ -140,7 +140,9 @@ async def test_what_had_not_ended_may_end_now(open_session: OpenSession, tmp_pat
         await af.replay(path, graph)
 
 
-async def test_78_what_others_gave_is_in_the_record(open_session: OpenSession, tmp_path: Path) -> None:
+async def test_78_what_others_gave_is_in_the_record(
+    open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """CONFORMANCE 78: elements that were there before, that came while the run waited, and that went elsewhere."""
     queue = af.FIFOQueue(2, {"x": af.spec("float32", (None,)), "word": af.spec("string", ())}, name="work")
     with af.Graph() as graph:
@@ -155,15 +157,53 @@ async def test_78_what_others_gave_is_in_the_record(open_session: OpenSession, t
         await queue.put({"x": [], "word": ""}, session=session)
         fetched = await run
     if any(kind == "elsewhere" for _, kind, _ in json.loads(path.read_text())["answers"]):
+        assert "cannot be replayed: what work/dequeue" in caplog.text
         with pytest.raises(af.ReplayError, match="was given is not in the record, as it was given to a card"):
             await af.replay(path, graph)
         return
+    assert "cannot be replayed" not in caplog.text
     again = list((await af.replay(path, graph)).values())
     assert again.pop() is None
     flat = [*(value for each in fetched[0] for value in (each["word"], each["x"])), *fetched[1], fetched[2]]
     assert sorted(map(repr, again)) == sorted(map(repr, flat))
     with pytest.raises(af.ReplayError, match=r"it uses FIFOQueue\('work'\), which has no text form"):
         await af.replay(path)
+
+
+@pytest.mark.parametrize("kind", ["batch", "pool"])
+async def test_78_a_replay_of_what_a_card_was_given_is_refused_before_it_runs(
+    open_session: OpenSession, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CONFORMANCE 78: two calls of one batch, or a pool; on a CPU the same run is done again."""
+    calls: list[int] = []
+
+    @af.op(outputs=af.spec("int64", ()), batch=af.Batch(4))
+    def double(x: Any) -> Any:
+        return x * 2
+
+    @af.op(outputs=af.spec("int64", ()), pure=True)
+    def look(x: Any) -> Any:
+        calls.append(int(x))
+        return x
+
+    with af.Graph() as graph:
+        x = look(af.constant(1))
+        if kind == "batch":
+            y = double(x) + double(x + 1)
+        else:
+            y = af.while_loop(lambda i: i < 6, lambda i: i + 1, x, pool=af.Pool(4))
+    path = tmp_path / "run.json"
+    async with open_session(graph) as session:
+        assert await session.run(y, record=path) == 6
+        await until(lambda: len(asyncio.all_tasks()) == 1)  # a pool compiles for later
+    calls.clear()
+    if any(kind == "elsewhere" for _, kind, _ in json.loads(path.read_text())["answers"]):
+        assert "cannot be replayed" in caplog.text
+        with pytest.raises(af.ReplayError, match=r"given to a card; record the run on CPU devices\n  built at"):
+            await af.replay(path, graph)
+        assert not calls
+    else:
+        assert list((await af.replay(path, graph)).values()) == [6]
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

@@ -8,6 +8,7 @@ gave (`asyncflow.ops.recorded_calls`), and how it ended.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -37,6 +38,8 @@ from asyncflow.values import Array, Nest, Value
 
 _V = TypeVar("_V")
 _W = TypeVar("_W")
+
+_log = logging.getLogger("asyncflow.runtime")
 
 _FORMAT: Final = "asyncflow record 4"
 
@@ -122,6 +125,11 @@ class Record:
         found["tables"] = {name: _each(_written, arrays) for name, arrays in self.tables.items()}
         found["answers"] = [[place, *_written_answer(answer)] for place, answer in self.answers.items()]
         path.write_text(json.dumps({"format": _FORMAT, **found}) + "\n", encoding="utf-8")
+
+    def given_to_cards(self) -> str | None:
+        """Return the first node whose answer only a card had, which makes a replay impossible; None without one."""
+        places = sorted(place for place, answer in self.answers.items() if answer is ELSEWHERE)
+        return self.picks[places[0]].node if places else None
 
     @classmethod
     def load(cls, path: Path) -> Record:
@@ -219,6 +227,14 @@ async def _recorded(
             checksums=[checksum(value) for value in leaves],
         )
         await call_beside(record.save, path)
+        if (missing := record.given_to_cards()) is not None:
+            _log.warning(
+                "%s cannot be replayed: what %s was given is not in it, as it was given to a card; record the run on "
+                "CPU devices\n  built at %s",
+                path,
+                missing,
+                record.lines[missing],
+            )
 
 
 def _checked(path: Path) -> Path:

@@ -55,6 +55,11 @@ async def replayed(record: Record, path: str | Path, graph: Graph | None, *, liv
     else:
         given = resources_by_label(graph)
         _check_graph(record, path, graph, given)
+    if (missing := record.given_to_cards()) is not None:
+        raise ReplayError(
+            f"what {missing} was given is not in the record, as it was given to a card; record the run on CPU devices\n"
+            f"  built at {record.lines.get(missing, 'an unknown line')}"
+        )
     if not (record.has_results or live):
         _check_functions(path, graph)
     try:
