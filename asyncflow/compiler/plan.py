@@ -175,6 +175,7 @@ class PlanNode:
     transfer: int = field(init=False)
     is_acknowledged: bool = field(init=False)
     peer: str = field(init=False)
+    _label: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         source = self.source
@@ -194,7 +195,7 @@ class PlanNode:
 
     def set_region(self, code: RegionCode, kernel: Kernel, region: Region) -> None:
         """Makes the node run generated code, by calling `kernel`."""
-        self.region = code
+        self.region, self._label = code, None
         self.kernel = kernel
         self.estimate = estimate_region(region.walk())
         self.needs_context = code.needs_context
@@ -210,7 +211,11 @@ class PlanNode:
     @property
     def label(self) -> str:
         """Its name on timelines: the node's, or one for what its region holds."""
-        return self.name if self.region is None else self.region.label
+        if self.region is None:
+            return self.name
+        if self._label is None:  # a trace asks at every firing
+            self._label = self.region.label
+        return self._label
 
     def region_nodes(self) -> Iterator[Node]:
         """The nodes of its region, those in branches and loops included; none if it has none."""

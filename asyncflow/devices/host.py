@@ -117,8 +117,9 @@ class HostThread:
         taken_ns = round(cost_ns * times)
         self.calls[call] += times
         self.busy_ns[call] += taken_ns
-        self.free_at_ns = self.ready_ns + taken_ns
-        return self.free_at_ns
+        free_ns, now_ns = self.free_at_ns, self._clock.now_ns()
+        self.free_at_ns = free_ns = (max(now_ns, free_ns)) + taken_ns
+        return free_ns
 
     def note_region(self, taken_ns: int, arrays: int) -> None:
         """Note that a region took so long that could have been a CUDA graph with so many buffers."""

@@ -394,6 +394,11 @@ class ChargedAccount(MemoryAccount):
         self._next = 0
         self.credit = self._credited.append
 
+    @property
+    def used(self) -> int:
+        """Bytes held now."""
+        return super().used if self._credited else self.at_most
+
     def track(self, value: object, label: str = "") -> None:
         """Does nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""
 
@@ -480,6 +485,8 @@ def owner_of(value: npt.NDArray[np.generic]) -> Buffer:
     """
     owner: Buffer = value
     base: object = value.base
+    if base is None:
+        return owner
     while base is not None:
         if isinstance(base, np.ndarray):
             owner = base

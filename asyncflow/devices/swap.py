@@ -573,6 +573,10 @@ class SwapManager:
             late=self._late,
         )
 
+    def sample(self) -> tuple[int, ...]:
+        """The figures of `statistics` that a `MemorySample` has; a trace asks at every launch."""
+        return (*self._held.values(), self._moved_out, self._moved_in, self._arriving)
+
     # -- deciding ------------------------------------------------------------------------------------------------
 
     def _relieve(self, out: list[SavedHandle]) -> None:

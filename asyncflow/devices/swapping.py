@@ -357,8 +357,7 @@ class Swapping(ABC):
     def sample(self) -> tuple[int, ...]:
         """Bytes that the device holds, and of saved values those of `SwapStatistics` that a `MemorySample` has."""
         with self._lock:
-            now = self.manager.statistics()
-            return (self.account.used, *now[:5], now.coming)
+            return (self.account.used, *self.manager.sample())
 
     def lacks(self, run: int, *sets: WorkingSet) -> bool:
         """Whether a run that is to begin an iteration of these loops has to pause first."""

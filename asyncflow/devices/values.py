@@ -112,14 +112,17 @@ class RowsToJoin:
     join: Callable[[Namespace, Sequence[Placed]], Array]
 
 
+_OF_NUMPY = (np.ndarray, np.generic)  # a union made at each call would take longer than the check
+
+
 def is_array(value: object) -> bool:
     """Whether a device can hold a host value: an array or scalar of NumPy's, not of strings or objects."""
-    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSUT"
+    return isinstance(value, _OF_NUMPY) and value.dtype.kind not in "OSUT"
 
 
 def stays_on_host(value: object) -> bool:
     """Whether a host value is no matter for a device: all that is no `is_array`, and counters and predicates."""
-    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind in "OSUT":
+    if not isinstance(value, _OF_NUMPY) or value.dtype.kind in "OSUT":
         return True
     return value.ndim == 0 and value.dtype.kind in "biu"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Collection, Coroutine, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from asyncflow.devices.sim.values import (
     SimUnknown,
     Storage,
     StoreBuffer,
+    quiet,
 )
 from asyncflow.devices.values import DeviceValue, DType, is_array, is_plain
 from asyncflow.errors import InternalError
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.sim.device import SimDevice
     from asyncflow.streams.sim.stream import SimEvent
     from asyncflow.values import Array, Kernel, Value
-
-_NOTHING = nullcontext()
 
 
 class SimLauncher:
@@ -49,7 +47,7 @@ class SimLauncher:
     Where nobody but a region calls it, no node is interpreted for it.
     """
 
-    __slots__ = ("_device", "_info", "_kernel", "_rule", "_stream")
+    __slots__ = ("_device", "_found_flops", "_info", "_kernel", "_own_memory", "_rule", "_stream")
 
     def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
@@ -57,6 +55,8 @@ class SimLauncher:
         self._info = info
         self._stream = device.compute_streams[info.stream]
         self._rule = SpecRule(info, reads_values=device.machine.shapes_only)
+        self._own_memory = device.capabilities.own_memory
+        self._found_flops: dict[tuple[tuple[int, ...] | None, ...], float] = {}
 
     def __call__(self, *args: Value) -> Placed:
         """Launch the kernel on device values and host values; its outputs, likewise.
@@ -67,29 +67,38 @@ class SimLauncher:
             ShapeError: shapes alone are simulated, and those of the outputs depend on data.
             BaseException: what the kernel raises, as it is.
         """
-        device, info = self._device, self._info
+        device, info, stream = self._device, self._info, self._stream
         device.machine.check()
-        if device.capabilities.own_memory:
-            if info.is_metadata or (info.on_host and not any(isinstance(value, SimArray) for value in args)):
+        kinds = set(map(type, args))
+        if self._own_memory:
+            if info.is_metadata:
                 return self._on_host(args)
-            args = tuple(self._brought(args))
+            if info.on_host is not None and SimArray not in kinds:
+                return self._on_host(args)
+            if np.ndarray in kinds or SimUnknown in kinds:
+                args = tuple(self._brought(args))
         values = args[1:] if info.needs_context else args
-        arrays = [value for value in values if isinstance(value, SimArray)]
-        if not (arrays or device.capabilities.own_memory) and info.may_run_on_host:
+        arrays = [value for value in values if type(value) is SimArray]
+        if info.may_run_on_host and not (arrays or self._own_memory):
             return self._on_host(args)
         for array in arrays:
-            _check_home(array, device, info.name)
-            device.settle_on(self._stream, array)
-        specs = self._rule.infer(values)
+            if array.storage.home is not device:
+                raise _not_sent(array, device, info.name)
+            if array.written.stream is not stream:
+                device.settle_on(stream, array)
+        specs = None if SimOpaque in kinds else self._rule.infer(values)
         shapes = [getattr(value, "shape", ()) for value in values]
         if specs is not None:
             self._check_room(specs, shapes)
         if not self._has_data(values, specs):
             outputs = self._without_data(arrays, shapes, specs)
-        else:
-            with device.memory.one_kernel() if info.keeps_arrays else _NOTHING:
+        elif info.keeps_arrays:
+            with device.memory.one_kernel():
                 result = self._compute(args)
                 outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
+        else:
+            result = self._compute(args)
+            outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
 
     # -- on the host ---------------------------------------------------------------------------------------------
@@ -102,10 +111,10 @@ class SimLauncher:
             self._device.run_on_host(info.name, "step" if info.in_region else "node")
             return outputs[0] if info.single else tuple(outputs)
         raw = [
-            value.stand_in() if isinstance(value, SimArray) else value.value if isinstance(value, SimOpaque) else value
+            value.stand_in() if type(value) is SimArray else value.value if type(value) is SimOpaque else value
             for value in args
         ]
-        with np.errstate(all="ignore"):
+        with quiet():
             result = (info.on_host or self._kernel)(*raw)
         self._device.run_on_host(info.name, "step" if info.in_region else "node")
         return result
@@ -127,15 +136,17 @@ class SimLauncher:
     # -- computing -----------------------------------------------------------------------------------------------
 
     def _compute(self, args: Sequence[Value]) -> Placed:
-        raw = [self._raw(value) if isinstance(value, SimArray | SimOpaque | SimUnknown) else value for value in args]
-        with np.errstate(all="ignore"):  # in a graph, infinities and NaN are values
+        raw = [self._raw(value) if isinstance(value, _PLACED) else value for value in args]
+        if self._info.in_region:
+            return self._kernel(*raw)
+        with quiet():
             return self._kernel(*raw)
 
     def _raw(self, value: SimArray | SimOpaque | SimUnknown) -> Placed:
         if isinstance(value, SimOpaque):
             return value.value
         data = value.stand_in()
-        if self._info.keeps_arrays and isinstance(value, SimArray):
+        if self._info.keeps_arrays and type(value) is SimArray:
             value.storage.keep(data if isinstance(data, np.ndarray) else None)
         return data
 
@@ -158,8 +169,17 @@ class SimLauncher:
         info = self._info
         if info.keeps_arrays and not shapes:
             return  # it reads state
-        if info.keeps_arrays or info.flops(shapes, [shape for _, shape in specs]) > 0:
+        if info.keeps_arrays or self._flops(shapes, [shape for _, shape in specs]) > 0:
             self._device.memory.check(sum(map(_nbytes, specs)), info.name)
+
+    def _flops(self, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> float:
+        key = (*inputs, None, *outputs)
+        flops = self._found_flops.get(key)
+        if flops is None:
+            if len(self._found_flops) >= _MOST_SHAPES:
+                self._found_flops.clear()
+            flops = self._found_flops[key] = self._info.flops(inputs, outputs)
+        return flops
 
     # -- wrapping ------------------------------------------------------------------------------------------------
 
@@ -170,7 +190,7 @@ class SimLauncher:
         info = self._info
         if specs is None:
             raise self._rule.refusal()
-        flops = info.flops(shapes, [shape for _, shape in specs])
+        flops = self._flops(shapes, [shape for _, shape in specs])
         if flops == 0 and arrays:
             # Ops that compute nothing give views: of the input of the same place, or of the only one.
             sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
@@ -195,15 +215,15 @@ class SimLauncher:
     ) -> list[Placed]:
         """Device values for what the kernel gave."""
         info, device = self._info, self._device
-        homes = _Homes(device, values, info.keeps_arrays)
-        forgets = info.is_user and device.machine.shapes_only and any(map(lacks_data, values))
-        found = [homes.find(output) if is_array(output) else None for output in outputs]
-        fresh = [output for output, home in zip(outputs, found, strict=True) if is_array(output) and home is None]
-        flops = info.flops(shapes, [getattr(output, "shape", ()) for output in outputs])
-        opaque = [event for value in values if isinstance(value, SimOpaque) for event in value.events]
-        if self._is_work(flops, values, fresh, outputs):
-            owners = [owner_of(output) if isinstance(output, np.ndarray) else output for output in fresh]
-            nbytes = sum({id(owner): owner.nbytes for owner in owners}.values())
+        are_arrays = [is_array(output) for output in outputs]
+        homes = _Homes(device, values, info.keeps_arrays) if True in are_arrays else None
+        found = [None if homes is None else homes.find(output) for output in outputs]
+        fresh = [output for output, home, each in zip(outputs, found, are_arrays, strict=True) if each and home is None]
+        flops = self._flops(shapes, [getattr(output, "shape", ()) for output in outputs])
+        stores = [value for value in values if type(value) is SimOpaque]
+        opaque = [event for store in stores for event in store.events] if stores else []
+        if self._is_work(flops, bool(arrays or stores), values, fresh, has_outputs=True in are_arrays):
+            nbytes = _buffer_nbytes(fresh)
             device.memory.check(nbytes, info.name)
             event = self._launch(arrays, opaque, flops, nbytes, [output.dtype for output in fresh])
             if info.keeps_arrays:
@@ -211,23 +231,28 @@ class SimLauncher:
         else:
             self._view()
             event = None
-        for value in values:
-            if type(value) is SimOpaque:  # to read a sum of gradients may have made it
-                self._count_buffers(value.value)
-        events = [*opaque, *(array.written for array in arrays)]
+        for store in stores:  # to read a sum of gradients may have made it
+            self._count_buffers(store.value)
+        events = [*opaque, *[array.written for array in arrays]]
+        if homes is None:
+            return [self._seen(output, event, events) for output in outputs]
+        forgets = info.is_user and device.machine.shapes_only and any(map(lacks_data, values))
         return [
             self._wrap_one(output, home, event, events, homes, forgets=forgets)
-            for output, home in zip(outputs, found, strict=True)
+            if each
+            else self._seen(output, event, events)
+            for output, home, each in zip(outputs, found, are_arrays, strict=True)
         ]
 
-    def _is_work(self, flops: float, values: Sequence[Value], fresh: Sequence[Value], outputs: Sequence[Value]) -> bool:
-        """Whether the kernel occupies the stream."""
-        has_inputs = any(isinstance(value, SimArray | SimOpaque) for value in values)
+    def _is_work(
+        self, flops: float, has_inputs: bool, values: Sequence[Value], fresh: Sequence[Value], *, has_outputs: bool
+    ) -> bool:
+        """Whether the kernel occupies the stream; it has inputs on the device, and outputs that are arrays."""
         if self._info.keeps_arrays:
             return bool(fresh) and flops > 0 and bool(values)  # else it moves references, or reads state
         if fresh:
             return flops > 0 or not has_inputs
-        return has_inputs and not any(is_array(output) for output in outputs)
+        return has_inputs and not has_outputs
 
     def _wrap_one(
         self,
@@ -239,11 +264,6 @@ class SimLauncher:
         *,
         forgets: bool,
     ) -> Placed:
-        if not is_array(output):
-            self._count_buffers(output)
-            depends = (event,) if event is not None else _latest(events)
-            is_seen = is_plain(output) or isinstance(output, np.ndarray) or not depends
-            return output if is_seen else SimOpaque(output, depends, self._device)
         home = home or homes.find(output)  # an output before may share its memory
         if home is None:
             home = self._new_home(output, event or self._join(events), homes)
@@ -254,6 +274,14 @@ class SimLauncher:
         if self._device.machine.shapes_only and (forgets or output.nbytes > SMALL_BYTES):
             data = storage.array = None
         return self._followed(SimArray(data, output.dtype, output.shape, storage, written, self._info.name))
+
+    def _seen(self, output: Placed, event: SimEvent | None, events: Sequence[SimEvent]) -> Placed:
+        """Return an output that is no array, with the work that it depends on."""
+        self._count_buffers(output)
+        if is_plain(output) or isinstance(output, np.ndarray):
+            return output
+        depends = (event,) if event is not None else _latest(events)
+        return SimOpaque(output, depends, self._device) if depends else output
 
     def _count_buffers(self, output: object) -> None:
         """Count what a store has made for itself; what it was given is kept, and counts by itself."""
@@ -310,17 +338,21 @@ class SimLauncher:
     ) -> SimEvent:
         """Give the kernel to its stream, after what wrote its inputs."""
         device, stream, info = self._device, self._stream, self._info
-        device.order(stream, [*(array.written for array in arrays), *opaque])
+        nbytes, is_wide, elsewhere = fresh_nbytes, any(dtype in _WIDE for dtype in dtypes), []
+        waited = [*[array.written for array in arrays if array.written.stream is not stream], *opaque]
+        if waited:
+            device.order(stream, waited)
         if info.keeps_arrays and not opaque:
             device.order(stream, device.state_events.values())
         for array in arrays:
             device.machine.check_read(stream, array, info.name)
-        is_wide = any(dtype in _WIDE for dtype in (*dtypes, *(array.dtype for array in arrays)))
-        nbytes = fresh_nbytes + sum(array.nbytes for array in arrays)
+            nbytes += array.nbytes
+            is_wide = is_wide or array.dtype in _WIDE
+            if array.storage.pool is not stream:
+                elsewhere.append(array.storage)
         event = device.launch_kernel(stream, flops, nbytes, is_wide, info.name, fired=not info.in_region)
         for array in arrays:
             array.storage.readers[stream] = event
-        elsewhere = [array.storage for array in arrays if array.storage.pool is not stream]
         if elsewhere:
             device.hold(event, elsewhere)
         return event
@@ -383,10 +415,10 @@ class _Homes:
         self._known: dict[int, tuple[Storage, SimEvent]] = {}
         self._foreign: set[int] = set()
         for value in values:
-            if isinstance(value, SimArray):
-                if isinstance(value.data, np.ndarray):
+            if type(value) is SimArray:
+                if type(value.data) is np.ndarray:
                     self._known[id(owner_of(value.data))] = (value.storage, value.written)
-            elif isinstance(value, np.ndarray):
+            elif type(value) is np.ndarray:
                 self._foreign.add(id(owner_of(value)))
 
     def find(self, output: Value) -> tuple[Storage, SimEvent] | None:
@@ -410,18 +442,31 @@ class _Homes:
         return id(owner) in self._foreign
 
 
+_PLACED = (SimArray, SimOpaque, SimUnknown)
+
+_MOST_SHAPES = 64
+
 _WIDE = (np.dtype(np.float64), np.dtype(np.complex128))
 
 
-def _check_home(array: SimArray, device: SimDevice, name: str) -> None:
-    if array.storage.home is not device:
-        raise InternalError(
-            f"{name!r} runs on {device.name} and was given {array.name!r}, which is on {array.device} and was not sent"
-        )
+def _not_sent(array: SimArray, device: SimDevice, name: str) -> InternalError:
+    return InternalError(
+        f"{name!r} runs on {device.name} and was given {array.name!r}, which is on {array.device} and was not sent"
+    )
+
+
+def _buffer_nbytes(arrays: Sequence[Placed]) -> int:
+    """The bytes of the memory that some arrays look into."""
+    if len(arrays) == 1:
+        return owner_of(arrays[0]).nbytes if isinstance(arrays[0], np.ndarray) else arrays[0].nbytes
+    owners = [owner_of(array) if isinstance(array, np.ndarray) else array for array in arrays]
+    return sum({id(owner): owner.nbytes for owner in owners}.values())
 
 
 def _latest(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
     """The last event of each stream."""
+    if len(events) < 2:
+        return tuple(events)
     latest: dict[Any, SimEvent] = {}
     for event in events:
         if event.stream not in latest or latest[event.stream].count < event.count:

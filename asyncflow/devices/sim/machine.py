@@ -115,7 +115,7 @@ class SimMachine:
             HazardError: no event orders them.
         """
         if stream.has_seen(array.written):
-            if stream is array.storage.pool:
+            if self.landing and stream is array.storage.pool:
                 self.landing.pop(array.storage.written, None)
             return
         writer = array.written.stream.name
@@ -132,6 +132,8 @@ class SimMachine:
         if self.loop.is_closed():
             return  # whatever ran has been dropped with the loop
         pool = storage.pool
+        if storage.written.stream is pool and not storage.readers.keys() - {pool}:
+            return
         for event, verb in ((storage.written, "writes"), *((event, "reads") for event in storage.readers.values())):
             if not pool.has_seen(event):
                 self.hazards.append(_early_free(storage, event, verb))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
-from asyncflow.devices.sim.values import SimArray, SimOpaque, SimUnknown
+from asyncflow.devices.sim.values import SimArray, SimOpaque, SimUnknown, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Hashable, Sequence
@@ -51,7 +51,8 @@ class SimRegionLauncher:
         if outputs is None:
             before_ns = self._device.thread.busy_ns.total()
             self._device.charge("region")
-            outputs = self._whole(*inputs)
+            with quiet():
+                outputs = self._whole(*inputs)
             self._note(self._device.thread.busy_ns.total() - before_ns, inputs, outputs)
         return outputs
 
@@ -64,7 +65,8 @@ class SimRegionLauncher:
             generator, budget = function(*inputs), None
             while True:
                 try:
-                    paused = generator.send(budget)
+                    with quiet():
+                        paused = generator.send(budget)
                 except StopIteration as ended:
                     outputs = ended.value
                     break
@@ -103,7 +105,7 @@ class SimRegionLauncher:
         device, stream, name = self._device, self._stream, self._info.name
         device.fill_buffers(stream, _arrays(inputs), name)
         try:
-            with device.in_graph():
+            with device.in_graph(), quiet():
                 outputs: tuple[Value, ...] = self._whole(*inputs)
         except NotCapturableError as error:
             self._graphs.refuse(error)

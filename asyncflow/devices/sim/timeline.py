@@ -115,10 +115,11 @@ class Timeline(LaunchingDevice[SimStream]):
         """Let the host spend its time on something that is not launched."""
         if self._graph_ns is not None:
             return
-        started_ns = self.dispatched_ns
-        ended_ns = self.thread.spend(call)
-        if self._spans is not None:
-            self._spans.append(Span(name, "host", started_ns, ended_ns, 0, self._moment()))
+        if self._spans is None:
+            self.thread.spend(call)
+        else:
+            started_ns = self.thread.ready_ns
+            self._spans.append(Span(name, "host", started_ns, self.thread.spend(call), 0, self._moment()))
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ a pattern, so that whoever still reads it shows in the results.
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,7 +23,7 @@ from asyncflow.devices.values import DeviceArray, DeviceValue, DType
 from asyncflow.errors import FetchError, HazardError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from asyncflow.devices.protocol import Deliver, Placed, Shape
     from asyncflow.devices.sim.device import SimDevice
@@ -52,17 +51,27 @@ class SimMemoryAccount(ChargedAccount):
         if self._limit is not None and self.used + nbytes > self._limit:
             raise self.refusal(nbytes, label, self._limit)
 
-    @contextmanager
-    def one_kernel(self) -> Iterator[None]:
+    def one_kernel(self) -> AbstractContextManager[None]:
         """A kernel has its outputs before it lets go of what it takes out of a store: both count at once."""
-        late: list[int] = []
-        at_once, self.credit = self.credit, late.append
-        try:
-            yield
-        finally:
-            self.credit = at_once
-            for charge in late:
-                at_once(charge)
+        return _OneKernel(self)
+
+
+class _OneKernel:
+    """The time in which a kernel runs, at whose end what was freed meanwhile is credited to an account."""
+
+    __slots__ = ("_account", "_at_once", "_late")
+
+    def __init__(self, account: SimMemoryAccount) -> None:
+        self._account = account
+        self._late: list[int] = []
+
+    def __enter__(self) -> None:
+        self._at_once, self._account.credit = self._account.credit, self._late.append
+
+    def __exit__(self, *exc: object) -> None:
+        self._account.credit = at_once = self._at_once
+        for charge in self._late:
+            at_once(charge)
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -242,6 +251,11 @@ def missing_data(name: str, reader: str = "Python") -> FetchError:
         f"{reader} needs the data of {name!r}, which a shapes-only simulation does not have: it was computed from "
         f"arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or let the program decide by counters"
     )
+
+
+def quiet() -> AbstractContextManager[None]:
+    """The context in which kernels compute: infinities and NaN are values in a graph."""
+    return np.errstate(all="ignore")
 
 
 def poison(array: Array) -> None:

@@ -187,16 +187,24 @@ class Recorder:
             self._add(copied, (move.ended_ns, *move.memory))
         for launched in self._launched:
             device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
+            label, op, location = node.label, node.source.op.name, str(node.source.location)
             for span in device.settle(launched.spans):
-                began, ended, name = span.started_ns, span.ended_ns, span.stream
+                began, ended = span.started_ns, span.ended_ns
                 # Some devices tell of every kernel that a region launches.
                 inside = node.region is not None and not span.nbytes
-                ready = began if scheduled is None else scheduled
-                fired = self._fired(node, launched.tag, name, ready, began, ended, launched.outputs)
-                fired = fired._replace(
-                    node=span.label if inside else fired.node,
-                    op=fired.op if not span.nbytes else "copy",
+                fired = Firing(
+                    run=self._run_id,
+                    node=span.label if inside else label,
+                    op="copy" if span.nbytes else op,
+                    tag=launched.tag,
                     device=device.name,
+                    stream=span.stream,
+                    scheduled_ns=began if scheduled is None else min(scheduled, began),
+                    started_ns=began,
+                    ended_ns=ended,
+                    outputs=launched.outputs,
+                    status="ok",
+                    location=location,
                     nbytes=span.nbytes,
                 )
                 self._add(fired, span.memory or (ended, *launched.memory))

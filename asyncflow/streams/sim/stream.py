@@ -183,7 +183,8 @@ class SimStream:
         started_ns = self.ready_ns(earliest_ns)
         self.free_at_ns = started_ns + duration_ns
         self._count += 1
-        self._settle()
+        if self._jobs or (self._ends and self._ends[0] <= self.host.now_ns()):
+            self._settle()
         self._ends.append(self.free_at_ns)
         return self._event(started_ns, self.free_at_ns, label)
 
