@@ -79,8 +79,7 @@ class SavedChange:
         price_of: the price, in bytes, of computing a value again; None where that may not be done.
 
     Attributes:
-        loop: it.
-        paths: all stores of the program.
+        loop, paths, price_of: as given.
         readers: by store, those of stores that may be dropped, since nothing else uses them.
         wanted: the values that those stores hold.
         pinned: values that are saved in any case, and their stores.
@@ -95,7 +94,7 @@ class SavedChange:
         self, loop: WhileNode, paths: StorePaths, price_of: Callable[[Tensor], int | None] | None = None
     ) -> None:
         self.loop = loop
-        self._price_of = price_of or price_of_cheap
+        self.price_of = price_of or price_of_cheap
         self.paths = paths
         self.readers: dict[LoopStore, list[StoreReader]] = {}
         self.wanted: dict[Tensor, LoopStore] = {}
@@ -169,7 +168,7 @@ class SavedChange:
                 continue
             self.numbers[value] = len(self.values)
             self.values.append(value)
-            self._prices.append(self._price_of(value))
+            self._prices.append(self.price_of(value))
             if self._prices[-1] is not None:
                 open_ += value.node.inputs
 

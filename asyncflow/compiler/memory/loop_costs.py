@@ -28,12 +28,16 @@ class LoopCosts:
         device: it.
         measured: mean ns of a firing by node name.
         fuses: whether elementwise nodes that feed one another become one kernel there.
+
+    Attributes:
+        counts: iterations of gradients' loops, which only the loops that save for them tell.
     """
 
     def __init__(self, device: Device, measured: Mapping[str, float], *, fuses: bool) -> None:
         self._device = device
         self._costs = NodeCosts([device], measured)
         self._fuses = fuses
+        self.counts: dict[WhileNode, int] = {}
         launching = device.asynchronous
         self._launch_ns = self._view_ns = self._step_ns = self._variable_ns = 0.0
         if launching is not None:
@@ -64,7 +68,8 @@ class LoopCosts:
             return max(map(self._of_body, node.subgraphs), key=lambda work: work.ns)
         if isinstance(node, WhileNode):
             count = trip_count(node)
-            return self.iteration(node).times(ASSUMED_ITERATIONS if count is None else count)
+            count = self.counts.get(node, ASSUMED_ITERATIONS) if count is None else count
+            return self.iteration(node).times(count)
         if node.op in (PARAMETER, CONSTANT):
             return Work()
         if _is_on_host(node) or has_variants(node.inputs):

@@ -60,6 +60,7 @@ class Saving:
         copies: how many copies an iteration each of `sizes` takes, if not one: a loop inside saves a value often.
         of_variables: bytes an iteration of the loop's own variables, which a segment's first iteration has in common
             with the segment's checkpoint.
+        again_bytes: bytes of what is computed again, all of it in one iteration of the gradient.
     """
 
     sizes: tuple[int, ...]
@@ -67,6 +68,7 @@ class Saving:
     again: Work = _NOTHING
     copies: tuple[int, ...] = ()
     of_variables: int = 0
+    again_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +158,7 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     """The way that moves the first `moved` values of a saving, in all of the first `kept` iterations."""
     chosen, count = figures.savings[saving], figures.iterations
     going = sum(chosen.sizes[:moved])
-    again, length, held = count - kept, 0, float(kept * (chosen.nbytes - going))
+    again, length, held = count - kept, 0, float(kept * (chosen.nbytes - going) + chosen.again_bytes)
     if again:
         assert figures.checkpoint_bytes is not None
         length = segment_length(again, figures.checkpoint_bytes, chosen.nbytes)

@@ -50,8 +50,8 @@ _KEPT = 0.75
 _LONG = 4
 """For so many times what fits is decided there whether to move values, or to run iterations again."""
 
-_UNSEEN_NS = 600_000.0
-"""The time in which a host that launches ahead does not look at copies: about three slices of a region."""
+_UNSEEN_NS = 700_000.0
+"""The time in which a host that launches ahead does not look at copies: three or four slices of a region."""
 
 _LESS = 100 << 20
 """Bytes less, of which `PlannedLoop.explain` says what they would cost."""
@@ -302,7 +302,7 @@ class _Candidate:
         iterations: how many; 0 if only a run knows.
         segmented: what it takes to run it again.
         inner: the stores of loops in it.
-        changes: of what it saves; the first is none.
+        changes: of what it saves, and of what each loop in it does; the first is none.
         savings: the figures of each.
         movable: the values of each that may move, the largest first.
     """
@@ -313,7 +313,7 @@ class _Candidate:
     iterations: int
     segmented: SegmentedLoop
     inner: Sequence[_InnerStore]
-    changes: list[SavedChange] = field(default_factory=list)
+    changes: list[list[SavedChange]] = field(default_factory=list)
     savings: list[Saving] = field(default_factory=list)
     movable: list[list[Tensor]] = field(default_factory=list)
 
@@ -363,38 +363,49 @@ class _Candidate:
             f"gradient, in segments of 1, 2, 3, ...: {_ms(figures.forward.ns)} each"
         )
 
-    def add(self, change: SavedChange) -> None:
-        """One more way to choose what is saved."""
-        swapping, saved = self.device.swapping, {**change.saved(), **self.inner_saved()}
+    def add(self, change: SavedChange, *inner: SavedChange) -> None:
+        """Add a way to choose what is saved, in the loop and maybe in those inside it."""
+        swapping, changes, saved = self.device.swapping, [change, *inner], self.saved([change, *inner])
         least = swapping.manager.least_bytes if swapping is not None else 0
-        times = {store.value: store.times for store in self.inner}
-        sizes = {value: size * times.get(value, 1) for value, size in saved.items()}
-        movable = [value for value, size in saved.items() if swapping is not None and size >= least > 0]
+        sizes = {value: each.nbytes * each.times for value, each in saved.items()}
+        movable = [value for value, each in saved.items() if swapping is not None and each.nbytes >= least > 0]
         movable.sort(key=lambda value: -sizes[value])
         large = tuple(sizes[value] for value in movable)
-        copies = tuple(times.get(value, 1) for value in movable)
-        self.changes.append(change)
+        copies = tuple(saved[value].times for value in movable)
+        self.changes.append(changes)
         self.movable.append(movable)
         fixed = sum(sizes.values()) - sum(large)
         variables = set(self.loop.body.inputs[: self.loop.n_vars])
         of_variables = sum(sizes[value] for value in saved if value in variables)
-        self.savings.append(Saving(large, fixed, self.costs.of_nodes(change.again), copies, of_variables))
+        again = [self.costs.of_nodes(each.again).times(self.times_of(each.loop)) for each in changes]
+        live = max(sum(nbytes_of(x.spec, 1) for node in each.again for x in node.outputs) for each in changes)
+        self.savings.append(Saving(large, fixed, reduce(Work.plus, again), copies, of_variables, live))
 
-    def inner_saved(self) -> dict[Tensor, int]:
-        """The values that loops in it save, and the bytes of each in one of their iterations."""
-        return {store.value: nbytes_of(store.value.spec, 1) for store in self.inner}
+    def times_of(self, loop: WhileNode) -> int:
+        """Return the number of iterations of the loop, or of one in it, in each iteration of this."""
+        return next((store.times for store in self.inner if store.loops[0] is loop), 1)
+
+    def saved(self, changes: Sequence[SavedChange]) -> dict[Tensor, _SavedInside]:
+        """Return the values that are saved with some changes of the loop, and maybe of those inside it."""
+        saved = [(each, each.saved()) for each in changes]
+        found = {x: _SavedInside(size, self.times_of(each.loop)) for each, sizes in saved for x, size in sizes.items()}
+        if len(changes) == 1:
+            found.update((x.value, _SavedInside(nbytes_of(x.value.spec, 1), x.times)) for x in self.inner)
+        return found
 
     def look_for_savings(self, graph: Graph) -> None:
-        """Finds the cuts for several prices of memory."""
+        """Find the cuts for several prices of memory, in the loop and in those inside it."""
         del self.changes[:], self.savings[:], self.movable[:]
         paths = StorePaths(graph)
         self.add(SavedChange(self.loop, paths, lambda _: None))
-        seen = {frozenset(self.changes[0].kept)}
+        loops = [self.loop, *dict.fromkeys(store.loops[0] for store in self.inner)]
+        seen = {frozenset(x for loop in loops for x in SavedChange(loop, paths, lambda _: None).kept)}
         for price in _PRICES:
-            change = SavedChange(self.loop, paths, partial(self._price, price=price))
-            if frozenset(change.kept) not in seen:
-                seen.add(frozenset(change.kept))
-                self.add(change)
+            changes = [SavedChange(loop, paths, partial(self._price, price=price)) for loop in loops]
+            kept = frozenset(x for change in changes for x in change.kept)
+            if kept not in seen:
+                seen.add(kept)
+                self.add(*changes)
 
     def _price(self, value: Tensor, price: float) -> int | None:
         return round(self.costs.of_node(value.node).ns / price) if may_run_again(value.node) else None
@@ -418,30 +429,36 @@ class _Candidate:
 
     def values(self, way: Way) -> Iterator[PlannedValue]:
         """The saved values, and the choice for each."""
-        change, swapping = self.changes[way.saving], self.device.swapping
+        changes, swapping = self.changes[way.saving], self.device.swapping
         moved = set(self.movable[way.saving][: way.moved])
-        times = {store.value: store.times for store in self.inner}
-        for value, once in {**change.saved(), **self.inner_saved()}.items():
-            size = once * times.get(value, 1)
+        for value, each in self.saved(changes).items():
+            size = each.nbytes * each.times
             if size and value in moved:
                 assert swapping is not None
                 yield PlannedValue(value.node.name, size, "swap", size * swapping.ns_per_byte)
             elif size:
                 yield PlannedValue(value.node.name, size, "keep")
-        usual = self.changes[0].saved()
-        for store in change.dropped if way.saving else ():
+        usual = self.saved(self.changes[0])
+        for store in [store for change in changes for store in change.dropped] if way.saving else ():
             if store.value in usual:  # else it is there for nothing
-                node = store.value.node
-                yield PlannedValue(node.name, usual[store.value], "recompute", self.costs.of_node(node).ns)
+                node, (nbytes, times) = store.value.node, usual[store.value]
+                yield PlannedValue(node.name, nbytes * times, "recompute", self.costs.of_node(node).ns * times)
 
     def apply(self, way: Way) -> None:
         """Changes the loop. What is to stay moves only where more is held than was predicted."""
+        change, *inside = self.changes[way.saving]
         if way.saving:
-            self.changes[way.saving].apply()
-        buffer = self.changes[way.saving].buffer
-        moved = {buffer(value) for value in self.movable[way.saving][: way.moved]}
+            change.apply()
+            for each in inside:
+                again = SavedChange(each.loop, each.paths, each.price_of)  # by ways that are there now
+                if again.gains:
+                    again.apply()
+        buffers = {each.loop: each.buffer for each in (change, *inside)}
+        buffer = change.buffer
+        moved = {own(value) for value in self.movable[way.saving][: way.moved] for own in buffers.values()}
         stores = {self.loop.inputs[store.output.index].node: store.value for store in stores_of(self.loop)}
-        inner = {store.made: store.value for store in self.inner}
+        left = [_stored_inside(store.value) for store in stores_of(self.loop) if store.value.dtype == VARIANT]
+        inner = {store.made: buffers.get(store.loops[0], buffer)(store.value) for store in left if store is not None}
         for store in (*stores, *inner):
             store.attrs = {**store.attrs, "moves": "late"}
         if way.kept < self.iterations:
@@ -469,8 +486,22 @@ def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate 
     if not segmented.readers:
         return segmented.why_not
     found = _Candidate(loop, device, costs, count or 0, segmented, known)
-    found.add(SavedChange(loop, StorePaths(loop.graph.root), lambda _: None))
+    paths = StorePaths(loop.graph.root)
+    for inner_loop in {each for store in known for each in store.loops}:
+        for store in stores_of(inner_loop):
+            gradients = (paths.owners.get(reader.node.graph) for reader in paths.readers(store) or ())
+            costs.counts.update((x, trip_count(inner_loop) or 0) for x in gradients if isinstance(x, WhileNode))
+    found.add(SavedChange(loop, paths, lambda _: None))
     return found if found.savings[0].nbytes else None
+
+
+class _SavedInside(NamedTuple):
+    """The memory of a value that a loop saves, or one inside it."""
+
+    nbytes: int
+    """Bytes of one value."""
+    times: int
+    """Number of them in an iteration of the outermost loop."""
 
 
 class _InnerStore(NamedTuple):
