@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from threading import RLock
 from types import MappingProxyType, ModuleType
 from typing import Final, NoReturn
 
@@ -231,6 +232,7 @@ def facade(
             public, _, own = each.partition("=")
             places[public] = f"{module}.{home}".rstrip("."), own or public
     group = [f"{module}.{home}" for home in homes if f"{home}.".startswith(together)]
+    importing = RLock()  # one thread at a time: where their imports cross, Python gives one of them half a module
 
     def is_public(name: str) -> bool:
         is_ours = isinstance(names.get(name), ModuleType | type(annotations))
@@ -246,10 +248,11 @@ def facade(
         if name not in places:
             refuse(name)
         home, own = places[name]
-        if home in group:
-            for each in group:
-                import_module(each)
-        names[name] = import_module(f"{home}.{own}") if name in modules else getattr(import_module(home), own)
+        with importing:
+            if home in group:
+                for each in group:
+                    import_module(each)
+            names[name] = import_module(f"{home}.{own}") if name in modules else getattr(import_module(home), own)
         return names[name]
 
     return exported, find, listed_names

@@ -7,13 +7,14 @@ import inspect
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import asyncflow as af
-from asyncflow import serving
+from asyncflow import foreign_names, serving
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,3 +157,37 @@ sys.exit(" ".join(failed) or 0)
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_import_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, events = threading.Event(), list[str]()
+
+    class Lock:
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is second:
+                asked.set()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    def import_module(home: str) -> ModuleType:
+        events.append(f"{home} begins")
+        if home == "package.first":
+            second.start()
+            assert asked.wait(PATIENCE_S)
+        events.append(f"{home} ends")
+        return sys
+
+    monkeypatch.setattr(foreign_names, "RLock", Lock)
+    monkeypatch.setattr(foreign_names, "import_module", import_module)
+    names: dict[str, object] = {}
+    _, find, _ = foreign_names.facade("package", names, homes={"first": "path", "second": "modules"})
+    second = threading.Thread(target=find, args=("modules",))
+    assert find("path") is sys.path
+    second.join(PATIENCE_S)
+    assert names == {"path": sys.path, "modules": sys.modules}
+    assert events == [f"package.{home} {event}" for home in ("first", "second") for event in ("begins", "ends")]
