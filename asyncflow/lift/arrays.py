@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncflow.control import row_store
 from asyncflow.control import tensor_array as ta
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
@@ -98,6 +99,14 @@ def _element_shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> 
     place = fixed(node, [index], "an index")[0]
     (whole,) = apply(ta.ELEMENT_SHAPE, array.tensor, place, element=_element(node, rows))
     return [getitem(whole, slice(1, None))]
+
+
+@row_rule(row_store.ROW_STORE, alike=True)
+def _row_store(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    """One store for all rows, into which nothing may go that has rows: a recomputed piece fills it once."""
+    if inputs[0].has_rows:
+        raise CannotLift(f"{node.name} has a capacity of each row's own")
+    return apply(node.op, inputs[0].tensor, **node.attrs)
 
 
 @row_rule(ta.SIZE, alike=True)

@@ -57,7 +57,7 @@ no_row_rule(
 )
 no_row_rule(PRINT, because="each row prints a line, in their order")
 no_row_rule(
-    *(row_store.ROW_STORE, row_store.APPEND, row_store.TAKE, row_store.SLICE, row_store.SIZE),
+    *(row_store.APPEND, row_store.TAKE, row_store.SLICE, row_store.SIZE),
     because="a store of rows is filled in the order of one program",
 )
 no_row_rule(SPLIT_ROWS, JOIN_ROWS, because="rows of each row are parted, as many as the run says")

@@ -70,3 +70,31 @@ async def test_their_gradients(graph: af.Graph, run: Run, values: list[np.ndarra
 
     assert slope(first) == pytest.approx((loss(feeds[2]) - loss(feeds[0])) / 2e-5, rel=1e-5)
     assert slope(again) == pytest.approx((sines(after[0]) - sines(before[0])) / 2e-5, rel=1e-5)
+
+
+async def test_jacobians_and_hessians_of_a_recomputed_loop(graph: af.Graph, run: Run) -> None:
+    """One store for all rows of the gradient: the piece is run again once."""
+    x = af.placeholder("float64", (3,))
+
+    def piece(x: af.Tensor) -> af.Tensor:
+        def body(i: af.Tensor, store: af.RowStore) -> tuple[af.Tensor, af.RowStore]:
+            return i + 1, store.append(af.reshape(x[i] ** 3, (1, 1)))
+
+        return af.reshape(af.while_loop(lambda i, _: i < 3, body, (0, af.RowStore(x.dtype, (1,))))[1].stack(), (3,))
+
+    y = af.recompute(piece)(x)
+    jacobian, hessian = af.jacobian(y, x), af.hessian(af.sum(y**2), x)
+    value = np.array([1.0, 2.0, 3.0])
+    found, second = await run((jacobian, hessian), {x: value})
+    assert np.allclose(found, np.diag(3 * value**2))
+    assert np.allclose(second, np.diag(30 * value**4))
+
+
+async def test_a_store_of_each_row_is_refused_by_vmap_and_not_by_map_fn(graph: af.Graph, run: Run) -> None:
+    def one(x: af.Tensor) -> af.Tensor:
+        return af.RowStore(x.dtype, (2,)).append(af.reshape(x, (1, 2))).stack()
+
+    x = af.constant([[1.0, 2.0], [3.0, 4.0]])
+    with pytest.raises(af.GraphError, match="a store of rows is filled in the order of one program"):
+        af.vmap(one)(x)
+    assert np.array_equal(await run(af.map_fn(one, x)), [[[1.0, 2.0]], [[3.0, 4.0]]])

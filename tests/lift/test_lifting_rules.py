@@ -173,6 +173,7 @@ def test_every_rule_is_looked_at() -> None:
         name for name in ruled if name.startswith(("tensor_array", "saved_value", "save_value", "store_", "table_"))
     }
     stores |= {
+        "row_store",
         "add_row_gradients",
         "joined_gradients",
         "pieces_gradient",
