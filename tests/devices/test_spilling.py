@@ -347,7 +347,7 @@ async def test_a_full_disk_costs_nothing_while_memory_lasts(tmp_path: Path, disk
         np.testing.assert_array_equal(result, expected)
         assert memory.moved_in == 0
         with pytest.raises(af.OutOfMemoryError) as caught:
-            await gradient(dx, x, memory_limit=STEPS * VALUE // 2, spill_directory=str(tmp_path))
+            await gradient(dx, x, memory_limit=STEPS * VALUE // 3, spill_directory=str(tmp_path))
     assert "cannot be written to the spill file" in str(caught.value)
     assert "No space left on device" in str(caught.value)
     assert kept.moved_out == 0
