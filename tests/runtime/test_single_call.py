@@ -22,7 +22,7 @@ ROWS = np.ones((2, 64), np.float32)
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+def runs(monkeypatch: pytest.MonkeyPatch, work: WorkClock) -> list[Run]:
     """The runs that took a scheduler."""
     made: list[Run] = []
 
