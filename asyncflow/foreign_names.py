@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 from typing import Final, NoReturn
 
 DISTRIBUTION: Final = "asyncflow-runtime"
-"""What to install; `asyncflow` is another project's on the Python Package Index."""
+"""Name of this project on the Python Package Index, where `asyncflow` is another project's."""
 
 _ALSO_IN_NUMPY = (
     "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bincount bitwise_and "

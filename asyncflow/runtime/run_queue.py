@@ -253,7 +253,7 @@ class RunQueue(Generic[R]):
             run.reserved = cost.nbytes
 
     def step_aside(self, run: R, now_s: float) -> None:
-        """A run in flight waits for others: it gives its place back, but not its memory."""
+        """Take the place of a run in flight, which waits for others, but not its memory."""
         del self.in_flight[run]
         self.aside[run] = None
         self._kinds_aside[run.cost] += 1
@@ -263,7 +263,7 @@ class RunQueue(Generic[R]):
         run.spent_s += run.charge_s
 
     def come_back(self, run: R, now_s: float) -> bool:
-        """Whether a run that stepped aside goes on; else it waits for what `decide` will say."""
+        """Return True if a run that stepped aside goes on now; else it waits until `decide` gives it."""
         if self._lines or not self._fits(run):
             self._insert(run)
             return False
@@ -271,11 +271,11 @@ class RunQueue(Generic[R]):
         return True
 
     def has_started(self, run: R) -> bool:
-        """Whether a run is in flight, or has been."""
+        """Return True if a run is in flight, or has stepped aside."""
         return run in self.in_flight or run.is_aside
 
     def end(self, run: R, taken_s: float | None = None) -> None:
-        """A run that started has ended; it took so long, or None if that says nothing of others."""
+        """Note that a run has ended, and how long it took; None if that says nothing of others."""
         if run.is_aside:
             self.withdraw(run)
             self._is_aside_no_more(run)

@@ -4,9 +4,9 @@ Which run that is, and when its turn comes, says `asyncflow.runtime.run_queue`. 
 session are part of that one: they never wait here, where they might wait for themselves.
 
 A run steps aside when all that is left of it waits in lines of queues, inputs, mutexes and barriers (`Run.look_aside`),
-and comes back before a kernel of it goes on. What it is called for it claims before it has its place again: in the line
-of a queue others may stand behind it. While a run is aside, runs that wait for atomic ones step aside as well: the
-atomic run may be the one that waits at a queue.
+and comes back before a kernel of it goes on. It claims its element, or whatever else it was called for, before it has
+its place again: others may stand behind it in the line of the queue. While a run is aside, runs that wait for atomic
+ones step aside as well: the atomic run may be the one that waits at a queue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdmissionTicket(QueuedRun):
     go_on: Callable[[], None] | None = None
 
     def step_aside(self) -> None:
-        """The run waits for other runs from now on, and gives its place to them."""
+        """Give the place of the run to other runs, which it waits for from now on."""
         if self.admission is not None:
             self.admission.step_aside(self)
 
@@ -160,7 +160,7 @@ class Admission:
             self._settle(now_s)
 
     def step_aside(self, ticket: AdmissionTicket) -> None:
-        """A run waits for other runs, which get its place."""
+        """Give the place of a run to other runs, which it waits for."""
         now_s = asyncio.get_running_loop().time()
         for each in (ticket, *self._held_up):
             if not each.is_aside:

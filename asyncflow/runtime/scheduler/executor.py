@@ -194,7 +194,7 @@ class Executor:
     def _may_go_on(self, ticket: AdmissionTicket) -> bool:
         """Return True if the run, which stepped aside, has its place in the session again, or needs none.
 
-        What its firings were called for they claim here: others may stand behind them in line.
+        Its firings claim here what they were called for: others may stand behind them in line.
         """
         if self._regions is not None:
             self._regions.claim()

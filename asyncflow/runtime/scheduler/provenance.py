@@ -29,7 +29,7 @@ from asyncflow.ops.rows.positions import name_row
 from asyncflow.values import Value
 
 _STOPPED = ("generator raised StopIteration", "coroutine raised StopIteration")
-"""What Python says in place of a StopIteration that leaves a generator or a coroutine."""
+"""Messages of the RuntimeError that Python raises where a StopIteration leaves a generator or a coroutine."""
 
 
 def describe(value: object) -> str:
