@@ -184,6 +184,7 @@ async def test_the_host_takes_no_more_than_its_limit(cupy: FakeCupy) -> None:
     """What has no place stays on the card, and the error says how many bytes were missing where."""
     training = Training()
     with pytest.raises(af.OutOfMemoryError) as caught:
+        # A plan would run iterations again in so little memory.
         await training.once(memory_limit=LIMIT, host_memory_limit=2 * VALUE, without=["plan_memory"])
     assert "a saved value of 64.0 KiB had no place to go (the host has 128.0 KiB, all in use)" in str(caught.value)
     assert "raise host_memory_limit=, or give spill_directory=" in str(caught.value)
