@@ -8,6 +8,7 @@ in order, and `StoreGradient`, whose entries for one element add up; `part_sums`
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from threading import Lock
@@ -34,6 +35,7 @@ class StoreLog(list[Entry]):
     __slots__ = ("__weakref__", "lock")
     entry_nbytes = 8
     gives_views = False
+    grown_from = 0
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         super().__init__()
@@ -170,6 +172,10 @@ class StoreVersion(Generic[Entry]):
         return copy
 
 
+def _is_gone(entry: object) -> bool:
+    return entry is None
+
+
 class SavedValues(StoreVersion["Value"]):
     """The values that a loop saves for its gradient, one in each iteration (EuroSys '18 §5)."""
 
@@ -189,6 +195,14 @@ class SavedValues(StoreVersion["Value"]):
     def read(self, index: int) -> Value:
         """The value saved as number `index`."""
         return self.log.get(index)
+
+    def standing(self) -> tuple[object, int, int]:
+        """Return the first value, if it is there, and the bytes and number of all that are; they go from the last."""
+        log, length = self.log, self.length
+        count = length
+        if length and log[length - 1] is None:
+            count = bisect_left(log, True, 0, length, key=_is_gone)
+        return (log[0], self.nbytes * count // length, count) if count else (None, 0, 0)
 
     def read_last(self, index: int) -> Value:
         """The same, where nobody reads it again: the store lets go of it."""

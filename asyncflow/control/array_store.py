@@ -181,6 +181,7 @@ class Store:
 
     __slots__ = ("__weakref__", "block", "elements", "family", "kind", "latest", "rows", "xp")
     gives_views = False
+    grown_from = 0
     entry_nbytes = 150  # an entry of the table, its index and its `Element`
 
     def __init__(self, xp: Namespace, kind: ArrayKind, family: Family) -> None:

@@ -46,7 +46,7 @@ class RowBlock:
         filled: number of rows written, which nobody changes.
     """
 
-    __slots__ = ("__weakref__", "array", "filled", "kind", "lock", "readable", "xp")
+    __slots__ = ("__weakref__", "array", "filled", "grown_from", "kind", "lock", "readable", "xp")
     entry_nbytes = 0
     gives_views = True
 
@@ -64,7 +64,7 @@ class RowBlock:
         if xp is np:  # elsewhere nobody else can write
             self.readable = self.array.view()
             self.readable.flags.writeable = False
-        self.filled = 0
+        self.filled = self.grown_from = 0
         self.lock = Lock()
 
     def since(self, count: int) -> Sequence[object]:
@@ -81,6 +81,7 @@ class RowBlock:
             return self
         copy = RowBlock(self.xp, self.kind, max(end, 2 * size))
         copy.array[:size] = self.array[:size]
+        copy.grown_from = self.array.nbytes
         return copy
 
 

@@ -17,7 +17,7 @@ import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
@@ -44,10 +44,12 @@ class Held(Protocol):
     Attributes:
         entry_nbytes: what an entry takes beside its value.
         gives_views: values that are read may be views of parts of `buffers`.
+        grown_from: bytes of buffers that were copied to make these.
     """
 
     entry_nbytes: int
     gives_views: bool
+    grown_from: int
 
     def since(self, count: int) -> Sequence[object]:
         """The values put in behind the first `count` values; None for one that is not there, or in one of `buffers`."""
@@ -167,13 +169,13 @@ class MemoryAccount:
         """
         self.device = device_name
         self._limit = None if limit is None else positive_count(limit, f"the memory limit of {device_name} in bytes")
-        self._live: dict[int, _Watch] = {}
-        self._freed: deque[_Watch] = deque()
+        self._live: dict[int, Watch] = {}
+        self._freed: deque[Watch] = deque()
         self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
         self.at_most = 0
         self._peak = self._lap = self.total = self.fed = 0
         self._lent: set[int] = set()
-        self._laps: dict[str, int] = {}
+        self._laps: dict[Hashable, int] = {}
         self._stores = 0
         self._exact = 0
         self.advise = str
@@ -204,7 +206,7 @@ class MemoryAccount:
         """The most bytes ever held at a time."""
         return max(self._peak, self._lap)
 
-    def lap(self, of: str = "iterations") -> tuple[int, int]:
+    def lap(self, of: Hashable = "iterations") -> tuple[int, int]:
         """The most bytes held at a time since this was asked for last, by the same name, and those held now."""
         with self._lock:
             self._settle()
@@ -215,6 +217,11 @@ class MemoryAccount:
             most = self._laps[of]
             self._lap = self._laps[of] = self.at_most
             return most, self.at_most
+
+    def end_laps(self, of: Hashable) -> None:
+        """Forget a name by which laps were asked for."""
+        with self._lock:
+            self._laps.pop(of, None)
 
     def track(self, value: object, label: str = "") -> None:
         """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.
@@ -306,7 +313,7 @@ class MemoryAccount:
             self._settle()
             watch = self._live.get(key)
             if watch is None:
-                watch = self._live[key] = _Watch(held, self._freed.append)
+                watch = self._live[key] = Watch(held, self._freed.append)
                 watch.key, watch.nbytes, watch.label, watch.count = key, 0, label, 0
                 self._stores += 1
             fresh = held.since(watch.count)
@@ -350,7 +357,7 @@ class MemoryAccount:
                 self._settle()
             if key in live:
                 return 0
-            watch = live[key] = _Watch(owner, freed.append)
+            watch = live[key] = Watch(owner, freed.append)
             watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, -1
             self.total += nbytes
             if self._lent and key in self._lent:
@@ -447,7 +454,7 @@ class ChargedAccount(MemoryAccount):
             self.at_most -= nbytes
 
 
-class _Watch(weakref.ref[object]):
+class Watch(weakref.ref[object]):
     """A weak reference to a buffer, or to a store, that knows what it counted.
 
     Attributes:

@@ -198,6 +198,7 @@ class _MadeAhead:
     step: int
     count: int
     outputs: Sequence[Sequence[Any]]
+    nbytes: int
 
     def has(self, index: int) -> bool:
         """Whether the iteration with this counter is one of them."""
@@ -268,7 +269,7 @@ class ProductsAhead:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows it holds."""
-        return sum(row.nbytes for block in self._blocks for rows in block.outputs for row in rows)
+        return sum([block.nbytes for block in self._blocks])
 
     def _block_of(self, index: int) -> _MadeAhead:
         step = self._course.step
@@ -294,7 +295,8 @@ class ProductsAhead:
         counters = self._counters(first, count)
         progress = _BlockProgress(len(counters))
         outputs = self._program(progress, counters, *self._inputs)
-        block = _MadeAhead(first, self._course.step, progress.count, outputs)
+        nbytes = sum([row.nbytes for rows in outputs for row in rows])
+        block = _MadeAhead(first, self._course.step, progress.count, outputs, nbytes)
         self._blocks = (block, *self._blocks[:1])
         return block, progress
 

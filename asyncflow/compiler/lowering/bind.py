@@ -36,6 +36,7 @@ from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
 from asyncflow.devices.protocol import Device, is_coroutine_kernel
+from asyncflow.devices.told import ToldAccount
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import FramePath
@@ -91,7 +92,9 @@ class Binding:
         launching = device.asynchronous
         if launching is None:
             kernel = self.bare(device.xp, node)
-            return kernel if device.memory.limit is None else _counted(kernel, node, device.memory)
+            if device.memory.limit is None and node.op is not NEW_SUMS:
+                return kernel
+            return _counted(kernel, node, device.memory)
         if node.op is DEVICE_WHILE:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
         is_checked = self.options.debug or self.options.check_numerics or (self.takes and lasts(node))
@@ -114,12 +117,13 @@ class Binding:
         )
         launching, stream = device.asynchronous, self.streams.get(node, 0)
         if launching is None:
-            # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
+            # To track each value costs a region more than many a kernel: without a limit it tells what it holds in all.
             limit = device.memory.limit
             track = device.memory.track if self.options.debug or limit is not None else None
             spare_bytes = inf if limit is None else limit / _SPARE
             kernel = partial(self.kernel, device)
-            code = generator(bind=kernel, track=track, spare_bytes=spare_bytes).generate(node.name)
+            account = device.memory if track is None and isinstance(device.memory, ToldAccount) else None
+            code = generator(bind=kernel, track=track, spare_bytes=spare_bytes, account=account).generate(node.name)
             return code, code.function
 
         def bind(member: Node) -> Kernel:
@@ -187,6 +191,8 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
 def _new_sums(new: Kernel, track: Kernel, label: str, *totals: Value) -> Value:
     sums = new(*totals)
     sums.counts = partial(track, label=label)
+    for total in totals:
+        sums.counts(total)
     return sums
 
 

@@ -18,6 +18,7 @@ import linecache
 import operator
 import re
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,12 +38,14 @@ from asyncflow.compiler.regions.buffers import (
     made_by,
     writes_to_buffer,
 )
+from asyncflow.compiler.regions.held_bytes import VARIABLE_WRITES, HeldBytes
 from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
 from asyncflow.compiler.regions.memory_order import find_reordered
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.swapping import Swapping
+from asyncflow.devices.told import UNBOUND, Holding, ToldAccount
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
@@ -70,7 +73,7 @@ _INFIX: dict[Callable[..., object], str] = {
 
 _RESERVED = (
     *("budget", "context", "track", "in_iteration", "swapping", "lacks", "TooManyIterations"),
-    *("PlaceInLine", "claimed", "OwnBuffer"),
+    *("PlaceInLine", "claimed", "OwnBuffer", "Holding", "holding", "tell", "tell_often", "pause", "passed", "UNBOUND"),
 )
 """Names of the source's own."""
 
@@ -123,6 +126,7 @@ class RegionGenerator:
         swapping: moves saved values. The function yields False before it waits for one, and a `WorkingSet` before an
             iteration for which memory is short.
         spare_bytes: how many bytes of buffers the function may keep to write to them again.
+        account: is told what the function holds, at a few places; None where each value is tracked.
     """
 
     region: Region
@@ -133,6 +137,7 @@ class RegionGenerator:
     decide: Callable[[StructuredNode], Callable[..., object]] | None = None
     swapping: Swapping | None = None
     spare_bytes: float = inf
+    account: ToldAccount | None = None
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -148,11 +153,17 @@ class RegionGenerator:
     is_generator: bool = False
     launches: int = 0
     phases: list[Phase] = field(default_factory=list)
+    held: HeldBytes | None = None
 
     def generate(self, name: str) -> RegionCode:
         """The function, under that name."""
         self.taken.update(dict.fromkeys(_RESERVED, 0))
         self.reordered = find_reordered(self.region.nodes)
+        if self.account is not None:
+            for node in self.region.nodes:
+                if node.subgraphs or not node.single or node.outputs[0].spec.shape != ():
+                    self.held = HeldBytes()
+                    break
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = _KnownNames()
@@ -162,6 +173,7 @@ class RegionGenerator:
             self.part(block)  # the loop's counter is gone with the function
         outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
         self.line(block, f"return ({outputs})")
+        told = [] if self.held is None else self.tell_account()
         if self.needs_context:
             parameters.insert(0, "context")
         # Defaults make kernels and constants local variables of the function.
@@ -169,8 +181,14 @@ class RegionGenerator:
             parameters += ["*", *(f"{key}={key}" for key in self.bound)]
         signature = f"def {function}({', '.join(parameters)}):"
         head = [signature, *(["    budget = 1"] if self.is_generator else [])]
+        if "Holding" in self.bound:
+            large = [self.names[x] for x in self.region.inputs if not is_small_spec(x.spec)]
+            large += [name for x, name in self.constants.items() if not is_small_spec(x.spec)]
+            head.append(f"    holding = Holding({', '.join(large)})")
         head.extend(f"    {slot} = None" for slot in self.slots)
-        source = "\n".join((*head, *self.lines)) + "\n"
+        head.extend(f"    {name} = UNBOUND" for name in (self.not_surely_bound(told) if told else ()))
+        lines = self.with_told(told) if told else self.lines
+        source = "\n".join((*head, *lines)) + "\n"
         filename = f"<asyncflow region {function} {next(_serial)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         namespace = dict(self.bound)
@@ -182,6 +200,40 @@ class RegionGenerator:
             phase.line += len(head)
         phases = tuple(self.phases)
         return RegionCode(made, source, filename, places, self.is_generator, self.needs_context, phases)
+
+    def tell_account(self) -> list[tuple[int, str]]:
+        """Return the lines that tell the account what is held, each with the number of the line before it."""
+        if self.account is None or self.held is None:
+            return []
+        places = self.held.places({self.names[tensor]: tensor.spec for tensor in self.region.inputs})
+        if not (self.is_generator or any(place.stores for place in places)):
+            if places:
+                self.bound["passed"] = self.account.passed
+            return [(place.line, "    " * place.depth + f"passed({place.most})") for place in places]
+        if places:
+            self.bound.update(Holding=Holding, **{each.how: getattr(self.account, each.how) for each in places})
+        return [(place.line, "    " * place.depth + place.text()) for place in places]
+
+    def not_surely_bound(self, told: Sequence[tuple[int, str]]) -> list[str]:
+        """Return names that lines tell of, and that are bound in branches and loops alone: these may not be entered."""
+        used = {name for _, text in told for name in re.findall(r"[A-Za-z_]\w*", text)}
+        inputs = {self.names[tensor] for tensor in self.region.inputs}
+        outside = {found[1] for line in self.lines if (found := re.match(r" {4}(\w+) = ", line))}
+        names = [name for name in dict.fromkeys(self.names.values()) if name in used - inputs - outside]
+        if names:
+            self.bound["UNBOUND"] = UNBOUND
+        return names
+
+    def with_told(self, told: Sequence[tuple[int, str]]) -> list[str]:
+        """Return the source with these lines, too, by which those behind them move."""
+        before = [line for line, _ in told]
+        self.places = {number + bisect_left(before, number): place for number, place in self.places.items()}
+        for phase in self.phases:
+            phase.line += bisect_left(before, phase.line)
+        lines = list(self.lines)
+        for line, text in reversed(told):
+            lines.insert(line, text)
+        return lines
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -291,6 +343,8 @@ class RegionGenerator:
     def drop(self, values: Iterable[Tensor], block: _KnownNames) -> None:
         """Have names let go of values that nothing uses any more; those of loop variables are bound again."""
         names = {self.names[x]: x.node.op is PARAMETER for x in values}
+        if self.held is not None:
+            self.held.dropped(names)
         for name in (name for name, is_variable in names.items() if is_variable):
             self.line(block, f"{name} = None")
         if made := [name for name, is_variable in names.items() if not is_variable]:
@@ -328,8 +382,7 @@ class RegionGenerator:
 
     def part(self, block: _KnownNames) -> None:
         """A place where the function stops in any case, between two phases."""
-        self.is_generator = True
-        self.line(block, "budget = yield True")
+        self.stop(block, "yield True")
 
     def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
         """Adds the lines of a node that has a kernel."""
@@ -348,7 +401,7 @@ class RegionGenerator:
             self.line(
                 block, f"{again} not swapping.is_at_rest and swapping.must_wait({', '.join(map(self.value, waits))}):"
             )
-            self.line(block.deeper(), "budget = yield False")
+            self.stop(block.deeper(), "yield False")
         expression = self.call(node, block, slot)
         if self.may_pause(node):
             expression = self.in_parts(node, expression, block)
@@ -373,8 +426,12 @@ class RegionGenerator:
             self.line(place, f"{slot} = {left}")
         else:
             self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
+        if self.held is not None:
+            self.held.made(node, [self.names.get(x) for x in node.inputs], targets, slot, len(self.lines), block.depth)
+        if self.account is not None and node.op in VARIABLE_WRITES:
+            fresh = [] if is_small_spec(node.outputs[0].spec) else targets
         for target in fresh:
-            self.bound.setdefault("track", self.track)
+            self.bound.setdefault("track", self.track or (self.account and self.account.track))
             self.line(place, f"track({target}, {node.name!r})", node)
         if self.decide is not None:
             return
@@ -392,7 +449,7 @@ class RegionGenerator:
         found = self.fresh(node.name, "found")
         self.line(block, f"{found} = {expression}", node)
         self.line(block, f"while isinstance({found}, Paused):")
-        self.line(block.deeper(), f"budget = yield {found}")
+        self.stop(block.deeper(), f"yield {found}")
         self.line(block.deeper(), f"{found} = {found}.go_on()", node)
         return found
 
@@ -403,7 +460,7 @@ class RegionGenerator:
         found = self.fresh(node.name, "found")
         self.line(block, f"{found} = {expression}", node)
         self.line(block, f"while isinstance({found}, PlaceInLine):")
-        self.line(block.deeper(), f"budget = yield {found}")
+        self.stop(block.deeper(), f"yield {found}")
         self.line(block.deeper(), f"{found} = claimed({found})", node)
         return found
 
@@ -412,7 +469,14 @@ class RegionGenerator:
         self.is_generator = True
         self.line(block, "budget -= 1")
         self.line(block, "if not budget:")
-        self.line(block.deeper(), "budget = yield")
+        self.stop(block.deeper(), "yield")
+
+    def stop(self, block: _KnownNames, expression: str) -> None:
+        """Add a line at which the function yields, and gets its next budget."""
+        self.is_generator = True
+        if self.held is not None:
+            self.held.stops(len(self.lines), block.depth)
+        self.line(block, f"budget = {expression}")
 
     def new_buffer(self, spec: Spec) -> str | None:
         """A variable with a buffer for values of this spec; None if that would be more than may be kept."""
@@ -455,6 +519,8 @@ class RegionGenerator:
         outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
         for keyword_, branch in ((f"if {condition}:", true_branch), ("else:", false_branch)):
             self.line(block, keyword_, node)
+            if self.held is not None:
+                self.held.opens()
             inner = block.deeper()
             before = len(self.lines)
             for given, outer in node.captured(branch).items():
@@ -462,10 +528,14 @@ class RegionGenerator:
             self.put_line(branch.nodes, branch.results, inner)
             for output, result in zip(outputs, branch.results, strict=True):
                 self.line(inner, f"{output} = {self.value(result)}")
-            if self.frees:
+            if self.held is not None:
+                self.held.named(outputs, [self.value(result) for result in branch.results])
+            if self.frees or self.account is not None:  # else a branch would keep what it made until it is taken again
                 self.drop(made_by(set(branch.nodes), branch.results), inner)
             if len(self.lines) == before:
                 self.line(inner, "pass")
+            if self.held is not None:
+                self.held.closes_branch(outputs)
         self.names.update(zip(node.outputs, outputs, strict=True))
 
     def put_decision(self, node: StructuredNode, decide: Callable[..., object], block: _KnownNames) -> None:
@@ -486,6 +556,8 @@ class RegionGenerator:
         variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
         for variable, initial in zip(variables, node.inputs, strict=False):
             self.line(block, f"{variable} = {self.value(initial)}")
+        if self.held is not None:
+            self.held.named(variables, [self.value(initial) for initial in node.inputs[:n_vars]])
         if self.frees:
             passed = set(node.inputs[:n_vars]).difference(node.captures)
             self.drop([x for x in block.dead.get(index, ()) if x in passed], block)
@@ -510,6 +582,9 @@ class RegionGenerator:
         inner = _KnownNames(
             (*block.loops, (loop.label, counter)), block.depth + 1, variables=frozenset(body.inputs[:n_vars])
         )
+        start = len(self.lines)
+        if self.held is not None:
+            self.held.opens()
         self.put_predicate(condition, block, inner)
         self.put_ask(node, inner)
         carried = frozenset(self.in_place(node, self.can_write, carried_results))
@@ -526,10 +601,14 @@ class RegionGenerator:
             decided, following = set(only.inputs), zip(condition.inputs, body.results, strict=False)
             self.names.update((x, self.value(result)) for x, result in following if x in decided)
             self.line(inner, f"if not {self.call(only, inner)}:", only)
+            if self.held is not None:
+                self.held.opens()
             self.put_next([variables[k] for k in kept], [self.value(body.results[k]) for k in kept], inner.deeper())
             if left:
                 self.line(inner.deeper(), f"del {', '.join(left)}")
             self.line(inner.deeper(), "break")
+            if self.held is not None:
+                self.held.leaves_out()
             self.names.update(zip(condition.inputs, variables, strict=False))
 
         end = None if is_plain else (len(nodes), put_end)
@@ -537,7 +616,10 @@ class RegionGenerator:
         for variable, result in zip(variables, body.results, strict=True):
             if inner.buffers is not None and result in inner.buffers.slots and result in carried:
                 # What the variable holds is dead; the value it had before the first iteration is not ours.
-                self.line(inner, f"{inner.buffers.slots[result]} = {variable} if {counter} else None")
+                slot = inner.buffers.slots[result]
+                self.line(inner, f"{slot} = {variable} if {counter} else None")
+                if self.held is not None:
+                    self.held.took_turns(slot, variable)
         self.put_next(variables, [self.value(result) for result in body.results], inner)
         if self.frees:
             self.drop(made_by(set(body.nodes), body.results), inner)
@@ -549,6 +631,8 @@ class RegionGenerator:
         # Counted and checked with the new values bound: whoever stops the function here finds whole iterations done.
         self.line(inner, f"{counter} += 1")
         self.checkpoint(inner)
+        if self.held is not None:
+            self.held.closes_loop(variables, counter, start, len(self.lines), block.depth)
         self.names.update(zip(node.outputs, variables, strict=True))
         if lent:
             self.line(outside, "except BaseException:")
@@ -557,8 +641,12 @@ class RegionGenerator:
             self.line(block, "raise")
         if owned:
             self.line(outside, f"del {', '.join(owned)}")
+            if self.held is not None:
+                self.held.dropped(owned)
         if len(self.slots) > n_slots and not outside.loops:
             self.line(outside, f"del {', '.join(self.slots[n_slots:])}")
+            if self.held is not None:
+                self.held.dropped(self.slots[n_slots:])
             self.spare_bytes = spare_bytes
 
     def put_owned(self, loop: WhileNode, place: int, nodes: Iterable[Node], variable: str, block: _KnownNames) -> str:
@@ -582,6 +670,8 @@ class RegionGenerator:
             self.lent.add(own)
             self.bound.setdefault("OwnBuffer", OwnBuffer)
         self.line(block, f"{own} = OwnBuffer({variable})" if is_lent else f"{own} = None")
+        if self.held is not None:
+            self.held.dropped([own])
         return own
 
     def put_ask(self, node: WhileNode, block: _KnownNames) -> None:
@@ -595,7 +685,7 @@ class RegionGenerator:
         wanted = WorkingSet(self.swapping.account, is_around=is_around)
         working_set = self.bind_name(f"{node.name}_set", "working_set", wanted)
         self.line(block, f"if lacks(context.run, {working_set}):")
-        self.line(block.deeper(), f"budget = yield {working_set}")
+        self.stop(block.deeper(), f"yield {working_set}")
 
     def in_place(
         self, loop: WhileNode, can: Callable[[Node], bool], find: Callable[..., Iterable[_Found]]
@@ -641,6 +731,8 @@ class RegionGenerator:
     def put_next(self, variables: list[str], values: list[str], block: _KnownNames) -> None:
         """Rebinds the loop variables: one by one if no value is a variable rebound before it."""
         moves = [(variable, value) for variable, value in zip(variables, values, strict=True) if variable != value]
+        if self.held is not None:
+            self.held.named([variable for variable, _ in moves], [value for _, value in moves])
         rebound: set[str] = set()
         for variable, value in moves:
             if value in rebound:

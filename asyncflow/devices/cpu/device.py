@@ -10,6 +10,7 @@ from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.memory import MemoryAccount, spill_advice
 from asyncflow.devices.protocol import Capabilities, Device, LogicalDevice
 from asyncflow.devices.swap import Space, SwapManager
+from asyncflow.devices.told import ToldAccount
 from asyncflow.streams.cpu.stream import ThreadStream
 
 NS_PER_HANDOVER = 30_000.0
@@ -49,7 +50,7 @@ class CpuDevice(LogicalDevice[ThreadStream]):
             ValueError: ``memory_limit`` is no positive number of bytes, or there is not one compute stream.
         """
         super().__init__("cpu", index, Capabilities(), compute_streams)
-        self.memory = MemoryAccount(self.name, memory_limit)
+        self.memory = ToldAccount(self.name) if memory_limit is None else MemoryAccount(self.name, memory_limit)
         self.lanes = Lanes(self.name, compute_streams, sharing)
         self.threads = self.lanes.threads
         self.compute_streams = self.lanes.planned

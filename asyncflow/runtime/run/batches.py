@@ -11,6 +11,7 @@ import logging
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from math import ceil, inf
 from random import Random
 from types import MappingProxyType
@@ -415,6 +416,8 @@ class Batches(TellingState):
             return
         try:
             fed = first.shared.fed([member.inputs for member in call.members], _gathered)
+            if len(call.members) > 1:
+                self.runs.count_rows(plan, compress(fed, first.shared.has_rows), first.shared.label)
             traces = _traces_of(call.members)
             results = None if traces else self.runs.run_short(plan, fed)
             if results is None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from math import inf
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple
@@ -98,6 +99,7 @@ class _Steps:
 
     def given(self, values: list[Array]) -> list[Array]:
         """Return the values of rows as the graph takes them; shared captures stay as they are."""
+        self._runs.count_rows(self._plan, compress(values, self._has_rows), "rows")
         if self.is_one:
             return [_first_row(x) if own else x for x, own in zip(values, self._has_rows, strict=True)]
         return [np.ones(len(values[0]), bool), *values]

@@ -41,7 +41,7 @@ from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.memory import MemoryAccount
@@ -576,6 +576,13 @@ class Runs:
     def memory_of(self, plan: Plan) -> MemoryAccount:
         """The account of the device that computes a body of one partition."""
         return self._devices[plan.partitions[0].device].memory
+
+    def count_rows(self, plan: Plan, rows: Iterable[Value], label: str) -> None:
+        """Count arrays of rows that a body of one partition is given; a `memory_limit` leaves room for them."""
+        memory = self.memory_of(plan)
+        if memory.limit is None:
+            for array in rows:
+                memory.track(array, label)
 
     def threads_of(self, plan: Plan) -> int:
         """How many calls of a body may be computed at the same time: a user's function gets one at a time."""

@@ -51,6 +51,7 @@ class Recorder:
         self._run_id = run_id
         self._device = device
         self._launched: list[_Launched] = []
+        device.memory.lap(self)  # from here on
         self.moves: Sequence[SwapCopy] = ()
         """How saved values have moved."""
 
@@ -209,6 +210,7 @@ class Recorder:
                 )
                 self._add(fired, span.memory or (ended, *launched.memory))
         self._launched.clear()
+        self._device.memory.end_laps(self)
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
         """A value that has come from another device."""
@@ -236,9 +238,19 @@ class Recorder:
             return
         trace.firings.append(firing)
         if sample is None:
-            sample = firing.ended_ns, *memory_sample(self._device.memory, self._device.swapping)
+            sample = firing.ended_ns, *self._memory_now(firing)
         if sample:
             trace.memory.append(MemorySample(firing.device, *sample))
+
+    def _memory_now(self, firing: Firing) -> tuple[int, ...]:
+        """Return what the device holds; note the most within a firing, if that was more, in the middle of its time."""
+        now = memory_sample(self._device.memory, self._device.swapping)
+        if self._device.asynchronous is None:
+            most, _ = self._device.memory.lap(self)
+            if most > now[0]:
+                amid = (firing.started_ns + firing.ended_ns) // 2
+                self._trace.memory.append(MemorySample(firing.device, amid, most, *now[1:]))
+        return now
 
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:

@@ -14,9 +14,9 @@ class DeviceMemory(NamedTuple):
     """The memory of one device of a session at one moment, in bytes.
 
     Attributes:
-        held: in the device's memory now, as ``memory_limit`` counts it.
-        peak: the most that was held at a time. On a CPU without a limit, what loops and regions make and drop inside
-            counts only where runs are interpreted: give a `memory_limit`, however large, to have it counted.
+        held: in the device's memory now. On a CPU, compiled loops say at least every few milliseconds what they hold.
+        peak: the most that was held at a time. On a CPU without a `memory_limit`, compiled runs report it within about
+            5 %; memory that a kernel takes while it computes does not count.
         saved: of that, values that loops have saved for their gradients and that could move away; 0 where nothing can
             (`Session(spill_directory=)`, and a device with a memory of its own).
         host: such values that are in the memory of the host instead.
@@ -41,12 +41,13 @@ class SessionStatistics(NamedTuple):
         runs: runs in flight, streams that are iterated over among them.
         plans: compiled plans that are kept, one for each set of fetches and fed tensors.
         completed: runs that have ended, in whatever way.
-        used_bytes: bytes held in the memory of each device, by its name, as ``memory_limit`` counts them. On a CUDA
-            device that is all of this session there, in pieces of 512 bytes: values of runs, constants, variables,
-            captured CUDA graphs, and values fetched by `on_device`, until the first run after their last reference is
-            gone. On a CPU it is arrays of 4 KiB or more that runs have made. With a limit it is also all that
-            TensorArrays and loops with gradients keep, with what Python takes for each value; and results that a caller
-            has got count no longer.
+        used_bytes: bytes held in the memory of each device, by its name. On a CUDA device that is all of this session
+            there, in pieces of 512 bytes: values of runs, constants, variables, captured CUDA graphs, and values
+            fetched by `on_device`, until the first run after their last reference is gone. On a CPU it is arrays of
+            4 KiB or more that runs have made: values inside compiled runs, variables that a run has assigned, results
+            while the caller keeps them, and all arrays that TensorArrays and loops with gradients keep. What is fed,
+            constants, and initial values of variables belong to the caller. With a limit, small values that stores
+            keep count too, and results that a caller has got count no longer.
         memory: of each device, by its name.
         queued: with `max_runs`, runs that wait for their turn.
         refused: with `max_runs`, runs that were not started, because there were too many or it was too late.

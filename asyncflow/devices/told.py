@@ -1,0 +1,243 @@
+"""The account of a device whose functions track no values, but tell what they hold at a few places.
+
+To track each value would cost a compiled loop more than many a kernel does. So the compiler finds what is alive where
+(`asyncflow.compiler.regions.held_bytes`), and a function tells the sum: where its loops begin and end, where it is
+fullest, and at times where it may stop. Stores say what they hold, or are looked into, at what has come.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Container, Iterable
+from sys import getsizeof
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncflow.devices.memory import TRACKED_BYTES, Held, MemoryAccount, Watch, owner_of
+
+_SHARE, _MOST_NS = 100, 2_000_000
+"""A function that may stop tells after so many times as long as that took last, up to 0.02 ms, or at most 2 ms."""
+
+_LOOKED_AT = 16
+"""How many values of a store are looked at again each time that it has not grown."""
+
+_ARRAY_NBYTES = getsizeof(np.empty(0))
+"""What Python takes for an array, beside its numbers."""
+
+
+class HeldState(Protocol):
+    """A state of a store."""
+
+    @property
+    def held(self) -> Held:
+        """The values that all states share."""
+
+
+class SavedHeld(HeldState, Protocol):
+    """One that knows what it holds."""
+
+    def standing(self) -> tuple[object, int, int]:
+        """Return the first value, if it is there, and the bytes and number of all that are."""
+
+
+class Unbound:
+    """The value of a name that a branch or loop of a function has not bound: it takes no memory."""
+
+    nbytes = 0
+    counts = None
+
+
+UNBOUND = Unbound()
+
+
+class Holding:
+    """Stands for what a function holds, for as long as its variables live.
+
+    Args:
+        given: arrays that it has not made, and that stores may keep.
+    """
+
+    __slots__ = ("__weakref__", "_given", "_others", "due_ns")
+
+    def __init__(self, *given: object) -> None:
+        self._given = given
+        self._others: frozenset[int] | None = None
+        self.due_ns = 0
+
+    def others(self) -> frozenset[int]:
+        """The ids of the owners of these arrays."""
+        if self._others is None:
+            self._others = frozenset(id(owner_of(x)) for x in self._given if isinstance(x, np.ndarray))
+        return self._others
+
+
+class ToldAccount(MemoryAccount):
+    """An account that functions tell what they hold. All methods may be called on any thread.
+
+    Invariant, under the lock: ``_owners`` has the ids of the large arrays that count as parts of mixed stores.
+    """
+
+    __slots__ = ("_owners",)
+
+    def __init__(self, device_name: str) -> None:
+        super().__init__(device_name)
+        self._owners: set[int] = set()
+
+    def tell(
+        self,
+        holding: Holding,
+        nbytes: int,
+        ahead: int,
+        saved: tuple[SavedHeld, ...] = (),
+        begun: tuple[SavedHeld, ...] = (),
+        others: tuple[Any, ...] = (),
+        *,
+        may_look: bool = True,
+    ) -> None:
+        """Count what a function holds. Stores count for as long as they live.
+
+        Args:
+            holding: of the function; what it holds counts no longer once that is gone.
+            nbytes: bytes of its values now.
+            ahead: bytes that it held beyond these at most since it told last.
+            saved: stores whose values it has made.
+            begun: stores of which it has made the first value alone: the others are in `saved`, too.
+            others: stores that have to be looked into, or say what they hold.
+            may_look: all values of a store may be looked at; else this comes so often that a few have to do.
+        """
+        more = 0
+        with self._lock:
+            self._settle()
+            for state in saved:
+                if type(state) is Unbound:
+                    continue
+                watch, kept, count = self._saved(state, holding)
+                kept += count * (state.held.entry_nbytes + _ARRAY_NBYTES) - watch.given
+                more += watch.update(kept if count else 0)
+            for state in begun:
+                if type(state) is Unbound:
+                    continue
+                watch, _, count = self._saved(state, holding)
+                more += watch.update(watch.first - watch.given if count else 0)
+            for store in others:
+                if hasattr(store, "held"):
+                    watch = self._watch_of(store.held)
+                    if not watch.nbytes:  # what it has grown out of was there beside it
+                        ahead = max(ahead, store.held.grown_from)
+                    more += watch.update(self._looked_at(store.held, watch, holding.others(), may_look=may_look))
+                elif not hasattr(store, "counts"):  # else it tracks its arrays
+                    nbytes += store.nbytes
+            self.at_most += more + self._watch_of(holding).update(nbytes)
+            if self.at_most + ahead > self._lap:
+                self._lap = self.at_most + ahead
+
+    def tell_often(self, holding: Holding, *told: Any) -> None:
+        """`tell` at the end of an inner loop."""
+        self.tell(holding, *told, may_look=False)
+
+    def pause(self, holding: Holding, *told: Any) -> None:
+        """`tell` where a function may stop, if it has not for a while."""
+        now = perf_counter_ns()
+        if not holding.due_ns:  # a short run tells where its loops end
+            holding.due_ns = now + _MOST_NS // 4
+        elif now >= holding.due_ns:
+            self.tell(holding, *told, may_look=False)
+            after = perf_counter_ns()
+            holding.due_ns = after + min(_SHARE * (after - now), _MOST_NS)
+
+    def passed(self, nbytes: int) -> None:
+        """Count what a function held at its fullest line, and holds no longer."""
+        if self.at_most + nbytes > self._lap:
+            with self._lock:
+                self._settle()
+                self._lap = max(self._lap, self.at_most + nbytes)
+
+    def _watch_of(self, what: object) -> _ToldWatch:
+        watch = self._live.get(id(what))
+        if type(watch) is not _ToldWatch:
+            watch = self._live[id(what)] = _ToldWatch(what, self._freed.append)
+        return watch
+
+    def _saved(self, state: SavedHeld, holding: Holding) -> tuple[_ToldWatch, int, int]:
+        watch = self._watch_of(state.held)
+        first, nbytes, count = state.standing()
+        if not watch.first and isinstance(first, np.ndarray):
+            watch.first = first.nbytes
+            watch.given = first.nbytes if id(owner_of(first)) in holding.others() else 0
+        return watch, nbytes, count
+
+    def _looked_at(self, held: Held, watch: _ToldWatch, others: Container[int], *, may_look: bool) -> int:
+        """Bytes in a store, by what has come since the last time.
+
+        For what has gone, all are looked at again. Where that may be often, each value that comes pays for one look,
+        and each time for a few, so that the cost of a value does not grow with their number.
+        """
+        fresh = held.since(watch.seen)
+        watch.seen += len(fresh)
+        watch.credit += len(fresh) or _LOOKED_AT
+        if fresh:
+            watch.in_values += self._in_arrays(fresh, others, watch, held.entry_nbytes)
+        elif watch.seen and (may_look or watch.credit >= watch.seen):
+            watch.credit = 0
+            self._forget_owners(watch)
+            watch.in_values = self._in_arrays(held.since(0), others, watch, held.entry_nbytes)
+        return watch.in_values + sum([buffer.nbytes for buffer in held.buffers()])
+
+    def _in_arrays(self, values: Iterable[object], others: Container[int], watch: _ToldWatch, entry_nbytes: int) -> int:
+        """Bytes of the arrays among values that count nowhere else, with what Python takes for each."""
+        total, live, owners = 0, self._live, self._owners
+        for value in values:
+            if not isinstance(value, np.ndarray):
+                continue
+            owner = value if value.base is None else owner_of(value)
+            key, nbytes = id(owner), owner.nbytes
+            if key in others:
+                continue
+            if nbytes >= TRACKED_BYTES:
+                if key in owners or key in live:
+                    continue
+                owners.add(key)
+                watch.owners.append(key)
+            total += nbytes + entry_nbytes + _ARRAY_NBYTES
+        return total
+
+    def _forget_owners(self, watch: _ToldWatch) -> None:
+        if watch.owners:
+            self._owners.difference_update(watch.owners)
+            del watch.owners[:]
+
+    def _settle(self) -> None:
+        freed, live = self._freed, self._live
+        while freed:
+            watch = freed.popleft()
+            del live[watch.key]
+            self.at_most -= watch.nbytes
+            if type(watch) is _ToldWatch:
+                self._forget_owners(watch)
+
+
+class _ToldWatch(Watch):
+    """A watch of a function's `Holding`, or of a store that it tells of.
+
+    Attributes:
+        first: bytes of the first of saved values.
+        given: the same, if that is an array that the function was given.
+        seen: number of its values that were looked at.
+        credit: number of values that may be looked at again.
+        in_values: bytes of arrays among them.
+        owners: ids of the large ones.
+    """
+
+    __slots__ = ("credit", "first", "given", "in_values", "owners", "seen")
+
+    def __init__(self, what: object, _freed: Callable[[Watch], object]) -> None:
+        self.key, self.nbytes, self.label, self.count = id(what), 0, "", -1
+        self.first = self.given = self.seen = self.credit = self.in_values = 0
+        self.owners = array("Q")
+
+    def update(self, nbytes: int) -> int:
+        """Take a new count; gives by how much it is more."""
+        more, self.nbytes = nbytes - self.nbytes, nbytes
+        return more
