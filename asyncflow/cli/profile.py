@@ -53,6 +53,11 @@ def profile(
     code = run_program(Target.parse(target), arguments, trace)
     sys.stdout.flush()
     print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
+    if trace.interpreted:
+        print(
+            f"{trace.interpreted} of {len(trace.runs)} runs were interpreted, since the program's own trace records "
+            'every node: af.Trace(detail="node")'
+        )
     for path in outputs:
         save(trace, path, color_by=color_by)
         print(f"\nwrote {path}{how_to_open(path)}")

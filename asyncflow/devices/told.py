@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Container, Iterable
 from sys import getsizeof
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -90,9 +90,9 @@ class ToldAccount(MemoryAccount):
         holding: Holding,
         nbytes: int,
         ahead: int,
-        saved: tuple[SavedHeld, ...] = (),
-        begun: tuple[SavedHeld, ...] = (),
-        others: tuple[Any, ...] = (),
+        saved: tuple[SavedHeld | Unbound, ...] = (),
+        begun: tuple[SavedHeld | Unbound, ...] = (),
+        others: tuple[object, ...] = (),
         *,
         may_look: bool = True,
     ) -> None:
@@ -111,13 +111,13 @@ class ToldAccount(MemoryAccount):
         with self._lock:
             self._settle()
             for state in saved:
-                if type(state) is Unbound:
+                if isinstance(state, Unbound):
                     continue
                 watch, kept, count = self._saved(state, holding)
                 kept += count * (state.held.entry_nbytes + _ARRAY_NBYTES) - watch.given
                 more += watch.update(kept if count else 0)
             for state in begun:
-                if type(state) is Unbound:
+                if isinstance(state, Unbound):
                     continue
                 watch, _, count = self._saved(state, holding)
                 more += watch.update(watch.first - watch.given if count else 0)
@@ -128,22 +128,22 @@ class ToldAccount(MemoryAccount):
                         ahead = max(ahead, store.held.grown_from)
                     more += watch.update(self._looked_at(store.held, watch, holding.others(), may_look=may_look))
                 elif not hasattr(store, "counts"):  # else it tracks its arrays
-                    nbytes += store.nbytes
+                    nbytes += getattr(store, "nbytes", 0)
             self.at_most += more + self._watch_of(holding).update(nbytes)
             if self.at_most + ahead > self._lap:
                 self._lap = self.at_most + ahead
 
-    def tell_often(self, holding: Holding, *told: Any) -> None:
+    def tell_often(self, holding: Holding, nbytes: int, ahead: int, *stores: tuple[SavedHeld | Unbound, ...]) -> None:
         """`tell` at the end of an inner loop."""
-        self.tell(holding, *told, may_look=False)
+        self.tell(holding, nbytes, ahead, *stores, may_look=False)
 
-    def pause(self, holding: Holding, *told: Any) -> None:
+    def pause(self, holding: Holding, nbytes: int, ahead: int, *stores: tuple[SavedHeld | Unbound, ...]) -> None:
         """`tell` where a function may stop, if it has not for a while."""
         now = perf_counter_ns()
         if not holding.due_ns:  # a short run tells where its loops end
             holding.due_ns = now + _MOST_NS // 4
         elif now >= holding.due_ns:
-            self.tell(holding, *told, may_look=False)
+            self.tell(holding, nbytes, ahead, *stores, may_look=False)
             after = perf_counter_ns()
             holding.due_ns = after + min(_SHARE * (after - now), _MOST_NS)
 

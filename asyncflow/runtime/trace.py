@@ -149,14 +149,16 @@ class Trace:
     """
 
     capacity: int = 1_000_000
-    detail: Literal["node", "region"] = "node"
+    detail: Literal["node", "region"] | None = None
     """``"node"`` records every node, for which traced runs are interpreted; ``"region"`` what really runs, a region as
-    one firing."""
+    one firing. None takes the detail of the trace in whose block this one is made, or ``"node"``."""
     firings: list[Firing] = field(default_factory=list)
     runs: list[RunSpan] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     dropped: int = 0
+    interpreted: int = field(default=0, init=False, repr=False, compare=False)
+    """Number of runs that traces made inside the block have recorded with every node, where this one would not."""
     order: PickLog | None = field(default=None, init=False, repr=False, compare=False)
     """Writes down, or says, which firing is next; None for a trace alone."""
     _inner: list[Trace] = field(default_factory=list, repr=False, compare=False)
@@ -164,6 +166,8 @@ class Trace:
 
     def __post_init__(self) -> None:
         outer = _current.innermost()
+        if self.detail is None:
+            self.detail = "node" if outer is None else outer.detail
         if outer is not None:
             outer._inner.append(self)
 
@@ -189,6 +193,7 @@ class Trace:
         self.firings += inner.firings[:room]
         self.dropped += inner.dropped + len(inner.firings[room:])
         self.runs += inner.runs
+        self.interpreted += len(inner.runs) if inner.detail == "node" != self.detail else inner.interpreted
         self.memory += inner.memory
         self.transfers += inner.transfers
 

@@ -410,7 +410,7 @@ async def _timeline(subject: _Subject) -> None:
     """A traced run shows what the device did, and when."""
     with subject.fed((64, 64)) as x:
         y = af.tanh(x @ x)
-    trace = af.Trace()
+    trace = af.Trace(detail="node")
     async with subject.alone() as session:
         await session.run(y, {x: np.ones((64, 64), "f4")}, trace=trace)
     shown = {firing.node for firing in trace.firings if firing.device == subject.names[0]}

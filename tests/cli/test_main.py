@@ -57,6 +57,14 @@ async def records_itself():
     with af.Trace() as trace:
         await scaled(21)
     assert len(trace.runs) == 1
+    print("recorded with detail", trace.detail)
+
+
+async def records_every_node():
+    await scaled(20)
+    with af.Trace(detail="node") as trace:
+        await scaled(21)
+    assert len(trace.runs) == 1
 
 
 async def fails():
@@ -173,9 +181,22 @@ def test_module_in_the_working_directory(program: Path) -> None:
     assert events(program / "trace.json")
 
 
-def test_program_that_records_itself(program: Path) -> None:
-    assert main(["profile", "program.py:records_itself", "-o", "trace.json"]) == 0
+@pytest.mark.parametrize("detail", ["region", "node"])
+def test_program_that_records_itself(program: Path, output: Output, detail: str) -> None:
+    """Its own trace takes the detail of the profile."""
+    assert main(["profile", "program.py:records_itself", "-o", "trace.json", "--detail", detail]) == 0
     assert "multiply" in events(program / "trace.json")
+    out = output()[0]
+    assert f"recorded with detail {detail}" in out
+    assert "interpreted, since" not in out
+
+
+def test_program_that_records_every_node(program: Path, output: Output) -> None:
+    """What is interpreted is said."""
+    assert main(["profile", "program.py:records_every_node"]) == 0
+    assert "1 of 2 runs were interpreted, since the program's own trace records every node" in output()[0]
+    assert main(["profile", "program.py:records_every_node", "--detail", "node"]) == 0
+    assert "interpreted, since" not in output()[0]
 
 
 def test_dotted_attribute(program: Path, output: Output) -> None:

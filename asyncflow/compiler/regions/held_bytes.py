@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncflow.autodiff.part_sums import ADD_PARTS
 from asyncflow.autodiff.row_gradients import ADD_ROWS
@@ -64,6 +64,9 @@ class _Bytes(NamedTuple):
 
 
 _NOTHING = _Bytes()
+
+_Happening = tuple[Callable[..., None], tuple[object, ...]]
+"""What a note says: a method of the replay, and what it is called with."""
 
 _GROUPS = ("saved", "begun", "looked at")
 """As `ToldAccount.tell` takes them."""
@@ -162,8 +165,8 @@ class HeldBytes:
     """The notes of one region."""
 
     def __init__(self) -> None:
-        self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._outer: list[list[tuple[Callable[..., None], tuple[Any, ...]]]] = []
+        self._notes: list[_Happening] = []
+        self._outer: list[list[_Happening]] = []
         self._begin({}, 0)
 
     # -- notes ---------------------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ class HeldBytes:
         """End what a loop does last, in place of other lines."""
         self._notes = self._outer.pop()
 
-    def _note(self, happens: Callable[..., None], *args: Any) -> None:
+    def _note(self, happens: Callable[..., None], *args: object) -> None:
         self._notes.append((happens, args))
 
     # -- the replay ----------------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ class HeldBytes:
         self._found: dict[tuple[int, str], HeldPlace] = {}
         self._early: dict[tuple[int, str], HeldPlace] = {}
 
-    def _play(self, notes: Iterable[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    def _play(self, notes: Iterable[_Happening]) -> None:
         for happens, args in notes:
             happens(*args)
 
@@ -387,7 +390,7 @@ class HeldBytes:
 
     def _loop(
         self,
-        body: Sequence[tuple[Callable[..., None], tuple[Any, ...]]],
+        body: Sequence[_Happening],
         variables: frozenset[str],
         counter: str,
         start: int,
@@ -418,7 +421,7 @@ class HeldBytes:
         self._assigned |= outside
         self._most = max(most, self._most, key=sum)
 
-    def _branch(self, branch: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], outputs: frozenset[str]) -> None:
+    def _branch(self, branch: Sequence[_Happening], outputs: frozenset[str]) -> None:
         other = {name: self._names.get(name) for name in outputs}
         self._unsure |= outputs  # whose names the other branch alone has bound
         outside, self._assigned = self._assigned, set()

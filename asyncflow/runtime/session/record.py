@@ -192,7 +192,7 @@ async def recorded(
 async def _recorded(
     call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
 ) -> Nest:
-    graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0)
+    graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0, detail="node")
     trace.order = log
     resources = resources_by_label(graph)
     states = {label: about.lookup(it) for label, it in resources.items()}

@@ -121,7 +121,7 @@ async def _follow(
 ) -> dict[str, Value]:
     kind = record.status.partition(":")[0]
     guide = PickGuide(record.picks, record.answers, is_whole=kind not in _STOPPED, live=live)
-    trace = Trace(capacity=0)
+    trace = Trace(capacity=0, detail="node")
     trace.order = guide
     try:
         fetches = [_fetched(name, graph, resources) for name in record.fetches]
