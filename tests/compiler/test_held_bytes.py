@@ -110,6 +110,24 @@ def recomputed(y: af.Tensor, x: af.Tensor) -> Any:
     return af.recompute(lambda z: af.tanh(af.sin(z) * x) + af.cos(z * x))(y)
 
 
+def small_part() -> Any:
+    """A loop that saves a row of something larger, which stays as long as the row does."""
+    x, feeds = fed(1024)
+
+    def body(i: af.Tensor, y: af.Tensor, z: af.Tensor) -> Any:
+        rows = af.stop_gradient(af.sin(af.reshape(y, (1, 1024)) * af.ones((64, 1), dtype="float32")))
+        return i + 1, rows[-1], z * rows[-1]
+
+    _, _, z = af.while_loop(lambda i, *_: i < 40, body, [af.constant(0), x, x])
+    return af.sum(af.gradients(af.sum(z), [x])[0]), feeds
+
+
+def parts(y: af.Tensor, x: af.Tensor) -> Any:
+    """All parts of one value, as the gates of a cell are."""
+    a, b, c, d = af.split(af.concat([y, y * 0.5, y + x, y - x], axis=1), 4, axis=1)
+    return a * b + c * d
+
+
 PROGRAMS: dict[str, Program] = {
     "straight line": straight_line(),
     "straight line of open shape": straight_line(known=False),
@@ -122,6 +140,8 @@ PROGRAMS: dict[str, Program] = {
     "gradient of branches": repeated(either),
     "gradient of both branches": repeated(in_turn),
     "gradient of recomputed pieces": repeated(recomputed),
+    "gradient of a small part": small_part,
+    "gradient of parts": repeated(parts),
     "array": written(),
     "growing array": written(dynamic=True),
     "gradient of an array": written(gradient=True),

@@ -315,7 +315,8 @@ class HeldBytes:
             if value.is_store:
                 store.of_stores, store.first, store.others = True, value.first, value.others
             else:
-                store.saves("mixed" if value.is_mixed else "copy" if value.is_kept else "own")
+                is_part = sum(value.nbytes) != sum(_new_buffer(node.inputs[2].spec).nbytes)
+                store.saves("mixed" if value.is_mixed or is_part else "copy" if value.is_kept else "own")
             if not value.is_kept:
                 self._keep(value)
                 store.nbytes = store.nbytes.plus(value.nbytes)
