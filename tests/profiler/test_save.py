@@ -63,7 +63,7 @@ def test_without_matplotlib_a_picture_is_refused_before_a_long_run(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for refuse in (lambda: check_destination(tmp_path / name), lambda: save(trace, tmp_path / name)):
-        with pytest.raises(TraceFormatError, match=r"asyncflow\[plot\]"):
+        with pytest.raises(TraceFormatError, match=r"asyncflow-runtime\[plot\]"):
             refuse()
     assert not list(tmp_path.iterdir())
     save(trace, tmp_path / "trace.html")

@@ -81,7 +81,7 @@ async def test_a_streamed_name_without_a_graph(session: af.Session) -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout", "seconds"), [(None, None), (2, 2.0), (-1, -1.0), (float("inf"), None), (1e300, None)]
+    ("timeout", "seconds"), [(None, None), (2, 2.0), (0, 0.0), (float("inf"), None), (1e300, None)]
 )
 def test_timeouts(timeout: Any, seconds: float | None) -> None:
     assert as_timeout(timeout) == seconds
