@@ -196,8 +196,8 @@ class Selection:
         asked = test.get_closest_marker("asyncio")
         if asked is not None and "loop_factories" in asked.kwargs:
             return asked.kwargs["loop_factories"]
-        if self.full and is_distributed(test) and _name(test) not in REAL_CPUS_ONLY:
-            return tuple(LOOPS)
+        if self.full and is_distributed(test) and "machine" in getattr(test, "fixturenames", ()):
+            return tuple(LOOPS)  # any other session would open real CPUs, whose threads virtual time knows nothing of
         return ("asyncio", "uvloop") if self.full or test.get_closest_marker("every_loop") else ("uvloop",)
 
     def chosen(self, metafunc: pytest.Metafunc) -> list[CallSpec]:

@@ -419,5 +419,5 @@ def _no_leaked_threads() -> Iterator[None]:
     yield
     leaked = [t for t in threading.enumerate() if t not in before and t.name.startswith(("cpu:", "asyncflow"))]
     for thread in leaked:
-        thread.join(timeout=PATIENCE_S)
+        thread.join(timeout=PATIENCE_S / len(leaked))
     assert not [thread for thread in leaked if thread.is_alive()]
