@@ -42,7 +42,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -359,8 +359,25 @@ class BodyFailure(Exception):
         super().__init__(error, inner, tag)
 
 
-def of_firing(error: Exception, tag: str | None = None) -> Exception:
+NO_EXIT: Final = (Exception, asyncio.CancelledError, GeneratorExit)
+"""What tasks and generators may end with; anything else out of a task ends the event loop."""
+
+
+class ExitRaised(Exception):
+    """A function of the user's raised what is no `Exception`, in a body that is computed for several firings.
+
+    Each of them fails with `error`; out of the task that computes the body, that would end the event loop.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        super().__init__(error)
+
+
+def of_firing(error: Exception, tag: str | None = None) -> BaseException:
     """The error of a firing if the run of a body failed with this, in that iteration (None: the run knows)."""
+    if isinstance(error, ExitRaised):
+        return error.error
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if cause is error or not isinstance(error, KernelError):
         return cause

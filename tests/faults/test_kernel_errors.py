@@ -179,6 +179,16 @@ def _shared(error: BaseException, cost: float) -> Any:
     return odd
 
 
+def _vertices(error: BaseException, cost: float) -> Any:
+    odd = _plain(error, cost)
+
+    @af.vertex_function(state=INT, children=1)
+    def cell(v: af.Vertex) -> None:
+        v.scatter(odd(v.gather(0)))
+
+    return af.vertex_map(cell, af.InputGraph.chain([2]), share=True).roots
+
+
 def _from_input(error: BaseException, cost: float) -> Any:
     async def elements() -> AsyncIterator[int]:
         raise error
@@ -196,6 +206,10 @@ WAYS: dict[str, Callable[[BaseException], af.Tensor]] = {
     "map_fn of coroutines": lambda error: af.map_fn(_coroutine(error, 0.0), af.constant([1, 2])),
     "loop": lambda error: af.while_loop(lambda i: i < 3, _plain(error, 1.0), 0),
     "shared": lambda error: _shared(error, 1.0)(1),
+    "batched": lambda error: af.batched(_plain(error, 1.0))(af.constant(1)),
+    "pool": lambda error: af.while_loop(lambda i: i < 3, _plain(error, 1.0), 0, pool=af.Pool(4)),
+    "pool on a thread": lambda error: af.while_loop(lambda i: i < 3, _plain(error, 1e12), 0, pool=af.Pool(4)),
+    "shared vertices": lambda error: _vertices(error, 1.0),
     "input": lambda error: _from_input(error, 1.0)(1),
 }
 

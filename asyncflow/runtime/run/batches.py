@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
-from asyncflow.errors import OutOfMemoryError, SessionClosedError, of_firing
+from asyncflow.errors import ExitRaised, OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
@@ -545,6 +545,7 @@ class Batches(TellingState):
 
     def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
         shared = call.members[0].shared
+        error = error.error if isinstance(error, ExitRaised) else error
         call.members[0].known.count(len(call.members), failed=1)
         self._show(call, self.turn.clock(), error)
         self.steps.look()

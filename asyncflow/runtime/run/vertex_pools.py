@@ -242,7 +242,7 @@ class VertexPool(TellingState):
         for member, found in ended:
             self.tell(member, found)
 
-    def _end(self, members: Sequence[VertexMember], error: Exception) -> None:
+    def _end(self, members: Sequence[VertexMember], error: BaseException) -> None:
         for member in members:
             self.tell(member, error)
         del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
