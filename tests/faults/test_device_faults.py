@@ -42,7 +42,7 @@ NEVER_CALLED = {
     *((SimDevice, name) for name in ("bind_loop", "check_loops", "describe", "resident")),
     *((CudaDevice, name) for name in ("bind_loop", "check_loops", "describe")),
     *((ThreadStream, name) for name in ("enqueue", "record", "wait")),
-    *((MemoryAccount, name) for name in ("count", "forget", "lap", "statistics", "top", "uncounted")),
+    *((MemoryAccount, name) for name in ("count", "forget", "statistics", "top", "uncounted")),
 }
 """What such a life does not need."""
 

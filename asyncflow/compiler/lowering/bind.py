@@ -191,8 +191,6 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
 def _new_sums(new: Kernel, track: Kernel, label: str, *totals: Value) -> Value:
     sums = new(*totals)
     sums.counts = partial(track, label=label)
-    for total in totals:
-        sums.counts(total)
     return sums
 
 
