@@ -16,6 +16,8 @@ import asyncflow as af
 from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import Access, find_op
 from asyncflow.ops.custom import CustomOp
+from tests.faults.kernels import until
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -349,25 +351,32 @@ async def test_stateful_calls_run_as_written(graph: af.Graph, run: Runner) -> No
 
 
 async def test_stateful_plain_functions_of_several_runs_take_turns(graph: af.Graph) -> None:
-    inside, most = 0, 0
-    lock = threading.Lock()
+    """The second call waits for the first, though a thread is free for a function that is called later."""
+    calls: list[float] = []
+    first_may_end = threading.Event()
 
     @af.op(outputs=SCALAR, stateful=True, cost=1e12)
     def count(x: Any) -> Any:
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
-        for _ in range(1000):
-            pass
-        with lock:
-            inside -= 1
+        calls.append(float(x))
+        assert x or first_may_end.wait(PATIENCE_S)
         return x
 
-    y = count(af.constant(1.0, "float32"))
+    @af.op(outputs=SCALAR, cost=1e12)
+    def later(x: Any) -> Any:
+        return x
+
+    x = af.placeholder("float32", ())
+    y, z = count(x), later(x)
     async with af.Session(graph) as session:
-        await asyncio.gather(*(session.run(y) for _ in range(20)))
-    assert most == 1
+        first = asyncio.ensure_future(session.run(y, {x: 0.0}))
+        await until(lambda: calls)
+        second = asyncio.ensure_future(session.run(y, {x: 1.0}))
+        await asyncio.sleep(0)
+        assert await session.run(z, {x: 2.0}) == 2
+        begun = list(calls)
+        first_may_end.set()
+        assert list(await asyncio.gather(first, second)) == [0, 1]
+    assert (begun, calls) == ([0.0], [0.0, 1.0])
 
 
 async def test_stateful_coroutine_functions_of_several_runs_overlap(graph: af.Graph) -> None:
