@@ -6,7 +6,7 @@ import math
 import numbers
 from pathlib import Path
 
-from asyncflow.errors import brief
+from asyncflow.errors import DeadlineExceeded, brief
 from asyncflow.runtime.trace import Trace
 
 _FOR_EVER_S = 1e9
@@ -18,14 +18,16 @@ def as_timeout(timeout: object) -> float | None:
 
     Raises:
         TypeError: it is no real number.
-        ValueError: it is NaN or negative.
+        ValueError: it is NaN.
+        DeadlineExceeded: it is negative, as what is left until a deadline that has passed.
     """
     if timeout is None:
         return None
-    rule = "timeout is a number of seconds, 0 or more, or None"
-    seconds = _as_float(timeout, rule)
+    seconds = _as_float(timeout, "timeout is a number of seconds, or None")
     if seconds < 0:
-        raise ValueError(f"{rule}; got {timeout!r}")
+        raise DeadlineExceeded(
+            f"timeout={timeout} had passed before the run was asked for; without a timeout pass None"
+        )
     return seconds if seconds < _FOR_EVER_S else None
 
 

@@ -6,9 +6,9 @@ here knows of it. Times are `time.perf_counter_ns`, or those of the virtual cloc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
 
@@ -217,5 +217,5 @@ def install_writer(writer: Writer) -> None:
 def write_trace(trace: Trace, path: Path) -> None:
     """Write `trace` in the format that the path's suffix names."""
     if not _writers:
-        import_module("asyncflow.profiler")  # which installs its writer
+        _ = sys.modules["asyncflow"].profiler  # importing it installs its writer
     _writers[0](trace, path)

@@ -69,7 +69,7 @@ _RENAMED: Final = {
 def _hint(name: str, known: Sequence[str]) -> str:
     if name in _RENAMED:
         return f"; use {_RENAMED[name]}"
-    close = [] if name.startswith("_") else close_names(name, known)
+    close = close_names(name, known)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -96,7 +96,8 @@ class Queue(Resource):
     if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"a queue has no attribute {name!r}{_hint(name, dir(self))}", name=name, obj=self)
+            hint = "" if name.startswith("_") else _hint(name, dir(self))
+            raise AttributeError(f"a queue has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __init__(self, capacity: int, spec: Nest, *, name: str | None = None, container: str | None = None) -> None:
         kind = type(self).__name__

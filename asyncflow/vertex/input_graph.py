@@ -116,10 +116,10 @@ class InputGraph:
         """One sample, a tree of nested tuples, and its leaves: all that is no tuple, in the order of the vertices.
 
         Vertices are numbered from left to right, children before their parents. `InputGraph.leaves` are the numbers of
-        the leaves. A namedtuple is a leaf, and so is a list in a tuple, unless it holds tuples or lists.
+        the leaves. A namedtuple is a leaf, and so is a list in a tuple, unless it holds tuples.
 
         Raises:
-            GraphError: a tuple is empty, `tree` is a list, or a list holds tuples or lists.
+            GraphError: a tuple is empty, `tree` is a list, or a list holds tuples.
         """
         found: list[object] = []
         parents: list[int] = []
@@ -128,7 +128,7 @@ class InputGraph:
             item, parent = waiting.pop()
             if item == () and type(item) is tuple:
                 raise GraphError("an empty tuple in nested tuples is neither a leaf nor has it children")
-            if type(item) is list and (item is tree or any(type(each) in (tuple, list) for each in item)):
+            if type(item) is list and (item is tree or any(type(each) is tuple for each in item)):
                 raise GraphError(
                     f"one sample is made of nested tuples; got a list, {brief(item)}: write tuples, or, for several "
                     "samples, InputGraph.batch([InputGraph.from_nested(tree)[0] for tree in trees])"

@@ -218,7 +218,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "type": (lambda: af.InputGraph.from_parents([-1], [-1]), af.GraphError, "is of type -1; types are 0 to 65535"),
     "length": (lambda: af.InputGraph.chain([2, -1]), af.GraphError, "that of sample 1 is -1"),
     "a list": (lambda: af.InputGraph.from_nested([[1, 2], [3]]), af.GraphError, "got a list.*write tuples"),
-    "lists of lists": (lambda: af.InputGraph.from_nested(([[1], [2]], 3)), af.GraphError, "got a list.*write tuples"),
+    "lists of tuples": (lambda: af.InputGraph.from_nested(([(1,)], 3)), af.GraphError, "got a list.*write tuples"),
     "empty tuple": (lambda: af.InputGraph.from_nested((1, ())), af.GraphError, "an empty tuple"),
     "a list of trees": (lambda: af.InputGraph.from_nested([(1, 2), (3, 4)]), af.GraphError, "for several samples"),
     "undirected": (lambda: af.InputGraph.from_networkx(Directed("A", [], False)), af.GraphError, "has to be directed"),

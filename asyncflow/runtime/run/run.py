@@ -350,6 +350,8 @@ class Run:
         if ticket is None or ticket.is_aside or self.is_stopped or self._is_busy:
             return
         executors = [each for each in self.executors if isinstance(each, Executor)]
+        if not executors:
+            return  # a lone firing has its place until it ends
         if not all(each.is_in_line or each.is_quiet for each in executors):
             return
         if not any(each.has_launched(self.on_quiet) for each in executors):

@@ -202,6 +202,8 @@ class Executor:
             return False
         if all(node.kind == Kind.FETCH for node, _ in self.scheduler.ready) and not self._has_suspended:
             return True  # no kernel goes on
+        if not ticket.is_aside:
+            return True  # somebody whom a claim has woken has brought it back
         return ticket.come_back(self.run.come_back)
 
     def _drive_on_device(self, deadline_ns: int) -> bool:

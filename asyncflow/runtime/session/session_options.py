@@ -194,7 +194,7 @@ def taking(
 
     def decorate(init: Callable[[S, Options], None]) -> Callable[Concatenate[S, P], None]:
         def taken(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            for unknown in kwargs.keys() - known:
+            for unknown in [name for name in kwargs if name not in known]:
                 close = close_names(unknown, known)
                 hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
                 raise TypeError(f"{init.__qualname__.partition('.')[0]} has no option {unknown!r}; {hint}")
