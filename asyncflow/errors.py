@@ -359,7 +359,7 @@ class BodyFailure(Exception):
         super().__init__(error, inner, tag)
 
 
-NO_EXIT: Final = (Exception, asyncio.CancelledError, GeneratorExit)
+_NO_EXIT: Final = (Exception, asyncio.CancelledError, GeneratorExit)
 """What tasks and generators may end with; anything else out of a task ends the event loop."""
 
 
@@ -372,6 +372,20 @@ class ExitRaised(Exception):
     def __init__(self, error: BaseException) -> None:
         self.error = error
         super().__init__(error)
+
+
+class _ContainedExits:
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, _NO_EXIT):
+            raise ExitRaised(error) from error
+
+
+contained_exits: Final = _ContainedExits()
+"""Inside this context, a function's exit becomes an `ExitRaised`."""
 
 
 def of_firing(error: Exception, tag: str | None = None) -> BaseException:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from asyncflow.errors import NO_EXIT, ExitRaised
+from asyncflow.errors import contained_exits
 from asyncflow.lift.pooled import SEVERAL
 from asyncflow.runtime.pool import RowGroup
 from asyncflow.runtime.trace import current_trace
@@ -80,22 +80,14 @@ class _PlacedRun:
         """All values, at its end."""
         values = self._values
         if values is None:
-            try:
+            with contained_exits:
                 values = self._values = cast("list[Array]", await self._run.wait())
-            except NO_EXIT:
-                raise
-            except BaseException as error:
-                raise ExitRaised(error) from error
         return values
 
     async def staying(self) -> Sequence[Value]:
         """Those that stay, which are there once they have been launched: mostly by now."""
-        try:
+        with contained_exits:
             is_there = await self._run.wait_for_staying()
-        except NO_EXIT:
-            raise
-        except BaseException as error:
-            raise ExitRaised(error) from error
         if is_there:
             return [self._run.stayed[index] for index in self._staying]
         return (await self.values())[: len(self._staying)]

@@ -16,7 +16,7 @@ from asyncflow.compiler.lowering.single_call import SingleCall, find_single_call
 from asyncflow.compiler.program.request import PlanRequest, tell_watchers
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import TRACKED_BYTES
-from asyncflow.errors import NO_EXIT, AsyncflowError, ExitRaised, OutOfMemoryError, SessionClosedError
+from asyncflow.errors import AsyncflowError, OutOfMemoryError, SessionClosedError, contained_exits
 from asyncflow.lift.batched import BodyProgram, SharedCode
 from asyncflow.runtime.observer import Observers, start_observed
 from asyncflow.runtime.options import as_priority, as_timeout, check_trace
@@ -555,12 +555,8 @@ class Runs:
         """The fetched values of a body; None if computing them may take longer than the event loop is to be held."""
         if plan.single_call is None:
             return None
-        try:
+        with contained_exits:
             found = self._run_single_call(plan, plan.single_call, list(values), None, 0.0, limit_ns, is_part=True)
-        except NO_EXIT:
-            raise
-        except BaseException as error:
-            raise ExitRaised(error) from error
         return cast("list[Array] | None", found)
 
     def counted_call(self, plan: Plan) -> CountedCall | None:
@@ -576,12 +572,8 @@ class Runs:
 
     async def run_batch(self, plan: Plan, values: list[Array]) -> list[Array]:
         """The fetched values of a body; see `start_batch`."""
-        try:
+        with contained_exits:
             return cast("list[Array]", await self.start_batch(plan, values, trace=current_trace()).wait())
-        except NO_EXIT:
-            raise
-        except BaseException as error:
-            raise ExitRaised(error) from error
 
     def memory_of(self, plan: Plan) -> MemoryAccount:
         """The account of the device that computes a body of one partition."""
