@@ -9,7 +9,7 @@ from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, NUMPY, Peers
 from benchmarks.processes import run_python
 
-TIME = Figure("time to import", "ms")
+TIME = Figure("CPU time to import", "ms")
 PROGRAM = "from time import process_time; started = process_time(); import {}; {}\nprint(process_time() - started)"
 CASES = {"import": "", "first graph": "asyncflow.Graph()", "first session": "asyncflow.Session(asyncflow.Graph())"}
 
