@@ -1,36 +1,61 @@
-"""``asyncflow explain``: runs a program, and prints what passes of the compiler change in the plans of its runs."""
+"""``asyncflow explain``: runs a program, and prints the plans of its runs, or what passes of the compiler change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import asyncflow as af
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
 from asyncflow.compiler.dump import listening
+from asyncflow.compiler.plan import Plan
+from asyncflow.graph.builtin import PLACEHOLDER
+from asyncflow.graph.ir import Node
 
 
-def explain(target: str, passes: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs `target`, prints what `passes` change in each plan that is compiled for it, and gives the exit code.
+def explain(target: str, arguments: Sequence[str], *, passes: Sequence[str] = (), all_passes: bool = False) -> int:
+    """Run `target`, print what each plan that is compiled for it does, and return the exit code.
 
     Args:
-        target: ``file.py:name`` or ``package.module:name``.
-        passes: their names; none for all.
+        target: ``file.py:name`` or ``package.module:name``. Of a graph, the plan of all that it computes is printed.
         arguments: the program's ``sys.argv[1:]``.
+        passes: print what the passes of these names change instead.
+        all_passes: print what all passes change instead.
 
     Returns:
         As `asyncflow.cli.profile.profile`.
 
     Raises:
-        TargetError: `target` names nothing that can be called without arguments.
+        TargetError: `target` names neither a graph nor something that can be called without arguments.
     """
     not_seen = dict.fromkeys(passes)
+    shows_passes = bool(passes) or all_passes
+    count = 0
 
     def tell(name: str, change: str) -> None:
-        if name in passes or not passes:
+        if all_passes or name in passes:
             not_seen.pop(name, None)
             print(change or f"{name} changes nothing")
 
-    code = run_program(Target.parse(target), arguments, listening(tell))
+    def on_plan(plan: Plan) -> None:
+        nonlocal count
+        count += 1
+        names = ", ".join(getattr(each, "name", type(each).__name__) for each in plan.request.fetches)
+        print(f"plan {count}, of {names or 'nothing'}:\n{plan.explain()}\n")
+
+    listens = listening(tell) if shows_passes else listening(on_plan=on_plan)
+    code = run_program(Target.parse(target), arguments, listens, on_graph=_compile)
     for name in not_seen:
         print(f"in no plan of the program was there anything for {name} to do")
     return code
+
+
+def _compile(graph: af.Graph) -> None:
+    """Compile all that a graph computes for nobody else, as a run of its fetches would."""
+    used = {x.node for node in graph.nodes for x in node.inputs}
+    last: list[Node | af.Tensor] = []
+    for node in graph.nodes:
+        if node not in used and node.op is not PLACEHOLDER:
+            last += node.outputs or (node,)
+    fed = [node.outputs[0] for node in graph.nodes if node.op is PLACEHOLDER]
+    af.Session(graph).plan(last, fed)

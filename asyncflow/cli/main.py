@@ -41,7 +41,7 @@ _WITH_VALUE = {
 }
 _FLAGS = {
     "check": ("-h", "--help"),
-    "explain": ("-h", "--help"),
+    "explain": ("-h", "--help", "--passes"),
     "profile": ("-h", "--help"),
     "simulate": ("-h", "--help", "--shapes-only"),
 }
@@ -70,11 +70,14 @@ A directory of steps stands for its latest one. The exit code is 1 for a step th
 
 _EXPLAIN_EXAMPLES = f"""\
 examples:
+  asyncflow explain train.py:main
+  asyncflow explain train.py:graph --passes
   asyncflow explain train.py:main --after fold
   asyncflow explain package.module:step --after hoist --after batch_loops --epochs 3
 
-Printed is a diff of the graph's text, for each plan that the program's runs are compiled to. In a program,
-Session(dump="fold") does the same for the plans of one session, and Session(without=["fold"]) leaves the pass out.
+Plans are printed as session.plan(...).explain() gives them. What a pass changes is printed as a diff of the graph's
+text, for each plan that the program's runs are compiled to. In a program, Session(dump="fold") prints it for the plans
+of one session, and Session(without=["fold"]) leaves the pass out.
 
 passes, in order:
 {indent(fill(", ".join(each.name for each in PASSES), 100), "  ")}
@@ -230,20 +233,23 @@ def _paths_of_steps(options: argparse.Namespace) -> list[Path]:
 def _add_explain(add: _AddCommand) -> None:
     explained = add(
         "explain",
-        help="run a program and show what passes of the compiler change in its graphs",
-        description="Runs a program, and prints what passes of the compiler change in the plans of its runs.",
-        usage="asyncflow explain [-h] target [--after PASS]... [arguments of the program ...]",
+        help="run a program, or take a graph, and show its plans, or what passes of the compiler change",
+        description="Runs a program, and prints the plans of its runs, or what passes of the compiler change in them.",
+        usage="asyncflow explain [-h] target [--passes] [--after PASS]... [arguments of the program ...]",
         epilog=_EXPLAIN_EXAMPLES,
     )
-    explained.set_defaults(do=lambda options, rest: explain(options.target, options.after, rest))
+    explained.set_defaults(
+        do=lambda options, rest: explain(options.target, rest, passes=options.after, all_passes=options.passes)
+    )
     _add_target(explained)
+    explained.add_argument("--passes", action="store_true", help="print what each pass changes, in place of the plans")
     explained.add_argument(
         "--after",
         metavar="PASS",
         choices=[each.name for each in PASSES],
         action="append",
         default=[],
-        help="print the changes of this pass; may be given several times (default: those of all)",
+        help="print what this pass changes, in place of the plans; may be given several times",
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from asyncflow.compiler.passes import Program
+    from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.program.request import Fetch
     from asyncflow.graph.ir import Node
 
@@ -27,18 +28,31 @@ Tell: TypeAlias = "Callable[[str, str], object]"
 _listeners: list[Tell] = []
 """Those who want to know of all sessions."""
 
+_plan_listeners: list[Callable[[Plan], object]] = []
+"""Those who want to know of each plan that is compiled."""
+
 _MOST_NAMED = 3
 """Of what a plan gives, at the head of a change."""
 
 
 @contextmanager
-def listening(tell: Tell) -> Iterator[None]:
-    """Tells of the plans that any session compiles inside."""
-    _listeners.append(tell)
+def listening(tell: Tell | None = None, on_plan: Callable[[Plan], object] | None = None) -> Iterator[None]:
+    """Tell of the plans that any session compiles inside: what passes change (`tell`), and each plan (`on_plan`)."""
+    _listeners.extend(each for each in [tell] if each is not None)
+    _plan_listeners.extend(each for each in [on_plan] if each is not None)
     try:
         yield
     finally:
-        _listeners.remove(tell)
+        if tell is not None:
+            _listeners.remove(tell)
+        if on_plan is not None:
+            _plan_listeners.remove(on_plan)
+
+
+def tell_plan(plan: Plan) -> None:
+    """Tell those who listen of a plan that has just been compiled."""
+    for tell in _plan_listeners:
+        tell(plan)
 
 
 def start_dump(program: Program, asked: bool | str | Tell) -> Dump | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from functools import partial, wraps
 
 from asyncflow.compiler.batching.batch_loops import batch_loops, bytes_for_batches
-from asyncflow.compiler.dump import start_dump
+from asyncflow.compiler.dump import start_dump, tell_plan
 from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
@@ -84,7 +84,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
     assert program.survey is not None
     call = find_single_call(program.partitions, context.devices, may_wait=True)
     waits = call is not None and call.node.waits_in_line
-    return Plan(
+    plan = Plan(
         request=request,
         graph=program.graph,
         partitions=program.partitions,
@@ -99,6 +99,8 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         remarks=program.remarks,
         **program.survey._asdict(),
     )
+    tell_plan(plan)
+    return plan
 
 
 # -- when passes run -------------------------------------------------------------------------------------------------

@@ -43,6 +43,23 @@ def _program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("explained", None)
 
 
+def test_the_plans_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is printed when it is compiled, before the run that it is for."""
+    assert main(["explain", "explained.py:main", "--epochs", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("plan 1, of multiply_1:0:\npartition on cpu:0: ") < out.index("plan 2, of negative:0:\n")
+    assert "before" not in out and out.endswith("result 42.0 -7.0 ['--epochs', '3']\n")
+
+
+def test_the_plan_of_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all that nothing in the graph uses; no run is needed."""
+    assert main(["explain", "explained.py:graph"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plan 1, of multiply_1:0, negative:0:\npartition on cpu:0: ")
+    assert main(["explain", "explained.py:graph", "--after", "fold"]) == 0
+    assert "after fold" in capsys.readouterr().out
+
+
 def test_what_a_pass_changes_in_each_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "explained.py:main", "--after", "fold", "--epochs", "3"]) == 0
     out = capsys.readouterr().out
@@ -52,7 +69,7 @@ def test_what_a_pass_changes_in_each_plan(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_all_passes_of_a_program_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "explained.py:fails"]) == 1
+    assert main(["explain", "explained.py:fails", "--passes"]) == 1
     out, err = capsys.readouterr()
     assert out.index("after extract") < out.index("after fold") < out.index("after place") < out.index("bind")
     assert err.rstrip().endswith("LookupError: the program's own fault")
