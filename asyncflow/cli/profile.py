@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -41,7 +42,7 @@ def profile(
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
-        interrupted, 143 if it was terminated. The timeline is written in every case.
+        interrupted, 143 if it was terminated. The timeline is written unless the program cannot be imported.
 
     Raises:
         TargetError: `target` names nothing that can be called without arguments.
@@ -50,8 +51,19 @@ def profile(
     for path in outputs:
         check_destination(path)
     trace = Trace(detail=detail)
-    code = run_program(Target.parse(target), arguments, trace)
+    is_loaded = False
+
+    @contextmanager
+    def observed() -> Iterator[None]:
+        nonlocal is_loaded
+        is_loaded = True
+        with trace:
+            yield
+
+    code = run_program(Target.parse(target), arguments, observed())
     sys.stdout.flush()
+    if not is_loaded:
+        return code  # what was printed says it all
     print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
     if trace.interpreted:
         print(

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, ClassVar, Literal, NoReturn, Self, cast
+from typing import Any, ClassVar, Final, Literal, NoReturn, Self, cast
 from weakref import ref
 
 from asyncflow.entered import Entered
@@ -67,6 +67,10 @@ def current_graph() -> Graph | None:
 
 leave_graphs = _current.leave_all
 """Makes no graph current in this context: the user's kernels run in a copy of the context of whoever awaits."""
+
+
+_SHOWN: Final = frozenset({"effects", "named", "node", "nodes", "seed", "tensor", "version", "walk"})
+"""Public names of a graph that programs use."""
 
 
 class Graph(NotPickled):
@@ -144,6 +148,10 @@ class Graph(NotPickled):
         graph.kept_for_gradients = graph.parted = forgotten
         graph._by_name = {node.name: node for node in graph.walk()}
         return graph
+
+    def __dir__(self) -> list[str]:
+        """Names for completion: the library's own methods are left out."""
+        return [name for name in super().__dir__() if name.startswith("_") or name in _SHOWN]
 
     def __del__(self) -> None:
         if "_taken" in self.__dict__:  # else it refused its arguments

@@ -199,6 +199,14 @@ def test_program_that_records_every_node(program: Path, output: Output) -> None:
     assert "interpreted, since" not in output()[0]
 
 
+def test_a_program_that_cannot_be_imported_shows_its_traceback_alone(program: Path, output: Output) -> None:
+    (program / "broken.py").write_text("import nowhere_to_be_found\n", encoding="utf-8")
+    assert main(["profile", "broken.py", "-o", "trace.html"]) == 1
+    out, err = output()
+    assert out == "" and err.rstrip().endswith("ModuleNotFoundError: No module named 'nowhere_to_be_found'")
+    assert not (program / "trace.html").exists()
+
+
 def test_dotted_attribute(program: Path, output: Output) -> None:
     assert main(["profile", "program.py:Group.member"]) == 0
     out, _ = output()

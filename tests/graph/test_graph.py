@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import asyncflow as af
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import add_control_input, apply, constant, group, identity, placeholder
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, encloses, has_side_effect, node_effects
@@ -317,3 +318,12 @@ def test_op_names_are_unique() -> None:
         register(Op(name="identity", infer=lambda x: x))
     with pytest.raises(GraphError, match="no op is named 'nope'; is the module that registers it imported"):
         find_op("nope")
+
+
+def test_completion_shows_what_programs_use() -> None:
+    graph = af.Graph()
+    shown = {name for name in dir(graph) if not name.startswith("_")}
+    assert {"named", "nodes", "tensor"} <= shown and {"adopt", "take_back", "home"}.isdisjoint(shown)
+    assert all(hasattr(graph, name) for name in shown)
+    session = dir(af.Session(graph))
+    assert {"run", "stream", "plan"} <= set(session) and "run_call" not in session

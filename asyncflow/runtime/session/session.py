@@ -173,6 +173,10 @@ class Session(CheckpointedSession, NotPickled):
     def __exit__(self, *exc: object) -> None:
         """Never called; without it, Python would not call `__enter__` to say what is wrong."""
 
+    def __dir__(self) -> list[str]:
+        """Names for completion: methods that other rooms of the library call are left out."""
+        return [name for name in super().__dir__() if name not in ("run_again", "run_call", "run_function")]
+
     def _bind(self) -> asyncio.AbstractEventLoop:
         """The event loop, after checking that this is it and that the session is open."""
         if self._runs.closed is not None:
