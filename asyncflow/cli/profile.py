@@ -42,7 +42,7 @@ def profile(
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
-        interrupted, 143 if it was terminated. The timeline is written unless the program cannot be imported.
+        interrupted, 143 if it was terminated. The timeline is written unless the program raised before its first run.
 
     Raises:
         TargetError: `target` names nothing that can be called without arguments.
@@ -51,19 +51,23 @@ def profile(
     for path in outputs:
         check_destination(path)
     trace = Trace(detail=detail)
-    is_loaded = False
+    has_failed = True  # until the program is loaded
 
     @contextmanager
     def observed() -> Iterator[None]:
-        nonlocal is_loaded
-        is_loaded = True
+        nonlocal has_failed
+        has_failed = False
         with trace:
-            yield
+            try:
+                yield
+            except Exception:
+                has_failed = True
+                raise
 
     code = run_program(Target.parse(target), arguments, observed())
     sys.stdout.flush()
-    if not is_loaded:
-        return code  # what was printed says it all
+    if has_failed and not trace.runs:
+        return code  # its traceback says it all
     print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
     if trace.interpreted:
         print(
