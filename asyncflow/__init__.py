@@ -188,6 +188,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.elementwise import trunc as trunc
     from asyncflow.ops.erf import erf as erf
     from asyncflow.ops.from_torch import from_torch as from_torch
+    from asyncflow.ops.histograms import histogram as histogram
     from asyncflow.ops.indexing import gather as gather
     from asyncflow.ops.indexing import index_add as index_add
     from asyncflow.ops.indexing import index_update as index_update
@@ -243,6 +244,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.nn import silu as silu
     from asyncflow.ops.nn import softmax as softmax
     from asyncflow.ops.nn import softplus as softplus
+    from asyncflow.ops.norms import cdist as cdist
     from asyncflow.ops.padding import pad as pad
     from asyncflow.ops.quantile import quantile as quantile
     from asyncflow.ops.searching import argmax as argmax
@@ -276,6 +278,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.utility import all as all
     from asyncflow.ops.utility import any as any
     from asyncflow.ops.utility import diff as diff
+    from asyncflow.ops.utility import nan_to_num as nan_to_num
     from asyncflow.ops.windows import dynamic_slice as dynamic_slice
     from asyncflow.runtime.loop import run as run
     from asyncflow.runtime.run.batches import BatchStatistics as BatchStatistics
@@ -375,6 +378,7 @@ _HOMES = {
     ),
     "ops.erf": "erf",
     "ops.from_torch": "from_torch",
+    "ops.histograms": "histogram",
     "ops.indexing": "gather index_add index_update scatter_add scatter_update take take_along_axis",
     "ops.linalg": "einsum matmul matrix_transpose tensordot vecdot",
     "ops.logic": (
@@ -384,6 +388,7 @@ _HOMES = {
     ),
     "ops.manipulation": "concat expand_dims flip moveaxis permute_dims repeat reshape roll squeeze stack tile unstack",
     "ops.nn": "embedding gelu layer_norm log_softmax logsumexp one_hot relu sigmoid silu softmax softplus",
+    "ops.norms": "cdist",
     "ops.padding": "pad",
     "ops.quantile": "quantile",
     "ops.searching": "argmax argmin count_nonzero nonzero searchsorted where",
@@ -393,7 +398,7 @@ _HOMES = {
     "ops.sorting": "argsort sort top_k",
     "ops.splitting": "split",
     "ops.statistical": "cumulative_prod cumulative_sum max mean min prod std sum var",
-    "ops.utility": "all any diff",
+    "ops.utility": "all any diff nan_to_num",
     "ops.windows": "dynamic_slice",
     "runtime.loop": "run",
     "runtime.run.batches": "BatchStatistics",

@@ -1,4 +1,4 @@
-"""Norms of vectors and matrices, and products of vectors, of what graphs have."""
+"""Norms of vectors and matrices, distances, and products of vectors, of what graphs have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.ops.axes import Axes, as_axes, static_int
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.decompositions import svdvals
-from asyncflow.ops.elementwise import abs, multiply, pow, sqrt, square
+from asyncflow.ops.elementwise import abs, multiply, pow, sqrt, square, subtract
 from asyncflow.ops.logic import equal, not_equal
 from asyncflow.ops.manipulation import concat, expand_dims
 from asyncflow.ops.promotion import kind_of, promote_operands, require_kind
@@ -31,7 +31,7 @@ def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, 
         keepdims: leave `axis` with an extent of 1.
         ord: which norm: infinity takes the largest magnitude, -infinity the smallest, 0 counts what is not 0.
 
-    The gradient of the usual norm, 2, is 0 where the norm is.
+    The gradient of norms above 1 is 0 where the norm is.
     """
     with graph_for(x):
         sizes = _magnitudes(x)
@@ -50,7 +50,31 @@ def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, 
             return sum(sizes, **over)
         if ord == 2:
             return _root(sum(square(sizes), **over))
-        return pow(sum(pow(sizes, float(ord)), **over), 1 / float(ord))
+        total = sum(pow(sizes, float(ord)), **over)
+        return _root(total, float(ord)) if ord > 1 else pow(total, 1 / float(ord))
+
+
+def cdist(x1: TensorLike, x2: TensorLike, /, *, ord: float = 2) -> Tensor:
+    """Distances of each row of `x1` to each row of `x2`: the `vector_norm` of their difference.
+
+    Args:
+        x1: numbers, of shape ``[..., m, d]``.
+        x2: numbers, of shape ``[..., n, d]``; axes before the last two broadcast.
+        ord: which norm, as of `vector_norm`.
+
+    Returns:
+        Floats, of shape ``[..., m, n]``. All differences are computed, ``m * n * d`` numbers. The gradient of
+        norms above 1 is 0 where two rows are equal.
+
+    Raises:
+        ShapeError: an operand is no matrix, or their rows differ in length.
+    """
+    with graph_for(x1, x2):
+        one, other = promote_operands(x1, x2)
+        for each in (one, other):
+            if each.shape is not None and len(each.shape) < 2:
+                raise ShapeError(f"cdist takes matrices, or stacks of them; got {each.spec}")
+        return vector_norm(subtract(expand_dims(one, axis=-2), expand_dims(other, axis=-3)), axis=-1, ord=ord)
 
 
 def _magnitudes(x: TensorLike) -> Tensor:
@@ -59,10 +83,11 @@ def _magnitudes(x: TensorLike) -> Tensor:
     return abs(astype(tensor, float64) if kind_of(tensor.dtype) in "biu" else tensor)
 
 
-def _root(x: Tensor) -> Tensor:
-    """The square root, with the gradient 0 at 0."""
+def _root(x: Tensor, degree: float = 2.0) -> Tensor:
+    """The root of a degree, with the gradient 0 at 0."""
     is_zero = equal(x, 0)
-    return where(is_zero, 0.0, sqrt(where(is_zero, 1.0, x)))
+    away = where(is_zero, 1.0, x)
+    return where(is_zero, 0.0, sqrt(away) if degree == 2.0 else pow(away, 1 / degree))
 
 
 def matrix_norm(x: TensorLike, /, *, keepdims: bool = False, ord: float | Literal["fro", "nuc"] = "fro") -> Tensor:

@@ -1,4 +1,4 @@
-"""Utility functions of the standard: `all`, `any`, `diff`."""
+"""Utility functions: `all`, `any` and `diff` of the standard, and `nan_to_num`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from asyncflow.graph.dtypes import bool_
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, static_int
-from asyncflow.ops.elementwise import subtract
+from asyncflow.ops.datatypes import astype, finfo
+from asyncflow.ops.elementwise import imag, real, subtract
 from asyncflow.ops.indexing import sliced
-from asyncflow.ops.logic import not_equal
+from asyncflow.ops.logic import greater, isinf, isnan, less, logical_and, not_equal
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.promotion import kind_of, require_kind
+from asyncflow.ops.searching import where
 from asyncflow.ops.statistical import method_reduction
 
 
@@ -70,3 +72,32 @@ def diff(
         for _ in range(times):
             found = difference(sliced(found, at, 1, None), sliced(found, at, None, -1))
         return found
+
+
+def nan_to_num(
+    x: TensorLike, /, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> Tensor:
+    """Replace NaNs and infinities by numbers, in both parts of complex ones; integers and booleans stay as they are.
+
+    Args:
+        x: numbers or booleans.
+        nan: in place of NaN.
+        posinf: in place of infinity; None for the largest number of the dtype.
+        neginf: in place of minus infinity; None for the smallest.
+
+    Nothing flows back through what is replaced.
+    """
+    with graph_for(x):
+        tensor = as_tensor(x)
+        require_kind(tensor.spec, "biufc", "numbers and booleans")
+        kind = kind_of(tensor.dtype)
+        if kind in "biu":
+            return tensor
+        if kind == "c":
+            parts = [nan_to_num(part, nan=nan, posinf=posinf, neginf=neginf) for part in (real(tensor), imag(tensor))]
+            return astype(parts[0], tensor.dtype) + astype(parts[1], tensor.dtype) * 1j
+        limits = finfo(tensor.dtype)
+        most, least = limits.max if posinf is None else posinf, limits.min if neginf is None else neginf
+        found = where(logical_and(isinf(tensor), greater(tensor, 0)), most, tensor)
+        found = where(logical_and(isinf(tensor), less(tensor, 0)), least, found)
+        return where(isnan(tensor), nan, found)

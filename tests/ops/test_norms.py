@@ -87,3 +87,27 @@ def test_errors(evaluate: Any) -> None:
         y = la.cross(x, x)
     with pytest.raises(af.ShapeError, match=r"parts of \[1, 1, 1\] do not fill an extent of 2"):
         evaluate(y, {x: np.ones(2)})
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
+async def test_distances_of_rows(ord: float) -> None:
+    rng = np.random.default_rng(3)
+    one, other = rng.normal(size=(2, 4, 3)), rng.normal(size=(5, 3))
+    one[0, 1] = other[2]  # distance 0
+    with af.Graph() as graph:
+        x, y = af.placeholder("float64", (None, None, 3)), af.placeholder("float64", (None, 3))
+        distances = af.cdist(x, y, ord=ord)
+        slope = af.gradients(af.sum(distances), [x])[0]
+    async with af.Session(graph) as session:
+        found, gradient = await session.run([distances, slope], {x: one, y: other})
+    want = np.linalg.norm(one[..., :, None, :] - other[..., None, :, :], ord=ord, axis=-1)
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+    assert found.shape == (2, 4, 5) and np.isfinite(gradient).all()
+
+
+def test_distances_need_matrices_of_rows_of_one_length() -> None:
+    with af.Graph():
+        with pytest.raises(af.ShapeError, match="cdist takes matrices"):
+            af.cdist(af.placeholder("float64", (3,)), af.placeholder("float64", (2, 3)))
+        with pytest.raises(af.ShapeError):
+            af.cdist(af.placeholder("float64", (2, 4)), af.placeholder("float64", (2, 3)))
