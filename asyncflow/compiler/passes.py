@@ -83,6 +83,7 @@ class Context:
         costs: mean nanoseconds that nodes took in earlier runs, by name.
         homes: where state is, of devices with a memory of their own; what a plan puts somewhere is added. None if all
             devices share one memory.
+        placed: the devices of nodes by name in a run that is done again.
     """
 
     devices: Sequence[Device]
@@ -90,6 +91,7 @@ class Context:
     resolve: Resolve
     costs: Mapping[str, float] = field(default_factory=dict)
     homes: dict[Hashable, str] | None = None
+    placed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:

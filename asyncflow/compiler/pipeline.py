@@ -226,7 +226,8 @@ def _prune(program: Program, _: Context) -> None:
 @wraps(place)
 def _place(program: Program, context: Context) -> None:
     seed = context.options.placement_seed
-    program.placement = place(program.graph, context.devices, context.costs, seed=seed, notes=program.notes)
+    placed, notes = context.placed, program.notes
+    program.placement = place(program.graph, context.devices, context.costs, seed=seed, placed=placed, notes=notes)
 
 
 @wraps(survey)

@@ -7,13 +7,17 @@ other runs and the world hand to a firing, such as an element of a queue, is wri
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
 from asyncflow.compiler.plan import Kind, PlanNode
+from asyncflow.devices.protocol import Device, Placed
+from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.ir import Node
@@ -21,6 +25,7 @@ from asyncflow.graph.resource import resources_of, waits_in_line
 from asyncflow.ops.recorded_calls import CallLog, CallReplay
 from asyncflow.state.table import Table
 from asyncflow.state.variable import Variable
+from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
     from asyncflow.runtime.scheduler.frame import Iteration
@@ -36,9 +41,20 @@ COMPUTED: Final = object()
 UNANSWERED: Final = object()
 """In place of an answer: the recorded run has ended before one came."""
 
-
 ELSEWHERE: Final = object()
-"""In place of an answer: it was given to a card, and no record holds it."""
+"""In place of an answer: it has no copy on the host, such as a TensorArray, or a value of a card that is lost."""
+
+
+class OnCard(NamedTuple):
+    """The answer of a firing that has some of its outputs in the memory of a card.
+
+    Attributes:
+        outputs: the copies on the host: one value, or a tuple of them.
+        placed: the numbers of the outputs that belong on the card.
+    """
+
+    outputs: Value
+    placed: Sequence[int]
 
 
 class RecordedEnd(NamedTuple):
@@ -98,16 +114,20 @@ class PickLog:
     Attributes:
         picks: so far, in order, over all partitions.
         answers: of those that `asks_others` names and that have ended, by their places among the picks; or `COMPUTED`,
-            or `ELSEWHERE`; of those that `calls_functions` names, their calls.
+            or `ELSEWHERE`; of those that `calls_functions` names, their calls. Copies from cards come until `copied`.
         run: the number of the run, once it has begun.
+        placement: the devices of nodes by name, once it has begun.
     """
 
     def __init__(self) -> None:
         self.run = 1
+        self.placement: Mapping[str, str] = {}
         self.picks: list[Pick] = []
         self.answers: dict[int, object] = {}
         self._places: dict[Pick, int] = {}
         self._calls: dict[int, CallLog] = {}
+        self._copies = 0
+        self._last_copy: asyncio.Future[None] | None = None
 
     def position(self, partition: int, ready: _Ready) -> int | None:
         """Which of those that are ready in a partition is to be taken; None for any of them."""
@@ -125,17 +145,56 @@ class PickLog:
         self._places[pick] = len(self.picks)
         self.picks.append(pick)
 
-    def ended(
-        self, partition: int, node: PlanNode, iteration: Iteration, result: Value, *, on_card: bool = False
-    ) -> None:
-        """A firing gave its result; on a card it may be one that only the card has."""
+    def ended(self, partition: int, node: PlanNode, iteration: Iteration, result: Value, device: Device) -> None:
+        """A firing gave its result on a device."""
         place = self._places[Pick(partition, node.name, iteration.tag())]
-        found = checksum(result)
-        self.picks[place] = self.picks[place]._replace(checksum=found)
+        self.picks[place] = self.picks[place]._replace(checksum=checksum(result))
+        self._keep(place, node, result, device)
+
+    def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
+        """Writes down what a firing was given."""
         if asks_others(node.source):
-            self.answers[place] = ELSEWHERE if found is None or on_card else _copied(result)
+            self.answers[place] = ELSEWHERE if self.picks[place].checksum is None else _copied(result)
+            self._bring(place, result, device)
         elif place in self._calls:
             self.answers[place] = self._calls[place]
+
+    def _bring(self, place: int, result: Value, device: Device) -> None:
+        """Asks a card for copies of what it was given; until they come, the answer is `ELSEWHERE`."""
+        outputs: list[Placed] = [*result] if isinstance(result, tuple) else [result]
+        placed = [index for index, value in enumerate(outputs) if isinstance(value, DeviceValue)]
+        if not placed or device.asynchronous is None:
+            return
+        outputs = [*map(_copied, outputs)]
+        left = len(placed)
+
+        def take(index: int, value: Value, _: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            outputs[index] = value
+            # After an error, such as the loss of the card, there is none. A simulation of shapes gives no data.
+            if not left and checksum(tuple(outputs)) is not None:
+                self.answers[place] = OnCard(tuple(outputs) if isinstance(result, tuple) else value, placed)
+            self._ended_copy()
+
+        for index in placed:
+            self._copies += 1
+            try:
+                device.asynchronous.read_value(outputs[index], partial(take, index))
+            except BaseException:
+                self._ended_copy()
+                raise
+
+    def _ended_copy(self) -> None:
+        self._copies -= 1
+        if not self._copies and self._last_copy is not None:
+            resolve(self._last_copy, None)
+
+    async def copied(self) -> None:
+        """Waits until all copies from cards have ended."""
+        if self._copies:
+            self._last_copy = asyncio.get_running_loop().create_future()
+            await self._last_copy
 
     def failed(self, partition: int, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
         """A firing raised."""
@@ -230,15 +289,16 @@ class PickGuide(PickLog):
         elif (following := self._expected[len(self.picks)].partition) != partition and following in self._wakes:
             self._wakes[following]()
 
-    def ended(
-        self, partition: int, node: PlanNode, iteration: Iteration, result: Value, *, on_card: bool = False
-    ) -> None:
+    def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
+        """Keeps nothing: the record has what firings are given."""
+
+    def ended(self, partition: int, node: PlanNode, iteration: Iteration, result: Value, device: Device) -> None:
         """A firing gave its result.
 
         Raises:
             ReplayError: another than the one it gave then.
         """
-        super().ended(partition, node, iteration, result, on_card=on_card)
+        super().ended(partition, node, iteration, result, device)
         place = self._places[Pick(partition, node.name, iteration.tag())]
         given, expected = self.picks[place], self._expected[place]
         if expected.checksum is None:  # that run was stopped, or failed, before this firing gave its result

@@ -659,6 +659,20 @@ async def test_functions_of_users_get_all_rows_at_once(open_session: OpenSession
         del failed
 
 
+async def test_functions_of_users_give_numbers(open_session: OpenSession) -> None:
+    """A card leaves a number that the host has made there, though a call would have its results stay on the card."""
+
+    @af.op(outputs=af.spec("float64", ()), batch=af.Batch(2))
+    def more(x: Any) -> Any:
+        return x + 1.0
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (2,), name="x")
+        y = more(x[0]) * more(x[1])
+    async with open_session(graph) as session:
+        assert await session.run(y, {x: [1.0, 2.0]}) == 6.0
+
+
 async def test_ops_of_users_share_calls(open_session: OpenSession) -> None:
     """`@op(batch=)` takes rows; static arguments are the same for all members of a call."""
     seen: list[int] = []

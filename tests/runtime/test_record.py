@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.runtime.picks import COMPUTED, Pick, RecordedEnd
+from asyncflow.runtime.picks import COMPUTED, OnCard, Pick, RecordedEnd
 from asyncflow.runtime.session.record import Record
 
 VALUES: dict[str, Any] = {
@@ -31,6 +31,8 @@ ANSWERS = {
     2: np.array("ä", np.dtypes.StringDType()),
     3: COMPUTED,
     4: RecordedEnd("is closed", "q", 2),
+    5: OnCard(np.arange(3, dtype="float32"), [0]),
+    6: OnCard((np.int64(1), np.zeros((0, 2)), np.float64(-0.0)), [1, 2]),
 }
 
 

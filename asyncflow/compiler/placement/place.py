@@ -43,6 +43,8 @@ _MANY = 128.0
 
 _NO_COUNTERS: Mapping[Node, int] = MappingProxyType({})
 
+_NOWHERE: Mapping[str, str] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -68,6 +70,7 @@ def place(
     costs: Mapping[str, float] | None = None,
     *,
     seed: int | None = None,
+    placed: Mapping[str, str] = _NOWHERE,
     notes: tuple[str, ...] = (),
 ) -> Placement:
     """Gives every node of `graph`, bodies included, the full name of one device in `node.device`.
@@ -78,6 +81,7 @@ def place(
         costs: mean ns of a firing by node name, from earlier runs; what is missing is estimated.
         seed: puts nodes at random where they may be, to show that results do not depend on it. None: where they finish
             first.
+        placed: the devices of nodes by name in a run that is done again; not regarded unless it has them all.
         notes: what else the placement is to say.
     """
     nodes = list(graph.walk())
@@ -86,12 +90,17 @@ def place(
         for node in nodes:
             node.device = devices[0].name
         return Placement(dict.fromkeys(names, devices[0].name), dict.fromkeys(names, "the only device of the session"))
-    choices = Choices(graph, devices)
-    if seed is not None:
-        where, why = _at_random(nodes, choices, Random(seed))
+    numbers = {device.name: number for number, device in enumerate(devices)}
+    if all(placed.get(node.name) in numbers for node in nodes):
+        where = {node: numbers[placed[node.name]] for node in nodes}
+        why = dict.fromkeys(nodes, "as in the run that is done again")
     else:
-        where, why = find_places(graph, choices, NodeCosts(devices, costs or {}))
-    place_followers(graph, choices, where, why)
+        choices = Choices(graph, devices)
+        if seed is not None:
+            where, why = _at_random(nodes, choices, Random(seed))
+        else:
+            where, why = find_places(graph, choices, NodeCosts(devices, costs or {}))
+        place_followers(graph, choices, where, why)
     for node in nodes:
         node.device = devices[where[node]].name
     found = {node.name: devices[where[node]].name for node in nodes}

@@ -365,7 +365,8 @@ def _output_check(node: Node, xp: Namespace) -> Callable[[Value], Value]:
         for index, (value, spec) in enumerate(zip(values, expected, strict=True)):
             if spec.dtype == VARIANT or isinstance(value, str):
                 continue
-            if not isinstance(value, arrays):
+            # In a region, a number that was fed from a card's memory comes to kernels of the host as it is there.
+            if not (isinstance(value, arrays) or hasattr(value, "__cuda_array_interface__")):
                 raise TypeError(f"output {index} is a {type(value).__name__}, not an array; declared {spec}")
             if value.dtype != spec.dtype or not is_compatible(value.shape, spec.shape):
                 raise TypeError(f"output {index} is {value.dtype}{format_shape(value.shape)}; declared {spec}")

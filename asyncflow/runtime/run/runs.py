@@ -499,7 +499,7 @@ class Runs:
         if is_part or number is not None:
             self.numbered_from -= 1  # the numbers of runs, and so what they draw, depend on no batch
         elif trace is not None and trace.order is not None:
-            trace.order.run = run.number
+            trace.order.run, trace.order.placement = run.number, plan.placement.devices
         if claim is not None:
             claim.part = run.part
         if self._atomic.claims:

@@ -25,7 +25,7 @@ from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans, 
 from asyncflow.errors import DeviceLostError, KernelError
 from asyncflow.graph.op import KernelContext
 from asyncflow.ops.rows.by_row import Paused
-from asyncflow.runtime.picks import COMPUTED, UNANSWERED
+from asyncflow.runtime.picks import COMPUTED, UNANSWERED, OnCard
 from asyncflow.runtime.scheduler.coroutines import Coroutines
 from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.ports import Ports
@@ -492,7 +492,13 @@ class Executor:
             answer = self.recorder.answer(node, iteration)
             if answer is UNANSWERED:
                 return  # nor was it in the run that is done again
+            if isinstance(answer, OnCard):
+                if self._ports is None:
+                    self._ports = Ports(self)
+                self._ports.give(node, iteration, inputs, answer)
+                return
             if answer is not COMPUTED:
+                self.recorder.given(node, iteration, answer)
                 self.complete(node, iteration, inputs, answer)
                 return
         if node.waits_in_line:

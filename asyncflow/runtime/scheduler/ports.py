@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.compiler.plan import Crossing, Kind, PlanNode
-from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, recording
+from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, Placed, recording
 from asyncflow.devices.values import DeviceArray, DeviceValue, is_array, stays_on_host
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncflow.runtime.picks import OnCard
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
@@ -91,6 +92,32 @@ class Ports:
                 left += 1
                 copy(index, node)
         arrived()
+
+    def give(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], answer: OnCard) -> None:
+        """Completes a firing with what a recorded run was given, once that is on its way to the device."""
+        executor, recorder, device = self._executor, self._executor.recorder, self._executor.asynchronous
+        assert device is not None and recorder is not None
+        outputs: list[Placed] = [*answer.outputs] if isinstance(answer.outputs, tuple) else [answer.outputs]
+        left = len(answer.placed)
+
+        def take(index: int, copied: Placed, error: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            if error is not None:
+                executor.kernel_failed(error, node, iteration, inputs)
+                return
+            outputs[index] = copied if np.ndim(outputs[index]) else copied[0]
+            if not (left or executor.stopped):
+                result = outputs[0] if node.single else tuple(outputs)
+                recorder.given(node, iteration, result)
+                executor.complete(node, iteration, inputs, result)
+
+        for index in answer.placed:
+            deliver = executor.expect(partial(take, index))
+            try:
+                device.feed(np.atleast_1d(outputs[index]), deliver)  # a number would stay on the host
+            except BaseException as error:
+                deliver(None, error)
 
     # -- between devices -----------------------------------------------------------------------------------------
 
@@ -232,8 +259,12 @@ class Ports:
         def take(copied: Value, error: BaseException | None) -> None:
             if error is not None:
                 self._executor.kernel_failed(error, node, iteration, (value,))
-            elif not self._executor.stopped:
+            elif self._executor.stopped:
+                pass
+            elif isinstance(copied, DeviceValue):
                 self._to_host(node, iteration, copied)
+            else:  # a number, which the device leaves on the host
+                self._executor.complete(node, iteration, (value,), copied)
 
         deliver = self._executor.expect(take)
         try:

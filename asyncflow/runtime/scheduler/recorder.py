@@ -12,7 +12,7 @@ from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
 from asyncflow.devices.swapping import SwapCopy, memory_sample
 from asyncflow.ops.recorded_calls import in_log
-from asyncflow.runtime.picks import COMPUTED, UNANSWERED, PickLog
+from asyncflow.runtime.picks import PickLog
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
@@ -68,8 +68,7 @@ class Recorder:
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
         if self.order is not None and status == "ok":
-            on_card = self._device.asynchronous is not None
-            self.order.ended(self._partition, node, iteration, result, on_card=on_card)
+            self.order.ended(self._partition, node, iteration, result, self._device)
         ready = self._since(node, iteration, started)
         fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
         self._add(fired._replace(status=status, queued_ns=queued_ns))
@@ -77,11 +76,12 @@ class Recorder:
     def answer(self, node: PlanNode, iteration: Iteration) -> object:
         """Gives what the record of the run that is done again has for a firing; see `PickLog.answer`."""
         assert self.order is not None
-        found = self.order.answer(self._partition, node, iteration)
-        if found is not COMPUTED and found is not UNANSWERED:
-            now = self.now()
-            self.firing(node, iteration, "inline", now, now, found, "ok")
-        return found
+        return self.order.answer(self._partition, node, iteration)
+
+    def given(self, node: PlanNode, iteration: Iteration, result: Value) -> None:
+        """A firing has what the record gave it."""
+        now = self.now()
+        self.firing(node, iteration, "inline", now, now, result, "ok")
 
     def context_of(self, context: Context, node: PlanNode, iteration: Iteration) -> Context:
         """`context`, in which the firing's calls of user functions are written down, or given again."""

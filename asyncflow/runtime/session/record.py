@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar, cast
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from asyncflow.compiler.program.kernels import Resolve
 from asyncflow.compiler.program.request import Fetch
+from asyncflow.devices.values import is_array
 from asyncflow.errors import GraphError, ReplayError
 from asyncflow.graph import nest
 from asyncflow.graph.graph import Graph
@@ -27,7 +28,7 @@ from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
 from asyncflow.ops.recorded_calls import IN_CARD, CallLog, Outcome, Raised
-from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, Pick, PickLog, RecordedEnd, checksum
+from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd, checksum
 from asyncflow.runtime.session.calls import Call
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.runtime.trace import Trace
@@ -50,7 +51,7 @@ _KINDS: Final = (
     dict.fromkeys(("graph", "why_no_graph", "status"), str)
     | dict.fromkeys(("fetches", "devices", "checksums"), list)
     | dict.fromkeys(("run", "random_seed"), int)
-    | dict.fromkeys(("options", "lines"), dict)
+    | dict.fromkeys(("options", "lines", "placement"), dict)
 )
 """Of fields that are read as they are written."""
 
@@ -98,6 +99,7 @@ class Record:
         status: "ok", or the type of what it raised, with its first line.
         checksums: of the fetched values.
         has_results: what user functions gave is among the answers.
+        placement: the devices of nodes by name, which depend on what the session had run and learnt before.
     """
 
     graph: str
@@ -116,20 +118,28 @@ class Record:
     status: str
     checksums: Sequence[int | None]
     has_results: bool = True
+    placement: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the file."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "has_results"}
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "has_results"}
         for name in ("feeds", "variables"):
             found[name] = _each(_written, found[name])
         found["tables"] = {name: _each(_written, arrays) for name, arrays in self.tables.items()}
         found["answers"] = [[place, *_written_answer(answer)] for place, answer in self.answers.items()]
         path.write_text(json.dumps({"format": _FORMAT, **found}) + "\n", encoding="utf-8")
 
-    def given_to_cards(self) -> str | None:
-        """Return the first node whose answer only a card had, which makes a replay impossible; None without one."""
+    def lacks(self) -> str | None:
+        """Return the first node whose answer is not in the record, which cannot be replayed; None without one."""
         places = sorted(place for place, answer in self.answers.items() if answer is ELSEWHERE)
         return self.picks[places[0]].node if places else None
+
+    def why_it_lacks(self, node: str) -> str:
+        """Return the message for a node that `lacks` names."""
+        return (
+            f"what {node} was given is not in the record, which holds no TensorArrays, no values of a simulation of "
+            f"shapes, and none of a card that was lost\n  built at {self.lines.get(node, 'an unknown line')}"
+        )
 
     @classmethod
     def load(cls, path: Path) -> Record:
@@ -143,6 +153,7 @@ class Record:
             form = found.pop("format", None) if isinstance(found, dict) else None
             if form not in (_FORMAT, _WITHOUT_RESULTS):
                 raise ValueError(f"its format is not {_FORMAT!r}")
+            found.setdefault("placement", {})  # records of earlier releases have none
             for name in ("feeds", "variables"):
                 found[name] = _each(parse_value, found[name])
             found["tables"] = {name: _each(parse_value, arrays) for name, arrays in found["tables"].items()}
@@ -207,6 +218,7 @@ async def _recorded(
         status = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise
     finally:
+        await log.copied()
         text, why = _text_of(graph, resources.values())
         leaves = [] if status != "ok" else nest.flatten_like(call.structure, results, nested_leaves=True)
         record = Record(
@@ -224,17 +236,12 @@ async def _recorded(
             picks=log.picks,
             answers=log.answers,
             status=status,
+            placement=log.placement,
             checksums=[checksum(value) for value in leaves],
         )
         await call_beside(record.save, path)
-        if (missing := record.given_to_cards()) is not None:
-            _log.warning(
-                "%s cannot be replayed: what %s was given is not in it, as it was given to a card; record the run on "
-                "CPU devices\n  built at %s",
-                path,
-                missing,
-                record.lines[missing],
-            )
+        if (missing := record.lacks()) is not None:
+            _log.warning("%s cannot be replayed: %s", path, record.why_it_lacks(missing))
 
 
 def _checked(path: Path) -> Path:
@@ -285,7 +292,7 @@ def _name(fetch: Fetch, resources: Mapping[str, Resource]) -> str:
 
 
 def _plain_options(options: SessionOptions) -> dict[str, object]:
-    found = {field.name: getattr(options, field.name) for field in fields(SessionOptions)}
+    found = {each.name: getattr(options, each.name) for each in fields(SessionOptions)}
     return {
         name: list(value) if name == "without" else value for name, value in found.items() if name not in _OF_ITS_PLACE
     }
@@ -302,6 +309,8 @@ def _written_answer(answer: object) -> tuple[str, object]:
         return "computed" if answer is COMPUTED else "elsewhere", None
     if isinstance(answer, CallLog):
         return "calls", [_written_outcome(outcome) for outcome in answer.outcomes]
+    if isinstance(answer, OnCard):
+        return "card", (_written(answer.outputs), answer.placed)
     return ("refusal", answer) if isinstance(answer, RecordedEnd) else ("value", _written(answer))
 
 
@@ -320,7 +329,17 @@ def _read_answer(kind: str, found: object) -> object:
         log = CallLog()
         log.outcomes = [_read_outcome(*outcome) for outcome in cast("list[tuple[str, object]]", found)]
         return log
+    if kind == "card":
+        return _read_on_card(*cast("tuple[str, Sequence[int]]", found))
     return parse_value(cast("str", found))
+
+
+def _read_on_card(written: str, placed: Sequence[int]) -> OnCard:
+    outputs = parse_value(written)
+    arrays = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not placed or not all(index in range(len(arrays)) and is_array(arrays[index]) for index in placed):
+        raise ValueError(f"no card has outputs {placed!r:.50} of {len(arrays)}")
+    return OnCard(outputs, placed)
 
 
 def _read_outcome(kind: str, found: object) -> Outcome:

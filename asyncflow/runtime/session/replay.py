@@ -30,7 +30,7 @@ async def replay(path: str | Path, graph: Graph | None = None, *, live: bool = F
         path: what ``session.run(..., record=path)`` wrote.
         graph: the program. None for that in the record, which has it unless it uses ops of your own or other resources
             than variables. Variables and tables of yours in containers take the values that they had. Queues, inputs
-            and savers are left alone: what they gave is in the record, unless they gave it to a card.
+            and savers are left alone: what they gave is in the record, as is what batches and pools gave.
         live: call user functions again. Otherwise they are not called: what each call gave, or raised, is in the
             record. Functions that are ``pure=True`` are called in any case, and those of batches and pools in none.
 
@@ -55,11 +55,8 @@ async def replayed(record: Record, path: str | Path, graph: Graph | None, *, liv
     else:
         given = resources_by_label(graph)
         _check_graph(record, path, graph, given)
-    if (missing := record.given_to_cards()) is not None:
-        raise ReplayError(
-            f"what {missing} was given is not in the record, as it was given to a card; record the run on CPU devices\n"
-            f"  built at {record.lines.get(missing, 'an unknown line')}"
-        )
+    if (missing := record.lacks()) is not None:
+        raise ReplayError(record.why_it_lacks(missing))
     if not (record.has_results or live):
         _check_functions(path, graph)
     try:
@@ -125,7 +122,8 @@ async def _follow(
     trace.order = guide
     try:
         fetches = [_fetched(name, graph, resources) for name in record.fetches]
-        results = await session.run_again(fetches, record.feeds, trace, record.run, record.random_seed)
+        about = record.run, record.random_seed, record.placement
+        results = await session.run_again(fetches, record.feeds, trace, *about)
     except BaseException as error:
         if guide.difference is not None:
             raise guide.difference from None

@@ -109,13 +109,20 @@ class Session(CheckpointedSession, NotPickled):
         # A variable stays on the device whose memory it is in, whatever else a later plan runs.
         has_memories = any(device.capabilities.own_memory for device in self.devices)
         homes: dict[Hashable, str] | None = {} if has_memories else None
+        self._placed: dict[str, str] = {}
         # Only then is there a choice that depends on what nodes cost.
         is_limited = any(device.memory.limit is not None for device in self.devices)
         has_choices = is_limited or len(self.devices) > 1 or options.compute_streams > 1
         # Bound to no session: what runs hold must not keep one alive that was dropped.
         self._compile = partial(
             _compile,
-            context=Context(devices=self.devices, options=options.for_plans(), resolve=self.state.lookup, homes=homes),
+            context=Context(
+                devices=self.devices,
+                options=options.for_plans(),
+                resolve=self.state.lookup,
+                homes=homes,
+                placed=self._placed,
+            ),
             measured=self._plans if has_choices else None,
         )
         self._calls = CallCache(options.graph, self._plans, regions=options.regions)
@@ -414,9 +421,21 @@ class Session(CheckpointedSession, NotPickled):
         names = [device.name for device in self.devices]
         return SessionFacts(names, self._options, self._runs.random_seed, self.state.lookup)
 
-    async def run_again(self, fetches: Nest, feeds: Feeds, trace: Trace, number: int, random_seed: int) -> list[Value]:
-        """Does what the run of that number did in a session with that seed, and gives a list of the fetched values."""
+    async def run_again(
+        self,
+        fetches: Nest,
+        feeds: Feeds,
+        trace: Trace,
+        number: int,
+        random_seed: int,
+        placement: Mapping[str, str],
+    ) -> list[Value]:
+        """Does what the run of that number did in a session with that seed, and gives a list of the fetched values.
+
+        Nodes are on the devices that `placement` has for their names.
+        """
         self._runs.begun, self._runs.random_seed = number - 1, random_seed
+        self._placed.update(placement)
         fetched: list[Value] = await self.run(fetches, feeds, trace=trace, allow_dead=True)
         return fetched
 
