@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.runtime.picks import COMPUTED, OnCard, Pick, RecordedEnd
+from asyncflow.devices.protocol import Deliver
+from asyncflow.devices.values import DeviceValue
+from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd
 from asyncflow.runtime.session.record import Record
 
 VALUES: dict[str, Any] = {
@@ -88,6 +91,30 @@ def test_a_damaged_file_is_an_error_or_another_record(tmp_path_factory: pytest.T
     except af.ReplayError as error:
         found = error
     assert isinstance(found, Record) or str(path) in str(found)
+
+
+class _OfCard(DeviceValue):
+    def to_host(self, deliver: Deliver) -> None:
+        raise AssertionError("the card is asked")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_copies_from_a_card_that_is_lost_end(*, is_lost: bool) -> None:
+    """A record is written after the last of them; without its value the answer is nowhere."""
+    asked: list[Any] = []
+    card: Any = SimpleNamespace(read_value=lambda value, deliver: asked.append(deliver))
+    card.asynchronous = card
+    log = PickLog()
+    log.answers[0] = ELSEWHERE
+    log._bring(0, (_OfCard(), np.int64(1), _OfCard()), card)
+    copied = asyncio.ensure_future(log.copied())
+    asked[0](np.arange(3), None)
+    await asyncio.sleep(0)
+    assert not copied.done()
+    asked[1](*((None, RuntimeError("lost")) if is_lost else (np.arange(2), None)))
+    await copied
+    assert (log.answers[0] is ELSEWHERE) == is_lost
+    assert is_lost or repr(log.answers[0]) == repr(OnCard((np.arange(3), np.int64(1), np.arange(2)), [0, 2]))
 
 
 async def test_a_record_has_its_folder_and_no_trace(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class SessionStatistics(NamedTuple):
         late: of those that were not started, the ones that had waited, and whose turn came too late.
         queued_bytes: with `max_queued_bytes`, what is fed to those that wait.
         aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, and have given their place
-            to others until they go on.
+            to others until they go on; with those that wait for an atomic run meanwhile.
     """
 
     runs: int
