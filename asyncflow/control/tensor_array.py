@@ -24,6 +24,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import METADATA_UNCAPTURED, OPAQUE, Access, Effects, Op, Traits, define
 from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.known_values import default_value, static_value
 from asyncflow.values import Array, Kernel, Namespace
@@ -446,3 +447,17 @@ def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
 
 
 nest.register(TensorArray, _unpack, _pack)
+
+
+def array_node(array: Tensor) -> Node | None:
+    """Return the node that makes a TensorArray, behind writes, branches and loops; None if that is not in sight."""
+    while array.node.op is not TENSOR_ARRAY:
+        node = array.node
+        if isinstance(node, StructuredNode):
+            sources = node.inputs if isinstance(node, WhileNode) else node.subgraphs[0].results
+            array = sources[array.index]
+        elif node.inputs and node.inputs[0].dtype == VARIANT:
+            array = node.inputs[0]
+        else:
+            return None
+    return array.node

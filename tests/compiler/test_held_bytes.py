@@ -110,16 +110,21 @@ def recomputed(y: af.Tensor, x: af.Tensor) -> Any:
     return af.recompute(lambda z: af.tanh(af.sin(z) * x) + af.cos(z * x))(y)
 
 
-def small_part() -> Any:
-    """A loop that saves a row of something larger, which stays as long as the row does."""
-    x, feeds = fed(1024)
+def some_rows(count: int, size: int) -> Program:
+    """A loop that saves the last rows of 64: a few are copied, most of them keep all."""
 
-    def body(i: af.Tensor, y: af.Tensor, z: af.Tensor) -> Any:
-        rows = af.stop_gradient(af.sin(af.reshape(y, (1, 1024)) * af.ones((64, 1), dtype="float32")))
-        return i + 1, rows[-1], z * rows[-1]
+    def program() -> Any:
+        x, feeds = fed(size)
 
-    _, _, z = af.while_loop(lambda i, *_: i < 40, body, [af.constant(0), x, x])
-    return af.sum(af.gradients(af.sum(z), [x])[0]), feeds
+        def body(i: af.Tensor, y: af.Tensor, z: af.Tensor) -> Any:
+            rows = af.stop_gradient(af.sin(af.reshape(y, (1, size)) * af.ones((64, 1), dtype="float32")))
+            return i + 1, rows[-1], z * rows[-count:]
+
+        start = af.ones((count, 1), dtype="float32") * x
+        _, _, z = af.while_loop(lambda i, *_: i < 40, body, [af.constant(0), x, start])
+        return af.sum(af.gradients(af.sum(z), [x])[0]), feeds
+
+    return program
 
 
 def parts(y: af.Tensor, x: af.Tensor) -> Any:
@@ -140,7 +145,8 @@ PROGRAMS: dict[str, Program] = {
     "gradient of branches": repeated(either),
     "gradient of both branches": repeated(in_turn),
     "gradient of recomputed pieces": repeated(recomputed),
-    "gradient of a small part": small_part,
+    "gradient of a small part": some_rows(1, 8192),
+    "gradient of a large part": some_rows(48, 1024),
     "gradient of parts": repeated(parts),
     "array": written(),
     "growing array": written(dynamic=True),

@@ -21,6 +21,8 @@ import numpy as np
 
 from asyncflow.autodiff.saved_values import READ_SAVED
 from asyncflow.autodiff.while_gradient import is_successor
+from asyncflow.compiler.memory.copy_parts import copy_parts
+from asyncflow.compiler.memory.largest import largest_spec
 from asyncflow.compiler.memory.min_cut import Cut, smallest_cut
 from asyncflow.compiler.memory.saved import buffer_of, is_shared
 from asyncflow.compiler.memory.store_paths import LoopStore, StorePaths, StoreReader, stores_of
@@ -61,6 +63,8 @@ def choose_saved(graph: Graph) -> None:
     loops = [node for node in graph.walk() if isinstance(node, WhileNode) and stores_of(node)]
     if not loops:
         return
+    for loop in loops:
+        copy_parts(loop)
     paths = StorePaths(graph)
     for loop in loops:
         asked = {node.device for node in loop.body.walk() if node.device is not None}
@@ -216,7 +220,7 @@ class SavedChange:
         is_there = buffer.dtype == VARIANT or buffer.node.op is READ_SAVED
         if is_there or buffer in self.captured or is_shared(buffer, self.loop):
             return 0
-        return nbytes_of(buffer.spec, extent)
+        return nbytes_of(largest_spec(buffer), extent)
 
     # -- the change ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How long does an iteration of a loop take on one device, and how much is held besides what it saves?
+"""How long does an iteration of a loop take on one device?
 
 An estimate by `asyncflow.compiler.placement.node_costs`: measured where a node has run, else from shapes. On a device
 that fuses, elementwise nodes that feed one another are one kernel, which reads and writes what goes in and out.
@@ -108,38 +108,3 @@ def _chains(nodes: Sequence[Node]) -> Iterable[list[Node]]:
                 group_of.update((each, group) for each in group)
         group_of[node] = group
     return {id(group): group for group in group_of.values()}.values()
-
-
-def standing_bytes(loops: Iterable[WhileNode]) -> int:
-    """Bytes that are held besides what is saved: what loops begin with and look at, and most in one of their bodies."""
-    outside = {x for loop in loops for x in loop.inputs if x.dtype != VARIANT and not x.node.op.traits.is_cheap}
-    return round(sum(map(tensor_nbytes, outside)) + max((_most_live(loop.body) for loop in loops), default=0.0))
-
-
-def _most_live(body: Subgraph) -> float:
-    """Most bytes of values of an iteration that are there at a time, one node after the other; views take none.
-
-    While a branch or loop in it runs, what that takes at most is there besides.
-    """
-    last = {x: node for node in body.nodes for x in node.inputs}
-    results = set(body.results)
-    live = most = 0.0
-    for node in body.nodes:
-        if node.subgraphs:
-            most = max(most, live + max(map(_most_live, node.subgraphs)))
-        made = [x for x in node.outputs if _is_memory(x)]
-        live += sum(map(tensor_nbytes, made)) - sum(
-            tensor_nbytes(x) for x in made if x not in last and x not in results
-        )
-        most = max(most, live)
-        gone = {x for x in node.inputs if last[x] is node and x not in results and _is_memory(x)}
-        live -= sum(map(tensor_nbytes, gone))
-    return most
-
-
-def _is_memory(value: Tensor) -> bool:
-    """Return True if a node of a body has made memory for a value, which is not saved."""
-    node = value.node
-    if node.op is PARAMETER or value.dtype == VARIANT or node.op.traits.is_cheap:
-        return False
-    return bool(node.subgraphs) or not has_variants(node.inputs)

@@ -13,8 +13,8 @@ in segments that grow; or, where moving takes less time, values move once memory
 all it saves (`while_loop(swap_memory=True)`) does, as long as there is a place for it.
 
 What a loop in another saves is chosen with the values of the outer one: all of it stays, or moves, in each iteration of
-that. Left alone, and said so, are loops whose saved values' sizes only a run knows, loops on several devices, and loops
-in a branch of another, or in two of them.
+that. Where only a run knows how much that is, the most that it may be counts (`largest`). Left alone, and said so, are
+loops that save values of any size, loops on several devices, and loops whose values two loops' gradients read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from functools import partial, reduce
 from math import ceil
 from typing import Literal, NamedTuple, TypeAlias
 
+from asyncflow.autodiff.saved_values import NEW_STORE
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
-from asyncflow.compiler.memory.loop_costs import LoopCosts, standing_bytes
+from asyncflow.compiler.memory.largest import largest_spec, most_iterations
+from asyncflow.compiler.memory.live_bytes import standing_bytes
+from asyncflow.compiler.memory.loop_costs import LoopCosts
 from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Way, Work, choose_way, fits, way_of
 from asyncflow.compiler.memory.segments import SegmentedLoop, loop_to_segment, trip_count
 from asyncflow.compiler.memory.store_paths import StorePaths, stores_of
@@ -39,7 +42,7 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import is_static
-from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.structured import CondNode, WhileNode
 
 _PRICES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """Nanoseconds of computing again that a byte held in all iterations is worth: one cut is tried for each."""
@@ -95,6 +98,7 @@ class PlannedLoop:
         way: the choice.
         values: one by one.
         asked: ``"keep"`` or ``"swap"`` if the session asks for that way, and nothing was chosen.
+        least_limit: the limit in which the ways of all loops of the device are predicted to fit.
     """
 
     name: str
@@ -105,33 +109,22 @@ class PlannedLoop:
     way: Way
     values: tuple[PlannedValue, ...] = ()
     asked: Asked | None = None
+    least_limit: int = 0
 
     @property
     def held(self) -> int:
         """Bytes that are predicted to be held at most."""
         return self.standing + round(self.way.held)
 
-    @property
-    def least_limit(self) -> int | None:
-        """The limit in which the choice is predicted to fit, if it is not in this one; None if it is.
-
-        Other loops of the device are expected to keep their parts of the room.
-        """
-        if fits(self.way, self.figures):
-            return None
-        room = FULL * self.limit - self.standing
-        part = self.figures.room / room if room > 0 else 1.0
-        return ceil((self.standing + self.way.held / part) / FULL)
-
     def advice(self) -> str:
-        """Return a line for people that says which limit would do; empty if this one does."""
-        least = self.least_limit
-        if least is None:
+        """Return a line for people that says which limit is predicted to do; empty if this one is."""
+        if fits(self.way, self.figures):
             return ""
+        least = self.least_limit
         way = "in the way that holds least" if self.asked is None else f"with saved_values={self.asked!r}"
         return (
-            f"{way} loop {self.name} ({self.location}) is predicted to hold {format_bytes(self.held)}, for which "
-            f"memory_limit={least:_} ({format_bytes(least)}) is enough"
+            f"{way} loop {self.name} ({self.location}) is predicted to hold {format_bytes(self.held)}; "
+            f"memory_limit={least:_} ({format_bytes(least)}) is predicted to be enough"
         )
 
     @property
@@ -249,7 +242,7 @@ def _planned(
     pending: Callable[[WhileNode], int] | None,
     asked: Asked | None,
 ) -> Iterator[PlannedLoop | str]:
-    """The choices for the loops of one device: what is held besides is shared out by what they would hold.
+    """The choices for the loops of one device: each gets room for the least that it may hold.
 
     Loops whose length is not known are expected to hold what is left by others, or half of it.
     """
@@ -266,16 +259,24 @@ def _planned(
         share = max(room - known, room / 2) / len(unknown)
         yield each.keep_first(share) if asked is None else f"{each.unknown}; {_ALL[asked]}"
         room -= share
-    total = known
-    for each in candidates:
-        if not each.iterations:
-            continue
-        figures = each.figures(room * each.would_hold / total)
-        if total > room and asked is None:
+    counted = [each for each in candidates if each.iterations]
+    would_hold = {each: each.would_hold for each in counted}
+    if known > room and asked is None:
+        for each in counted:
             each.look_for_savings(graph)
-            figures = replace(figures, savings=tuple(each.savings))
+    least = {each: each.way(each.figures(0.0), asked).held for each in counted}
+    needed = sum(least.values())
+    least_limit = ceil((standing + needed * (2 if unknown else 1)) / FULL) + 1
+    for each in counted:
+        if known > room and asked is None and each is not counted[0]:
+            each.look_for_savings(graph)  # in the program that the loops before have changed
+        usual = would_hold[each]
+        share = room * usual / known
+        if needed <= room < known:
+            share = least[each] + (room - needed) * (usual - least[each]) / (known - needed)
+        figures = each.figures(share)
         way = each.way(figures, asked)
-        is_changed = asked is None and (total > room or way.moved > 0)
+        is_changed = asked is None and (known > room or way.moved > 0)
         planned = PlannedLoop(
             name=each.loop.name,
             location=each.loop.location,
@@ -285,13 +286,14 @@ def _planned(
             way=way,
             values=tuple(each.values(way)) if is_changed or asked is not None else (),
             asked=asked,
+            least_limit=least_limit,
         )
         if is_changed or not (asked or each.loop.swap_memory):
             each.apply(way)
         yield planned
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Candidate:
     """A loop that may be changed.
 
@@ -378,7 +380,7 @@ class _Candidate:
         variables = set(self.loop.body.inputs[: self.loop.n_vars])
         of_variables = sum(sizes[value] for value in saved if value in variables)
         again = [self.costs.of_nodes(each.again).times(self.times_of(each.loop)) for each in changes]
-        live = max(sum(nbytes_of(x.spec, 1) for node in each.again for x in node.outputs) for each in changes)
+        live = max(sum(nbytes_of(largest_spec(x), 1) for node in each.again for x in node.outputs) for each in changes)
         self.savings.append(Saving(large, fixed, reduce(Work.plus, again), copies, of_variables, live))
 
     def times_of(self, loop: WhileNode) -> int:
@@ -390,7 +392,7 @@ class _Candidate:
         saved = [(each, each.saved()) for each in changes]
         found = {x: _SavedInside(size, self.times_of(each.loop)) for each, sizes in saved for x, size in sizes.items()}
         if len(changes) == 1:
-            found.update((x.value, _SavedInside(nbytes_of(x.value.spec, 1), x.times)) for x in self.inner)
+            found.update((x.value, _SavedInside(nbytes_of(largest_spec(x.value), 1), x.times)) for x in self.inner)
         return found
 
     def look_for_savings(self, graph: Graph) -> None:
@@ -457,7 +459,8 @@ class _Candidate:
         buffer = change.buffer
         moved = {own(value) for value in self.movable[way.saving][: way.moved] for own in buffers.values()}
         stores = {self.loop.inputs[store.output.index].node: store.value for store in stores_of(self.loop)}
-        left = [_stored_inside(store.value) for store in stores_of(self.loop) if store.value.dtype == VARIANT]
+        paths = StorePaths(self.loop.graph.root)
+        left = [_stored_inside(store.value, paths) for store in stores_of(self.loop) if store.value.dtype == VARIANT]
         inner = {store.made: buffers.get(store.loops[0], buffer)(store.value) for store in left if store is not None}
         for store in (*stores, *inner):
             store.attrs = {**store.attrs, "moves": "late"}
@@ -474,23 +477,25 @@ class _Candidate:
 def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate | str | None:
     """The loop, or why too little is known of it; None where nothing is to be decided."""
     count, stores = trip_count(loop), stores_of(loop)
-    inner = [_stored_inside(store.value) for store in stores if store.value.dtype == VARIANT]
+    paths = StorePaths(loop.graph.root)
+    inner = [_stored_inside(store.value, paths) for store in stores if store.value.dtype == VARIANT]
     known = [store for store in inner if store is not None]
     if count == 0:
         return None
     if len(known) < len(inner) or (inner and count is None):
         return "only a run knows how much the loops in it save"
-    if not all(is_static(store.value.shape) for store in stores):
+    if not all(is_static(largest_spec(store.value).shape) for store in stores):
         return "only a run knows the sizes of what it saves"
     segmented = loop_to_segment(loop)
     if not segmented.readers:
         return segmented.why_not
     found = _Candidate(loop, device, costs, count or 0, segmented, known)
-    paths = StorePaths(loop.graph.root)
     for inner_loop in {each for store in known for each in store.loops}:
         for store in stores_of(inner_loop):
             gradients = (paths.owners.get(reader.node.graph) for reader in paths.readers(store) or ())
-            costs.counts.update((x, trip_count(inner_loop) or 0) for x in gradients if isinstance(x, WhileNode))
+            costs.counts.update(
+                (x, most_iterations(inner_loop, paths.owners) or 0) for x in gradients if isinstance(x, WhileNode)
+            )
     found.add(SavedChange(loop, paths, lambda _: None))
     return found if found.savings[0].nbytes else None
 
@@ -517,16 +522,24 @@ class _InnerStore(NamedTuple):
     """Number of values that are saved in an iteration of the outermost loop."""
 
 
-def _stored_inside(store: Tensor) -> _InnerStore | None:
-    """Return the facts about the store of a loop nested to any depth; None if only a run knows how much it holds."""
+def _stored_inside(store: Tensor, paths: StorePaths) -> _InnerStore | None:
+    """Return the facts about the store of a loop nested to any depth; None if only a run knows how much it may hold."""
     loop = store.node
-    count = trip_count(loop) if isinstance(loop, WhileNode) else None
+    while isinstance(loop, CondNode):  # a branch without the loop gives a store with nothing in it
+        filled = [body.results[store.index] for body in loop.subgraphs]
+        filled = [each for each in filled if each.node.op is not NEW_STORE]
+        if len(filled) != 1:
+            return None
+        (store,) = filled
+        loop = store.node
+    count = most_iterations(loop, paths.owners) if isinstance(loop, WhileNode) else None
     if not isinstance(loop, WhileNode) or count is None:
         return None
     saved = next((each.value for each in stores_of(loop) if each.output is store), None)
     if saved is None:
         return None
     if saved.dtype == VARIANT:
-        inner = _stored_inside(saved)
+        inner = _stored_inside(saved, paths)
         return None if inner is None else inner._replace(loops=(*inner.loops, loop), times=inner.times * count)
-    return _InnerStore((loop,), loop.inputs[store.index].node, saved, count) if is_static(saved.shape) else None
+    made = loop.inputs[store.index].node
+    return _InnerStore((loop,), made, saved, count) if is_static(largest_spec(saved).shape) else None

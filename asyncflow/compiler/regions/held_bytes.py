@@ -27,7 +27,6 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
 from asyncflow.ops.manipulation import CONCAT
 from asyncflow.ops.splitting import SPLIT
@@ -292,7 +291,7 @@ class HeldBytes:
         if buffer.spec is not None and node.op is CONCAT:  # else it would seem to be no larger than each of its parts
             parts = [_NOTHING if each is None else each.nbytes for each in given]
             buffer.nbytes = _Bytes(open=max(buffer.nbytes.open, sum(map(sum, parts))))
-        made = _array_node(node.inputs[0]) if node.op is tensor_array.STACK else None
+        made = tensor_array.array_node(node.inputs[0]) if node.op is tensor_array.STACK else None
         if is_read:
             if store is None or store.others != "own" or not node.attrs.get("is_last"):
                 return None
@@ -321,7 +320,7 @@ class HeldBytes:
                 self._keep(value)
                 store.nbytes = store.nbytes.plus(value.nbytes)
         elif node.op is tensor_array.WRITE:
-            made = _array_node(node.inputs[0])
+            made = tensor_array.array_node(node.inputs[0])
             if made is not None and made.attrs["dynamic_size"]:  # else it is copied into the array's block
                 self._keep(given[2])
         elif node.op in _KEEPING:
@@ -480,17 +479,3 @@ def _new_buffer(spec: Spec) -> _Buffer:
     if is_static(spec.shape):
         return _Buffer(_NOTHING if is_small_spec(spec) else _Bytes(closed=spec_nbytes(spec)))
     return _Buffer(_Bytes(open=spec_nbytes(spec)), spec)
-
-
-def _array_node(array: Tensor) -> Node | None:
-    """Return the node that makes a TensorArray, behind writes, branches and loops; None if that is not in sight."""
-    while array.node.op is not tensor_array.TENSOR_ARRAY:
-        node = array.node
-        if isinstance(node, StructuredNode):
-            sources = node.inputs if isinstance(node, WhileNode) else node.subgraphs[0].results
-            array = sources[array.index]
-        elif node.inputs and node.inputs[0].dtype == VARIANT:
-            array = node.inputs[0]
-        else:
-            return None
-    return array.node

@@ -1,0 +1,102 @@
+"""How many bytes do loops hold besides what they save: what they begin with and look at, and most in an iteration.
+
+Values are counted from the node that makes them to the last use of all that keeps their memory: views of them, and
+arrays and stores that they were put into. What a loop saves counts elsewhere (`memory_choices`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable
+
+from asyncflow.autodiff.saved_values import SAVE
+from asyncflow.compiler.memory.largest import largest_spec
+from asyncflow.compiler.placement.node_costs import spec_nbytes
+from asyncflow.compiler.program.purity import has_variants
+from asyncflow.control.tensor_array import STACK, array_node
+from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import Shape
+from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import WhileNode
+
+
+def standing_bytes(loops: Iterable[WhileNode]) -> int:
+    """Bytes that are held besides what is saved: what loops begin with and look at, and most in one of their bodies."""
+    loops = list(loops)
+    sizes = _Sizes(loops)
+    outside = {x for loop in loops for x in loop.inputs if x.dtype != VARIANT and not x.node.op.traits.is_cheap}
+    return round(sum(map(sizes.of, outside)) + max((_most_live(loop.body, sizes) for loop in loops), default=0.0))
+
+
+class _Sizes:
+    """Bytes of values. Stacked TensorArrays tell the lengths that shapes such as ``[None, 3]`` have in some loops."""
+
+    def __init__(self, loops: Iterable[WhileNode]) -> None:
+        self._known: dict[Shape, Spec] = {}
+        self.arrays: dict[Tensor, float] = {}
+        for node in [node for loop in loops for node in loop.body.walk() if node.op is STACK]:
+            array, spec, largest = array_node(node.inputs[0]), node.outputs[0].spec, largest_spec(node.outputs[0])
+            if largest != spec:
+                self._known[spec.shape] = max(largest, self._known.get(spec.shape, largest), key=spec_nbytes)
+            if array is not None and not array.attrs["dynamic_size"]:
+                self.arrays[array.outputs[0]] = spec_nbytes(largest)
+
+    def of(self, value: Tensor) -> float:
+        """Return the bytes of a value; of a TensorArray of fixed size that is stacked, those of its elements."""
+        if value in self.arrays:
+            return self.arrays[value]
+        known = self._known.get(value.shape)
+        return spec_nbytes(largest_spec(value) if known is None else Spec(value.dtype, known.shape))
+
+
+def _most_live(body: Subgraph, sizes: _Sizes) -> float:
+    """Most bytes of values of an iteration that are there at a time, one node after the other.
+
+    While a branch or loop in it runs, what that takes at most is there besides.
+    """
+    kept = _kept(body, sizes.arrays)
+    last = {memory: at for at, node in enumerate(body.nodes) for x in node.inputs for memory in kept.get(x, ())}
+    last.update((memory, len(body.nodes)) for x in body.results for memory in kept.get(x, ()))
+    gone: dict[int, float] = defaultdict(float)
+    live = most = 0.0
+    for at, node in enumerate(body.nodes):
+        if node.subgraphs:
+            most = max(most, live + max(_most_live(inner, sizes) for inner in node.subgraphs))
+        for x in node.outputs:
+            if x in kept.get(x, ()):
+                live += sizes.of(x)
+                gone[last.get(x, at)] += sizes.of(x)
+        most = max(most, live)
+        live -= gone[at]
+    return most
+
+
+def _kept(body: Subgraph, arrays: Container[Tensor]) -> dict[Tensor, Collection[Tensor]]:
+    """Return the values made in a body whose memory each of its values keeps, by value."""
+    kept: dict[Tensor, Collection[Tensor]] = {}
+    for node in body.nodes:
+        for x in node.outputs:
+            if x in arrays or _is_memory(x, arrays):
+                kept[x] = {x}
+            elif node.op is SAVE:
+                kept[x] = kept.get(node.inputs[0], ())
+            elif x.dtype == VARIANT or node.op is STACK:
+                given = [each for each in node.inputs if each.dtype == VARIANT or not node.subgraphs]
+                kept[x] = {memory for each in given for memory in kept.get(each, ())}
+            elif node.op.traits.is_cheap and node.inputs:
+                kept[x] = kept.get(node.inputs[0], ())
+    return kept
+
+
+def _is_memory(value: Tensor, arrays: Container[Tensor]) -> bool:
+    """Return True if a node of a body has made memory for a value, which is not saved."""
+    node = value.node
+    if node.op is PARAMETER or value.dtype == VARIANT or node.op.traits.is_cheap:
+        return False
+    if node.op is STACK:
+        array = array_node(node.inputs[0])
+        return array is None or array.outputs[0] not in arrays
+    return bool(node.subgraphs) or not has_variants(node.inputs)
