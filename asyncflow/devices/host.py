@@ -99,7 +99,7 @@ class HostThread:
     calls: Counter[Call] = field(default_factory=Counter)
     busy_ns: Counter[Call] = field(default_factory=Counter)
     saved_by_graphs_ns: int = 0
-    _ns: dict[Call, float] = field(default_factory=dict)
+    _ns: dict[tuple[Call, int], int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<HostThread of {self.host.name}, free at {self.free_at_ns} ns>"
@@ -111,15 +111,19 @@ class HostThread:
 
     def spend(self, call: Call, times: int = 1) -> int:
         """Do something, so often; when it is done."""
-        cost_ns = self._ns.get(call)
-        if cost_ns is None:
-            cost_ns = self._ns[call] = self.host.cost_s(call) * 1e9
-        taken_ns = round(cost_ns * times)
+        taken_ns = self.taken_ns(call, times)
         self.calls[call] += times
         self.busy_ns[call] += taken_ns
         free_ns, now_ns = self.free_at_ns, self._clock.now_ns()
-        self.free_at_ns = free_ns = (max(now_ns, free_ns)) + taken_ns
+        self.free_at_ns = free_ns = max(now_ns, free_ns) + taken_ns
         return free_ns
+
+    def taken_ns(self, call: Call, times: int = 1) -> int:
+        """Return the nanoseconds that `times` calls take."""
+        taken_ns = self._ns.get((call, times))
+        if taken_ns is None:
+            taken_ns = self._ns[call, times] = round(self.host.cost_s(call) * 1e9 * times)
+        return taken_ns
 
     def note_region(self, taken_ns: int, arrays: int) -> None:
         """Note that a region took so long that could have been a CUDA graph with so many buffers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from functools import partial
@@ -29,6 +30,7 @@ PROGRAM = '''
 """A program of the user's."""
 
 import asyncio
+import gc
 import sys
 import threading
 
@@ -126,6 +128,10 @@ def session_before_loop():
     asyncio.run(main())
 
 
+def looks_for_garbage():
+    print("threshold", gc.get_threshold()[0])
+
+
 async def fails():
     await asyncio.sleep(1)
     raise LookupError("the program's own fault")
@@ -182,6 +188,20 @@ def test_time_is_virtual(program: Path, output: Output, name: str) -> None:
 def test_loops_follow_one_another_on_one_clock(program: Path, output: Output) -> None:
     assert simulate("runs_often") == 0
     assert "times [0.0, 1.0, 2.0, 3.0]" in output()[0]
+
+
+@pytest.mark.parametrize(("own", "inside"), [(700, 20_000), (30_000, 30_000), (0, 0)])
+def test_garbage_is_looked_for_less_often_while_the_program_runs(
+    program: Path, output: Output, own: int, inside: int
+) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(own, *before[1:])
+    try:
+        assert simulate("looks_for_garbage") == 0
+        assert gc.get_threshold() == (own, *before[1:])
+    finally:
+        gc.set_threshold(*before)
+    assert f"threshold {inside}" in output()[0]
 
 
 def test_loops_of_other_threads_are_real(program: Path, output: Output) -> None:

@@ -96,11 +96,20 @@ class Timeline(LaunchingDevice[SimStream]):
         Kernels of several streams share the card: each begins when the work of those before it is done. What lasts
         longer than its work, because no kernel takes less than the shortest time, overlaps.
         """
+        return self.launch_for(stream, *self.cost(flops, nbytes, is_wide), name, fired=fired)
+
+    def cost(self, flops: float, nbytes: int, is_wide: bool) -> tuple[float, int]:
+        """Return the seconds that a kernel takes without jitter, and the nanoseconds of work in that."""
         card, itemsize = self.card, 8 if is_wide else 4
-        duration_ns = self.machine.duration_ns(kernel_ns(card, flops, nbytes, itemsize) / _NS_PER_S)
+        return kernel_ns(card, flops, nbytes, itemsize) / _NS_PER_S, work_ns(card, flops, nbytes, itemsize)
+
+    def launch_for(self, stream: SimStream, seconds: float, taken_ns: int, name: str, *, fired: bool) -> SimEvent:
+        """Launch a kernel of known `cost`; see `launch_kernel`."""
+        duration_ns = self.machine.duration_ns(seconds)
         event = stream.launch(duration_ns, max(self._launched_ns(fired), self._card_free_ns), name)
-        self._card_free_ns = event.started_ns + min(work_ns(card, flops, nbytes, itemsize), duration_ns)
-        self._record(event, 0)
+        self._card_free_ns = event.started_ns + min(taken_ns, duration_ns)
+        if self._spans is not None:
+            self._record(event, 0)
         return event
 
     def _launched_ns(self, fired: bool) -> int:
@@ -118,8 +127,9 @@ class Timeline(LaunchingDevice[SimStream]):
         if self._spans is None:
             self.thread.spend(call)
         else:
-            started_ns = self.thread.ready_ns
-            self._spans.append(Span(name, "host", started_ns, self.thread.spend(call), 0, self._moment()))
+            ended_ns = self.thread.spend(call)
+            started_ns = ended_ns - self.thread.taken_ns(call)
+            self._spans.append(Span(name, "host", started_ns, ended_ns, 0, self._moment()))
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:

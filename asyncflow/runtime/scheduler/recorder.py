@@ -186,29 +186,35 @@ class Recorder:
                 nbytes=move.nbytes,
             )
             self._add(copied, (move.ended_ns, *move.memory))
+        trace = self._trace
+        firings, samples, capacity = trace.firings, trace.memory, trace.capacity
         for launched in self._launched:
             device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
-            label, op, location = node.label, node.source.op.name, str(node.source.location)
-            for span in device.settle(launched.spans):
-                began, ended = span.started_ns, span.ended_ns
-                # Some devices tell of every kernel that a region launches.
-                inside = node.region is not None and not span.nbytes
+            label, op, location, name = node.label, node.source.op.name, str(node.source.location), device.name
+            # Some devices tell of every kernel that a region launches.
+            is_region = node.region is not None
+            for own_label, stream, began, ended, nbytes, sample in device.settle(launched.spans):
+                # By position: a loop launches thousands of kernels, and names would take twice as long.
                 fired = Firing(
-                    run=self._run_id,
-                    node=span.label if inside else label,
-                    op="copy" if span.nbytes else op,
-                    tag=launched.tag,
-                    device=device.name,
-                    stream=span.stream,
-                    scheduled_ns=began if scheduled is None else min(scheduled, began),
-                    started_ns=began,
-                    ended_ns=ended,
-                    outputs=launched.outputs,
-                    status="ok",
-                    location=location,
-                    nbytes=span.nbytes,
+                    self._run_id,
+                    own_label if is_region and not nbytes else label,
+                    "copy" if nbytes else op,
+                    launched.tag,
+                    name,
+                    stream,
+                    began if scheduled is None or began < scheduled else scheduled,
+                    began,
+                    ended,
+                    launched.outputs,
+                    "ok",
+                    location,
+                    nbytes=nbytes,
                 )
-                self._add(fired, span.memory or (ended, *launched.memory))
+                if len(firings) < capacity:
+                    firings.append(fired)
+                    samples.append(MemorySample(name, *(sample or (ended, *launched.memory))))
+                else:
+                    trace.dropped += 1
         self._launched.clear()
         self._device.memory.end_laps(self)
 

@@ -180,10 +180,11 @@ class SimStream:
             SessionClosedError: the stream is closed.
         """
         self._refuse_if_stopped()
-        started_ns = self.ready_ns(earliest_ns)
+        now_ns = self.host.now_ns()
+        started_ns = max(now_ns, self.free_at_ns, self._waits_ns, earliest_ns)
         self.free_at_ns = started_ns + duration_ns
         self._count += 1
-        if self._jobs or (self._ends and self._ends[0] <= self.host.now_ns()):
+        if self._jobs or (self._ends and self._ends[0] <= now_ns):
             self._settle()
         self._ends.append(self.free_at_ns)
         return self._event(started_ns, self.free_at_ns, label)
