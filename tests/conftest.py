@@ -68,6 +68,8 @@ settings.register_profile(
     "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("steady")
+# The first 40 of 100 examples; `--full` and a turn take all of them.
+settings.register_profile("few", settings.get_profile("steady"), max_examples=40)
 
 _selection = pytest.StashKey[Selection]()
 _loop = pytest.StashKey[str]()
@@ -86,7 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     loops.install()
-    config.stash[_selection] = Selection(config)
+    config.stash[_selection] = selection = Selection(config)
+    if selection.is_thinned and not selection.full and selection.turn is None:
+        settings.load_profile("few")
     if seed := config.getoption("adversary"):
         config.stash[_adversary] = adversary = Adversary(seed, config.getoption("share"))
         config.pluginmanager.register(adversary)

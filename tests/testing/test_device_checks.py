@@ -13,6 +13,7 @@ from asyncflow.testing import check_device, device_checks, virtual_clock
 from tests.conftest import small_cards
 
 
+@pytest.mark.slow  # The devices below that break one promise keep all others.
 def test_cpus() -> None:
     check_device("cpu")
 
