@@ -59,12 +59,13 @@ class Holding:
         given: arrays that it has not made, and that stores may keep.
     """
 
-    __slots__ = ("__weakref__", "_given", "_others", "due_ns")
+    __slots__ = ("__weakref__", "_given", "_others", "due_ns", "has_told")
 
     def __init__(self, *given: object) -> None:
         self._given = given
         self._others: frozenset[int] | None = None
         self.due_ns = 0
+        self.has_told = False
 
     def others(self) -> frozenset[int]:
         """The ids of the owners of these arrays."""
@@ -106,7 +107,25 @@ class ToldAccount(MemoryAccount):
             begun: stores of which it has made the first value alone: the others are in `saved`, too.
             others: stores that have to be looked into, or say what they hold.
             may_look: all values of a store may be looked at; else this comes so often that a few have to do.
+
+        A function that has told nothing yet, and raises no peak, waits until it may stop: most end before.
         """
+        if not (holding.has_told or saved or begun or others) and not self._is_peak(nbytes + ahead):
+            return
+        self._tell(holding, nbytes, ahead, saved, begun, others, may_look=may_look)
+
+    def _tell(
+        self,
+        holding: Holding,
+        nbytes: int,
+        ahead: int,
+        saved: tuple[SavedHeld | Unbound, ...] = (),
+        begun: tuple[SavedHeld | Unbound, ...] = (),
+        others: tuple[object, ...] = (),
+        *,
+        may_look: bool = True,
+    ) -> None:
+        holding.has_told = True
         more = 0
         with self._lock:
             self._settle()
@@ -143,16 +162,23 @@ class ToldAccount(MemoryAccount):
         if not holding.due_ns:  # a short run tells where its loops end
             holding.due_ns = now + _MOST_NS // 4
         elif now >= holding.due_ns:
-            self.tell(holding, nbytes, ahead, *stores, may_look=False)
+            self._tell(holding, nbytes, ahead, *stores, may_look=False)
             after = perf_counter_ns()
             holding.due_ns = after + min(_SHARE * (after - now), _MOST_NS)
 
     def passed(self, nbytes: int) -> None:
         """Count what a function held at its fullest line, and holds no longer."""
-        if self.at_most + nbytes > self._lap:
+        if self._is_peak(nbytes):
             with self._lock:
-                self._settle()
                 self._lap = max(self._lap, self.at_most + nbytes)
+
+    def _is_peak(self, nbytes: int) -> bool:
+        """Return True if so many bytes more are the most that was ever held."""
+        if self.at_most + nbytes <= self._lap:  # also with what has been freed and still counts
+            return False
+        with self._lock:
+            self._settle()
+        return self.at_most + nbytes > self._lap
 
     def _watch_of(self, what: object) -> _ToldWatch:
         watch = self._live.get(id(what))

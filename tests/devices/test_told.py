@@ -48,6 +48,24 @@ def test_what_functions_hold_at_the_same_time_adds_up() -> None:
     assert account.used == 0
 
 
+def test_a_function_that_raises_no_peak_is_counted_once_it_may_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most functions are short, and are over by then; the peak is right in any case."""
+    account, first, second = ToldAccount("cpu:0"), Holding(), Holding()
+    account.tell(first, 10 * KIB, 0)
+    del first
+    account.tell(second, 4 * KIB, 0)
+    assert (account.used, account.peak) == (0, 10 * KIB)
+    clock = itertools.count(told._MOST_NS, told._MOST_NS)
+    monkeypatch.setattr(told, "perf_counter_ns", lambda: next(clock))
+    account.pause(second, 4 * KIB, 0)
+    account.pause(second, 4 * KIB, 0)
+    assert account.used == 4 * KIB
+    account.tell(second, KIB, 0)
+    assert (account.used, account.peak) == (KIB, 10 * KIB)
+    account.tell(Holding(), 20 * KIB, 0)
+    assert account.peak == 21 * KIB
+
+
 def test_tracked_arrays_count_beside_what_is_told() -> None:
     account, holding, value = ToldAccount("cpu:0"), Holding(), array()
     account.track(value, "node")
