@@ -30,6 +30,9 @@ from asyncflow.devices.options import positive_count
 TRACKED_BYTES = 4096
 """Arrays smaller than this are not counted by themselves: watching one costs more than it holds."""
 
+_BUFFER, TOLD = -1, -2
+"""Counts of a `Watch` of no store: of a buffer, and of what says itself what it holds (`asyncflow.devices.told`)."""
+
 _SLACK_BYTES = 512 << 10
 """How much is put into stores between two looks through them; by so much the limit may be passed."""
 
@@ -358,7 +361,7 @@ class MemoryAccount:
             if key in live:
                 return 0
             watch = live[key] = Watch(owner, freed.append)
-            watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, -1
+            watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, _BUFFER
             self.total += nbytes
             if self._lent and key in self._lent:
                 self.fed += nbytes
@@ -373,8 +376,12 @@ class MemoryAccount:
             watch = freed.popleft()
             del live[watch.key]
             self.at_most -= watch.nbytes
-            if watch.count >= 0:
-                self._stores -= 1
+            if watch.count != _BUFFER:
+                self._end(watch)
+
+    def _end(self, watch: Watch) -> None:
+        """Forget what was noted of anything else than a buffer, which has gone."""
+        self._stores -= 1
 
 
 class ChargedAccount(MemoryAccount):
@@ -461,7 +468,7 @@ class Watch(weakref.ref[object]):
         key: the id of what it refers to.
         nbytes: of a buffer, or of all that is in a store.
         label: the name of the node that made it.
-        count: of a store's values; -1 for a buffer.
+        count: of a store's values; negative for anything else.
     """
 
     __slots__ = ("count", "key", "label", "nbytes")

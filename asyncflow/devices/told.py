@@ -15,16 +15,16 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncflow.devices.memory import TRACKED_BYTES, Held, MemoryAccount, Watch, owner_of
+from asyncflow.devices.memory import TOLD, TRACKED_BYTES, Held, MemoryAccount, Watch, owner_of
 
 _SHARE, _MOST_NS = 100, 2_000_000
 """A function that may stop tells after so many times as long as that took last, up to 0.02 ms, or at most 2 ms."""
 
 _LOOKED_AT = 16
-"""How many values of a store are looked at again each time that it has not grown."""
+"""Number of values of a store that `tell` looks at again where the store has not grown."""
 
 _ARRAY_NBYTES = getsizeof(np.empty(0))
-"""What Python takes for an array, beside its numbers."""
+"""Bytes that Python takes for an array, beside its numbers."""
 
 
 class HeldState(Protocol):
@@ -36,7 +36,7 @@ class HeldState(Protocol):
 
 
 class SavedHeld(HeldState, Protocol):
-    """One that knows what it holds."""
+    """A state of a store that knows what it holds."""
 
     def standing(self) -> tuple[object, int, int]:
         """Return the first value, if it is there, and the bytes and number of all that are."""
@@ -112,19 +112,6 @@ class ToldAccount(MemoryAccount):
         """
         if not (holding.has_told or saved or begun or others) and not self._is_peak(nbytes + ahead):
             return
-        self._tell(holding, nbytes, ahead, saved, begun, others, may_look=may_look)
-
-    def _tell(
-        self,
-        holding: Holding,
-        nbytes: int,
-        ahead: int,
-        saved: tuple[SavedHeld | Unbound, ...] = (),
-        begun: tuple[SavedHeld | Unbound, ...] = (),
-        others: tuple[object, ...] = (),
-        *,
-        may_look: bool = True,
-    ) -> None:
         holding.has_told = True
         more = 0
         with self._lock:
@@ -162,7 +149,8 @@ class ToldAccount(MemoryAccount):
         if not holding.due_ns:  # a short run tells where its loops end
             holding.due_ns = now + _MOST_NS // 4
         elif now >= holding.due_ns:
-            self._tell(holding, nbytes, ahead, *stores, may_look=False)
+            holding.has_told = True
+            self.tell(holding, nbytes, ahead, *stores, may_look=False)
             after = perf_counter_ns()
             holding.due_ns = after + min(_SHARE * (after - now), _MOST_NS)
 
@@ -234,14 +222,11 @@ class ToldAccount(MemoryAccount):
             self._owners.difference_update(watch.owners)
             del watch.owners[:]
 
-    def _settle(self) -> None:
-        freed, live = self._freed, self._live
-        while freed:
-            watch = freed.popleft()
-            del live[watch.key]
-            self.at_most -= watch.nbytes
-            if type(watch) is _ToldWatch:
-                self._forget_owners(watch)
+    def _end(self, watch: Watch) -> None:
+        if isinstance(watch, _ToldWatch):
+            self._forget_owners(watch)
+        else:
+            super()._end(watch)
 
 
 class _ToldWatch(Watch):
@@ -259,7 +244,7 @@ class _ToldWatch(Watch):
     __slots__ = ("credit", "first", "given", "in_values", "owners", "seen")
 
     def __init__(self, what: object, _freed: Callable[[Watch], object]) -> None:
-        self.key, self.nbytes, self.label, self.count = id(what), 0, "", -1
+        self.key, self.nbytes, self.label, self.count = id(what), 0, "", TOLD
         self.first = self.given = self.seen = self.credit = self.in_values = 0
         self.owners = array("Q")
 

@@ -104,18 +104,24 @@ print("numpy" in sys.modules, "asyncio" in sys.modules)
 """
 
 
-def loaded_by(statement: str) -> tuple[set[str], str]:
-    """The rooms that a statement imports, in a process of its own; and if NumPy and asyncio are imported."""
+def run_alone(program: str, *arguments: str) -> str:
+    """Run a program in a process of its own, in which a warning is an error; return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOADED.format(statement=statement)],
+        [sys.executable, "-W", "error", "-c", program, *arguments],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         timeout=PATIENCE_S,
     )
-    *_, rooms, others = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded_by(statement: str) -> tuple[set[str], str]:
+    """The rooms that a statement imports, in a process of its own; and if NumPy and asyncio are imported."""
+    *_, rooms, others = run_alone(LOADED.format(statement=statement)).splitlines()
     return set(rooms.split()), others
 
 
@@ -147,16 +153,7 @@ sys.exit(" ".join(failed) or 0)
 """
     alone = {home: listed for home, listed in vars(af)["_HOMES"].items() if not home.startswith(vars(af)["_TOGETHER"])}
     names = ["Graph", *(listed.split()[0].partition("=")[0] for listed in alone.values())]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *names],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(program, *names)
 
 
 def test_threads_import_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,12 +81,9 @@ def run_single_call(
         if is_generator:
             output = quiet.run(_outputs, output)
         node.cost.observe(size, perf_counter_ns() - started)
-        results = call.results(output)
-        for value in results:
-            device.memory.track(value, node.name)
+        return _tracked(call, output, device)
     except BaseException as error:
         _fail(error, node, inputs, device)
-    return results
 
 
 def run_user_call(call: SingleCall, device: Device, feeds: Sequence[Value]) -> list[Value] | Begun | None:
@@ -122,11 +119,16 @@ def run_user_call(call: SingleCall, device: Device, feeds: Sequence[Value]) -> l
         cost.observe(size, perf_counter_ns() - started)
         if isinstance(output, Paused | GeneratorType):
             return output
-        results = call.results(output)
-        for value in results:
-            device.memory.track(value, node.name)
+        return _tracked(call, output, device)
     except BaseException as error:
         _fail(error, node, inputs, device)
+
+
+def _tracked(call: SingleCall, output: object, device: Device) -> list[Value]:
+    """Return the fetched values of what a kernel gave, and count them."""
+    results = call.results(output)
+    for value in results:
+        device.memory.track(value, call.node.name)
     return results
 
 
