@@ -360,7 +360,7 @@ class BodyFailure(Exception):
 
 
 _NO_EXIT: Final = (Exception, asyncio.CancelledError, GeneratorExit)
-"""What tasks and generators may end with; anything else out of a task ends the event loop."""
+"""Errors that tasks and generators may end with; any other that leaves a task ends the event loop."""
 
 
 class ExitRaised(Exception):

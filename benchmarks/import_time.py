@@ -1,4 +1,4 @@
-"""How long ``import asyncflow`` takes in a fresh process, beside NumPy (which it needs) and the peers.
+"""Processor time of ``import asyncflow`` in a fresh process, beside NumPy (which it needs) and the peers.
 
 It imports what a graph is built with when the first graph is made, and the rest for the first session.
 """

@@ -51,7 +51,7 @@ def explain(target: str, arguments: Sequence[str], *, passes: Sequence[str] = ()
 
 
 def _compile(graph: af.Graph) -> None:
-    """Compile all that a graph computes for nobody else, as a run of its fetches would."""
+    """Compile the plan of every value and effect that no other node of the graph uses."""
     used = {x.node for node in graph.nodes for x in node.inputs}
     last: list[Node | af.Tensor] = []
     for node in graph.nodes:

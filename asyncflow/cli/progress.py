@@ -1,4 +1,4 @@
-"""How far a simulated program has come, for people who wait for it: on standard error, never on standard output.
+"""The progress of a simulated program, shown on standard error and never on standard output.
 
 A program does not say how much work it has. Its loops do: while it awaits a run, the iterators of the ``for`` loops
 around the ``await`` are among the references of its suspended coroutines, and tell how many items are left.
@@ -96,7 +96,7 @@ class _ForLoops:
 
     def __init__(self) -> None:
         self._lengths: dict[int, tuple[object, int]] = {}
-        """Of each iterator that was seen: itself, so that its id stays its own, and how many items it had at first."""
+        """Iterators by id, kept so that no other takes the id, each with the number of items it had at first."""
         self._outermost: object = None
         self._since: tuple[float, float] = (0.0, 0.0)
         """When the outermost loop was seen first, and what was left of it then."""

@@ -29,7 +29,7 @@ _listeners: list[Tell] = []
 """Those who want to know of all sessions."""
 
 _plan_listeners: list[Callable[[Plan], object]] = []
-"""Those who want to know of each plan that is compiled."""
+"""Listeners that are called with each plan that is compiled."""
 
 _MOST_NAMED = 3
 """Of what a plan gives, at the head of a change."""
@@ -50,7 +50,7 @@ def listening(tell: Tell | None = None, on_plan: Callable[[Plan], object] | None
 
 
 def tell_plan(plan: Plan) -> None:
-    """Tell those who listen of a plan that has just been compiled."""
+    """Tell the listeners of a plan that has just been compiled."""
     for tell in _plan_listeners:
         tell(plan)
 

@@ -103,7 +103,7 @@ def _element_shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> 
 
 @row_rule(row_store.ROW_STORE, alike=True)
 def _row_store(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    """One store for all rows, into which nothing may go that has rows: a recomputed piece fills it once."""
+    """All rows share a store that holds no value of a row: a recomputed piece fills it once."""
     if inputs[0].has_rows:
         raise CannotLift(f"{node.name} has a capacity of each row's own")
     return apply(node.op, inputs[0].tensor, **node.attrs)

@@ -5,7 +5,7 @@ Runs that wait stand in one line a priority, by their deadlines, and of equal on
 ============ ============================================================ ==============================================
 event        state                                                        what happens
 ============ ============================================================ ==============================================
-`offer`      there is room, and nobody waits                              it starts
+`offer`      there is room, and no run waits                              it starts
 `offer`      as above, and it would end too late beside those in flight   it is refused: `OverloadedError`
 `offer`      it would end too late after those before it                  it is refused: `OverloadedError`
 `offer`      too many wait, and nobody gives way                          it is refused: `OverloadedError`
@@ -14,7 +14,7 @@ event        state                                                        what h
 `withdraw`   it waits                                                     it leaves; the others are as they were
 `end`        it is in flight                                              what it took is learnt; there is room
 `step_aside` it is in flight                                              there is room; its memory stays reserved
-`come_back`  there is room, and nobody waits                              it is in flight again
+`come_back`  there is room, and no run waits                              it is in flight again
 `come_back`  else                                                         it waits, and is never refused
 `end`        it has stepped aside, or waits to be in flight again         its memory is free
 `decide`     there is room, and some wait                                 the first of the line whose turn it is starts

@@ -1,4 +1,4 @@
-"""How many bytes do loops hold besides what they save: what they begin with and look at, and most in an iteration.
+"""Bytes that loops hold besides saved values: their inputs, and the most in an iteration.
 
 Values are counted from the node that makes them to the last use of all that keeps their memory: views of them, and
 arrays and stores that they were put into. What a loop saves counts elsewhere (`memory_choices`).

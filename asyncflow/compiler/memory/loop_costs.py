@@ -1,7 +1,7 @@
-"""How long does an iteration of a loop take on one device?
+"""Time of an iteration of a loop on one device.
 
-An estimate by `asyncflow.compiler.placement.node_costs`: measured where a node has run, else from shapes. On a device
-that fuses, elementwise nodes that feed one another are one kernel, which reads and writes what goes in and out.
+It is estimated by `asyncflow.compiler.placement.node_costs`: measured where a node has run, else from shapes. On a
+device that fuses, elementwise nodes that feed one another are one kernel, which reads and writes what goes in and out.
 """
 
 from __future__ import annotations

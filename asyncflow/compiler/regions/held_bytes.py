@@ -1,4 +1,4 @@
-"""How many bytes the values of a region's function take: found once, from its code, so that a run has little to add up.
+"""Bytes that the values of a region's function take, found once from its code, so that a run adds up little.
 
 While the function is written, each line that makes, shares or drops a value is noted. `HeldBytes.places` then replays
 the notes, loop bodies twice, and finds the lines where the function tells an account: the fullest point outside loops,
@@ -65,7 +65,7 @@ class _Bytes(NamedTuple):
 _NOTHING = _Bytes()
 
 _Happening = tuple[Callable[..., None], tuple[object, ...]]
-"""What a note says: a method of the replay, and what it is called with."""
+"""A note: a method of the replay, and its arguments."""
 
 _GROUPS = ("saved", "begun", "looked at")
 """As `ToldAccount.tell` takes them."""
@@ -102,12 +102,12 @@ class _Buffer:
     others: str = ""
 
     def saves(self, where: str) -> None:
-        """Note that a store of saved values gets one that is `where`."""
+        """Note that a store of saved values gets another value, which is `where`."""
         self.first, self.others = (self.first, where) if self.first else (where, where)
 
     @property
     def group(self) -> str:
-        """How the account is told of a store."""
+        """Arguments by which the account is told of a store."""
         if self.of_stores or self.is_empty:
             return ""
         if not self.first or "mixed" in (self.first, self.others):
@@ -460,7 +460,7 @@ class HeldBytes:
         return HeldPlace(line, depth, " + ".join(held) or "0", self._ahead(ahead), stores)
 
     def _ahead(self, ahead: _Bytes) -> str:
-        """Return an expression; values of open shapes keep the assumed ratio to one that is there."""
+        """Return an expression; values of open shapes keep the assumed ratio to a value that is alive."""
         text = str(max(0, round(ahead.closed)))
         if ahead.open < 1:
             return text

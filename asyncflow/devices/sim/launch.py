@@ -346,7 +346,7 @@ class SimLauncher:
         return data
 
     def _has_data(self, values: Sequence[Placed], specs: OutputSpecs) -> bool:
-        """Whether the kernel can be, and should be, run: not on or for what has no data, unless it is one of state."""
+        """Return True if the kernel runs: not on or for values without data, unless it changes a state."""
         info = self._info
         if not self._device.machine.shapes_only or info.is_metadata:
             return True
@@ -442,7 +442,7 @@ class SimLauncher:
     def _is_work(
         self, flops: float, has_inputs: bool, values: Sequence[Value], fresh: Sequence[Value], *, has_outputs: bool
     ) -> bool:
-        """Whether the kernel occupies the stream; it has inputs on the device, and outputs that are arrays."""
+        """Return True if the kernel, with inputs on the device and arrays as outputs, occupies the stream."""
         if self._info.keeps_arrays:
             return bool(fresh) and flops > 0 and bool(values)  # else it moves references, or reads state
         if fresh:
