@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 
 from asyncflow.cli.target import Target, TargetError
 from asyncflow.graph.graph import Graph
@@ -93,14 +94,24 @@ def _interrupted_by_sigterm() -> Iterator[list[int]]:
         received.append(number)
         signal.raise_signal(signal.SIGINT)
 
+    def interrupt_if_terminated(number: int, frame: FrameType | None) -> None:
+        if received:
+            signal.default_int_handler(number, frame)
+
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield received
         return
+    # A shell has the jobs in its background ignore SIGINT, and an ignored signal would interrupt nothing.
+    ignores_sigint = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGTERM, interrupt)
+    if ignores_sigint:
+        signal.signal(signal.SIGINT, interrupt_if_terminated)
     try:
         yield received
     finally:
+        if ignores_sigint and signal.getsignal(signal.SIGINT) is interrupt_if_terminated:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         if signal.getsignal(signal.SIGTERM) is interrupt:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -280,6 +281,19 @@ def test_cancelled_program_fails(program: Path, output: Output) -> None:
 def test_exit_code_of_the_program_is_kept(program: Path, output: Output, name: str, code: int, said: str) -> None:
     assert main(["profile", f"program.py:{name}", "-o", "trace.json"]) == code
     assert output()[1].strip() == said
+    assert (program / "trace.json").exists()
+
+
+@pytest.mark.parametrize("name", ["terminated", "terminated_while_it_waits"])
+def test_a_job_in_the_background_is_terminated_too(program: Path, output: Output, name: str) -> None:
+    """A shell has it ignore SIGINT, which it goes on to do."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert main(["profile", f"program.py:{name}", "-o", "trace.json"]) == 143
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert output()[1].strip() == "terminated"
     assert (program / "trace.json").exists()
 
 
