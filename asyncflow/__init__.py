@@ -433,7 +433,7 @@ nan = _math.nan
 newaxis = None
 pi = _math.pi
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __array_api_version__ = "2024.12"
 
 if _path.exists(_path.join(_path.dirname(_path.dirname(__file__)), "asyncflow.py")):
