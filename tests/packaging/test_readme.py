@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,22 +13,10 @@ from types import ModuleType
 import httpx
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
+from tests.packaging.pages import ROOT, RUNNER, programs_on
 
 PAGES = ("README.md", "docs/guide.md")
 CHECK_S = 240.0
-
-RUNNER = """
-import runpy
-import sys
-
-for path in sys.argv[1:]:
-    sys.argv = [path]
-    print(path, flush=True)
-    runpy.run_path(path, run_name="__main__")
-"""
 
 PYRIGHT = {
     "typeCheckingMode": "strict",
@@ -41,13 +28,6 @@ PYRIGHT = {
     "reportUnknownParameterType": False,
     "reportUnknownVariableType": False,
 }
-
-
-def programs_on(page: str) -> list[str]:
-    """Its programs; those with prompts are left to `make doctest`, which also compares their output."""
-    programs = [block for block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if ">>>" not in block]
-    assert programs, f"{page} shows no ```python program"
-    return programs
 
 
 @pytest.fixture

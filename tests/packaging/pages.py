@@ -1,0 +1,28 @@
+"""The Python programs on the pages for users, as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+RUNNER = """
+import runpy
+import sys
+
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    print(path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
+"""Runs the programs that it is given one after another: most of the time would be that of the imports."""
+
+
+def programs_on(page: str) -> list[str]:
+    """Return the programs of a page; `make doctest` runs those with prompts, and compares their output."""
+    programs = [block for block in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if ">>>" not in block]
+    assert programs, f"{page} shows no ```python program"
+    return programs
