@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 # Any word: it chooses what `make test TURN=...` adds.
 TURN ?=
 SOURCES := asyncflow tests examples benchmarks docs
-PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
+PROSE := README.md CONTRIBUTING.md RELEASING.md SECURITY.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-full test-adversary mutants check reference doctest bench size gpu-check package clean
