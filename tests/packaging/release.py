@@ -88,7 +88,16 @@ def problem_of(python: Path, wheel: Path, folder: Path) -> str:
         path.write_text(program, encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     # The pip of this environment installs into the new one, which saves it a pip of its own.
-    pip = [sys.executable, "-m", "pip", "--python", new, "--disable-pip-version-check", "install", "--quiet"]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        new,
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+    ]
     imports = "; ".join(f"import {name}" for name in recipe_items("test", "imports"))
     steps: list[tuple[list[str | Path], list[str]]] = [
         ([python, "-m", "venv", "--without-pip", new.parents[1]], []),
