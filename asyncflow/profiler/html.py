@@ -10,9 +10,10 @@ import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from importlib.resources import files
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from asyncflow.profiler.arrows import End, find_arrows
+from asyncflow.profiler.colours import CONTROL_FLOW_COLOUR, OTHERS_COLOUR, PALETTE, family, family_colours
 from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, lane_label, run_rows, time_bounds
 from asyncflow.runtime.trace import RunSpan, Trace
 
@@ -37,8 +38,9 @@ def render_html(trace: Trace) -> Iterator[str]:
 def timeline_data(trace: Trace) -> Json:
     """The data that the page draws: a column of integers per property and lane, with the strings in tables beside them.
 
-    Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``. A transfer's ends name
-    their group, and their lane among those of all groups; it is -1 where no firing is.
+    Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``, and ``families`` the
+    number of each site's family among the pairs of ``legend``. A transfer's ends name their group, and their lane among
+    those of all groups; it is -1 where no firing is.
     """
     first, last = time_bounds(trace)
     tables = _Tables(dict)
@@ -51,11 +53,18 @@ def timeline_data(trace: Trace) -> Json:
         }
         for device in devices(trace)
     ]
+    colours = family_colours(trace.firings)
+    numbers = {name: number for number, name in enumerate(colours)}
+    # In the order of the table of sites, which the lanes have filled.
+    families = [numbers[family(node, op)] for node, op, _ in cast(dict[tuple[str, str, str], int], tables["sites"])]
     return {
         "wall": last - first,
         "dropped": trace.dropped,
         "groups": groups,
         "transfers": _transfer_columns(trace, lanes, tables, first),
+        "legend": list(colours.items()),
+        "families": families,
+        "colours": {"iterations": PALETTE, "control flow": CONTROL_FLOW_COLOUR, "others": OTHERS_COLOUR},
         "runs": [_run_columns(row, index, first) for index, row in enumerate(run_rows(trace))],
         **{name: list(tables[name]) for name in ("sites", "tags", "outputs", "statuses", "tensors")},
     }

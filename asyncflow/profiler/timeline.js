@@ -11,12 +11,9 @@
   };
 
   const GUTTER = 168, AXIS = 26, GROUP = 24, LANE = 23, MEMORY = 44, RIGHT = 12;
-  const STACK = 8 * LANE, THIN = 8, READABLE = 17, MOST_LINES = 300, LEGEND_NAME = 36;
+  const STACK = 8 * LANE, THIN = 8, READABLE = 17, MOST_LINES = 300;
   const INK = "#141922";
-  const CONTROL_FLOW = new Set(["Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"].map((op) => op.toLowerCase()));
-  const CONTROL_COLOUR = "#9aa5b5";
-  // No reds: red means failed.
-  const PALETTE = ["#7dc3ff", "#ce7947", "#7fd492", "#9e7fd3", "#ddba56", "#00a8b0", "#f79cd0", "#899d3c", "#a6b7ff"];
+  const PALETTE = data.colours.iterations, CONTROL_COLOUR = data.colours["control flow"], OTHERS = data.colours.others;
 
   // ---- Numbers as text -------------------------------------------------------------------------------------------
 
@@ -141,32 +138,10 @@
     return { list: list.sort((a, b) => b.total - a.total), bySite };
   })();
 
-  // ---- Colours: an op's family hashes to a palette slot; the heaviest families get theirs first ---------------------
+  // ---- Colours ------------------------------------------------------------------------------------------------------
 
-  // What ran as a whole is told apart by its name: a loop, or what is between two.
-  const WHOLE = new Set(["loop", "region"]);
-  const family = (op, node) => (CONTROL_FLOW.has(op.toLowerCase()) ? "control flow" : WHOLE.has(op) ? node : op);
-
-  function hash(text) {
-    let h = 2166136261;
-    for (let i = 0; i < text.length; i++) h = Math.imul(h ^ text.charCodeAt(i), 16777619);
-    return (h ^ (h >>> 15)) >>> 0;
-  }
-
-  const families = new Map();
-  {
-    const taken = new Set();
-    for (const { op, node } of nodeStats.list) {
-      const name = family(op, node);
-      if (families.has(name)) continue;
-      let slot = hash(name) % PALETTE.length;
-      while (taken.has(slot) && taken.size < PALETTE.length) slot = (slot + 1) % PALETTE.length;
-      taken.add(slot);
-      families.set(name, name === "control flow" ? CONTROL_COLOUR : PALETTE[slot]);
-      if (name === "control flow") taken.delete(slot);
-    }
-  }
-  const siteColour = data.sites.map(([node, op]) => families.get(family(op, node)));
+  const siteColour = data.families.map((number) => data.legend[number][1]);
+  nodeStats.bySite.forEach((stats, site) => { stats.colour = siteColour[site]; });
 
   /** The iteration of the outermost loop: 3 of "outer/3/inner/7". */
   function iterationOf(tag) {
@@ -339,7 +314,8 @@
       pen.fill();
       pen.globalAlpha = 1;
     }
-    const label = row.height < READABLE ? "" : fitLabel(nameOf(row, i), width - 10);
+    let label = row.height < READABLE ? "" : fitLabel(nameOf(row, i), width - 10);
+    if (row.kind === "runs" && label.endsWith("…")) label = fitLabel(String(row.run[i]), width - 8);
     if (!label) return;
     pen.fillStyle = dim ? theme.muted : inkOf(row, i);
     pen.fillText(label, x0 + 5, top + height / 2 + 0.5);
@@ -928,34 +904,49 @@
     redraw();
   }
 
+  // What ran as a whole is found by its name: a loop, or what is between two.
+  const WHOLE = new Set(["loop", "region"]);
+
+  /** An entry of the legend that highlights the families of these numbers. */
+  function legendEntry(numbers, colour, text) {
+    const chosen = new Set(numbers), swatch = make("span", "", "swatch");
+    swatch.style.background = colour;
+    const members = data.sites.filter((_, site) => chosen.has(data.families[site]));
+    const ops = [...new Set(members.map(([node, op]) => (WHOLE.has(op) ? node : op)))];
+    const pattern = ops.length === 1 ? exactly(ops[0]) : `^(${ops.map((op) => exactly(op).slice(1, -1)).join("|")})$`;
+    const entry = button("", () => highlight($("search").value === pattern ? "" : pattern));
+    entry.append(swatch, text);
+    $("legend").append(entry);
+    return entry;
+  }
+
   function fillOps() {
-    for (const [name, colour] of families) {
-      const swatch = make("span", "", "swatch");
-      swatch.style.background = colour;
-      const members = data.sites.filter(([node, op]) => family(op, node) === name);
-      const ops = [...new Set(members.map(([node, op]) => (WHOLE.has(op) ? node : op)))];
-      const pattern = ops.length === 1 ? exactly(ops[0]) : `^(${ops.map((op) => exactly(op).slice(1, -1)).join("|")})$`;
-      const entry = button("", () => highlight($("search").value === pattern ? "" : pattern));
-      // Of a long name the end says more than the beginning.
-      entry.append(swatch, name.length > LEGEND_NAME ? `…${name.slice(1 - LEGEND_NAME)}` : name);
-      entry.title = name;
-      $("legend").append(entry);
+    const others = [];
+    data.legend.forEach(([name, colour], number) => {
+      if (colour === OTHERS) others.push(number); else legendEntry([number], colour, name);
+    });
+    if (others.length) {
+      legendEntry(others, OTHERS, `${count(others.length)} others`).title = others.map((number) => data.legend[number][0]).join(", ");
     }
   }
 
   const order = { key: "total", sign: -1 };
 
+  /** A name that breaks behind its slashes, where it has to, and inside of a part only where that is too long for a line. */
+  function pathOf(name) {
+    const path = make("bdi");
+    name.split(/(?<=[/,])/).forEach((part) => path.append(part, document.createElement("wbr")));
+    return [path];
+  }
+
   function fillTable() {
     const { key, sign } = order;
     const compare = (a, b) => (typeof a[key] === "string" ? a[key].localeCompare(b[key]) : a[key] - b[key]) * sign;
     const rows = [...nodeStats.list].sort(compare).slice(0, 200).map((stats) => {
-      const tr = make("tr"), node = make("td", "", "text"), op = make("td", stats.op, "text"), share = make("td");
+      const tr = make("tr"), node = make("td", "", "text node"), op = make("td", stats.op, "text op"), share = make("td");
       const swatch = make("span", "", "swatch"), bar = make("span", "", "share"), part = make("i");
-      swatch.style.background = families.get(family(stats.op, stats.node));
-      const name = make("span", "", "path");
-      name.append(make("bdi", stats.node));
-      node.append(swatch, name);
-      node.title = stats.node;
+      swatch.style.background = stats.colour;
+      node.append(swatch, ...pathOf(stats.node), make("span", stats.op, "below"));
       part.style.width = `${stats.share * 100}%`;
       bar.append(part);
       share.append(bar, make("span", percent(stats.share), "figure"));
@@ -1097,7 +1088,7 @@
     $("help-open").addEventListener("click", () => $("help").showModal());
     document.querySelectorAll("th").forEach((th) => th.addEventListener("click", () => {
       const key = th.dataset.key;
-      order.sign = order.key === key ? -order.sign : th.className === "text" ? 1 : -1;
+      order.sign = order.key === key ? -order.sign : th.classList.contains("text") ? 1 : -1;
       order.key = key;
       document.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
       th.setAttribute("aria-sort", order.sign < 0 ? "descending" : "ascending");

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.profiler.colours import CONTROL_FLOW_COLOUR, OTHERS_COLOUR, PALETTE
 from asyncflow.profiler.html import render_html, timeline_data
 from asyncflow.runtime.trace import Firing, MemorySample, Trace, Transfer
 
@@ -68,6 +69,26 @@ def test_columns_of_a_lane(trace: Trace) -> None:
     assert data["tags"][lane["tag"][0]] == "loop/0"
     assert data["outputs"][lane["output"][0]] == "float32[64,64]"
     assert data["statuses"][lane["status"][0]] == "ok"
+
+
+def test_sites_know_their_family_in_the_legend(trace: Trace) -> None:
+    data = embedded(trace)
+    shown = [
+        (op, data["legend"][number][0]) for (_, op, _), number in zip(data["sites"], data["families"], strict=True)
+    ]
+    assert shown == [("less", "less"), ("http_get", "http_get"), ("matmul", "matmul")]
+    assert [name for name, _ in data["legend"]] == ["http_get", "matmul", "less"]
+
+
+def test_names_are_shown_whole(trace: Trace) -> None:
+    """A cell of the table breaks lines; no rule and no code cuts text, but for labels in slices."""
+    text = render(trace)
+    style, script = text[text.index("<style>") : text.index("</style>")], text[text.index("<script>") :]
+    assert "text-overflow" not in style
+    assert re.search(r"td\.node \{[^}]*white-space: normal; overflow-wrap: anywhere", style)
+    assert [line for line in script.splitlines() if "…" in line and "fitLabel" not in line and "keep" not in line] == [
+        line for line in script.splitlines() if "2 * colours" in line
+    ]
 
 
 def test_statuses_reach_the_page(trace: Trace) -> None:
@@ -160,6 +181,9 @@ def test_an_empty_trace_makes_a_page_that_says_so() -> None:
             "source": {"group": [], "lane": [], "index": [], "time": []},
             "target": {"group": [], "lane": [], "index": [], "time": []},
         },
+        "legend": [],
+        "families": [],
+        "colours": {"iterations": list(PALETTE), "control flow": CONTROL_FLOW_COLOUR, "others": OTHERS_COLOUR},
         "runs": [],
         "sites": [],
         "tags": [],
