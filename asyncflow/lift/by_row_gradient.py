@@ -11,7 +11,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, derivative_of, not_differentiable, why_not_differentiable
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import lift
-from asyncflow.ops.known_values import keep_outside
+from asyncflow.ops.known_values import empty_body
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN, BY_ROW_OPS, op_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.ops.shape import shape
@@ -52,8 +52,7 @@ def _by_row(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
         whole = iter(lift(body, known, [x for x in found if x is not None], shape(numbers)[0], label))
     except CannotLift as reason:
         raise GraphError(f"the derivative of {op.name} cannot be computed for several rows at once: {reason}") from None
-    keep_outside(body)
-    body.take_back(0)
+    empty_body(body)
     each = [None if x is None else next(whole) for x in found]
     return [
         None,

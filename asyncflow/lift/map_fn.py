@@ -24,7 +24,7 @@ from asyncflow.lift import by_row_gradient
 from asyncflow.lift.lifting import in_rows
 from asyncflow.lift.lifting import lift as lift_body
 from asyncflow.ops.elementwise import add
-from asyncflow.ops.known_values import keep_outside
+from asyncflow.ops.known_values import empty_body
 from asyncflow.ops.logic import less
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.values import Nest
@@ -150,8 +150,7 @@ class _MapLoop:
         counted = [in_rows(x, rows.count) for x in rows.tensors]
         known = {row: LiftedValue(x, has_rows=True) for row, x in zip(self.rows, counted, strict=True)}
         found = lift_body(self.body, known, self.values, rows.count, self.label)
-        keep_outside(self.body)
-        self.body.take_back(0)
+        empty_body(self.body)
         return found
 
     def build(self, rows: RowOrder, parallel_iterations: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import in_rows, lift
 from asyncflow.ops.axes import static_int
-from asyncflow.ops.known_values import keep_outside
+from asyncflow.ops.known_values import empty_body
 from asyncflow.ops.manipulation import moveaxis
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.ops.shape import shape
@@ -84,8 +84,7 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
                 found = lift(body, known, values, count, label)
             except CannotLift as reason:
                 raise GraphError(f"vmap: {reason}; af.map_fn makes a loop over rows of it") from None
-            keep_outside(body)
-            body.take_back(0)
+            empty_body(body)
             back = _out_axes(out_axes, result)
             return result.unflatten([moveaxis(x, 0, axis) if axis else x for x, axis in zip(found, back, strict=True)])
 

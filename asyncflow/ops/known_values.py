@@ -141,8 +141,8 @@ def _origins(tensors: Iterable[Tensor]) -> set[Tensor]:
     return found
 
 
-def keep_outside(body: Subgraph) -> None:
-    """Carry what a body is built on over to the tensors that it captures, before its nodes are taken back.
+def empty_body(body: Subgraph) -> None:
+    """Remove every node of a body that is replaced, and keep its assumptions for the tensors that it captures.
 
     A conclusion from values that the body computes becomes one about each captured value that leads there.
     """
@@ -156,6 +156,7 @@ def keep_outside(body: Subgraph) -> None:
             value = KnownValues().value(source)
             if value is not None:
                 assume(_VALUE, (source,), value, each.location)
+    body.take_back(0)
 
 
 def refuse_contradictions(assumptions: Iterable[Assumption], fed: Mapping[Tensor, Array]) -> None:
