@@ -417,6 +417,16 @@ def row_of(error: BaseException) -> str:
     return getattr(error, "row", "")
 
 
+def in_attempt(error: Exception, which: str) -> None:
+    """Note which attempt of a function failed for good; `attempt_of` tells it."""
+    error.attempt = which  # type: ignore[attr-defined]
+
+
+def attempt_of(error: BaseException) -> str:
+    """Return the attempt, such as ``attempt 3 of 3``, that failed for good; empty if there could be only one."""
+    return getattr(error, "attempt", "")
+
+
 class EndOfInput(KernelError):
     """An input has no more elements, or is closed."""
 

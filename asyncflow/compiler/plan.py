@@ -324,6 +324,7 @@ class Plan:
         writes: the ones among them that it may write.
         takes: it takes elements of queues or inputs.
         waits: it may wait in line of a resource, such as a queue.
+        awaits: it has coroutines of the user's, which may be calls of functions with limits.
         cost: what runs of it take.
         used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
@@ -342,6 +343,7 @@ class Plan:
     writes: frozenset[Hashable] = frozenset()
     takes: bool = False
     waits: bool = False
+    awaits: bool = False
     cost: RunCost = field(default_factory=RunCost)
     used: int = 0
     saved: tuple[Saved, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from sys import getrefcount
 from typing import Any, Generic, ParamSpec, TypeAlias, overload
@@ -22,6 +22,7 @@ from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec, spec_of
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.derivatives.user_rules import accepted_arguments, rule_of_op
+from asyncflow.ops.limits import Backoff, CallLimits, Rate, RetryOn, call_limited
 from asyncflow.ops.promotion import is_weak, promoted_dtype
 from asyncflow.ops.recorded_calls import recorded, recorded_coroutine
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
@@ -57,6 +58,7 @@ class CustomOp(Generic[P]):
         op: its definition, which nodes refer to.
         gradient: what was given as ``gradient=``.
         device: constraint that its nodes carry; None for none.
+        limits: of its calls; None for none.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class CustomOp(Generic[P]):
         rows: bool = False,
         pure: bool = False,
         batch: Batch | None = None,
+        limits: Callable[[str], CallLimits] | None = None,
     ) -> None:
         self.name = name or _name_of(function)
         self.function: Callable[..., Any] = function
@@ -88,9 +91,10 @@ class CustomOp(Generic[P]):
             option = "rows=True" if batch is None else "batch="
             raise GraphError(f"@op: {self.name} is a coroutine function; {option} is for functions that do not await")
         self._is_stateful = self._has_effects(stateful)
+        self.limits = None if limits is None else self._limited(limits(self.name), is_async, rows)
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
-        calls = _Calls(function, is_async, self.name)
+        calls = _Calls(function, is_async, self.name, self.limits)
         self.op = Op(
             self.name,
             declared_specs,
@@ -98,7 +102,7 @@ class CustomOp(Generic[P]):
             rows_kernel=calls.rows_kernel if rows else None,
             effects=calls.effects if self._is_stateful else None,
             alone=calls if self._is_stateful else None,
-            is_async=is_async,
+            is_async=is_async or self.limits is not None,
             is_user=True,
             is_repeatable=pure,
             flops=None if cost is None else partial(_flops, cost),
@@ -195,6 +199,17 @@ class CustomOp(Generic[P]):
             self._require_outputs(self.outputs)
         return True
 
+    def _limited(self, limits: CallLimits, is_async: bool, rows: bool) -> CallLimits | None:
+        if limits.given and (rows or self._batch is not None):
+            option = "rows=True" if self._batch is None else "batch="
+            raise GraphError(
+                f"@op: {self.name} has {option}, and limits ({', '.join(limits.given)}) are of calls for one row each; "
+                f"leave out {option} or the limits"
+            )
+        if limits.given and self._is_stateful and not is_async and limits.max_concurrency is None:
+            return replace(limits, max_concurrency=1)  # calls of different runs take turns
+        return limits if limits.given else None
+
     def _require_outputs(self, outputs: Outputs) -> None:
         if not nest.flatten(outputs)[0]:
             raise GraphError(
@@ -210,6 +225,7 @@ class _Calls:
     function: Callable[..., Any]
     is_async: bool
     name: str
+    limits: CallLimits | None = None
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -222,6 +238,14 @@ class _Calls:
         """Return the function, checked, with static arguments."""
         function = partial(self.function, **arguments) if arguments else self.function
         check = partial(_checked, outputs) if isinstance(outputs, Spec) else _Results(outputs)
+        limits = self.limits
+        if limits is not None:
+
+            async def call_in_turn(*values: Value) -> Value:
+                inputs = tuple(map(_read_only, values))
+                return check(_given_up(await call_limited(limits, function, inputs, is_async=self.is_async)))
+
+            return recorded_coroutine(call_in_turn)
 
         def call(*values: Value) -> Value:
             return check(_given_up(function(*map(_read_only, values))))
@@ -264,6 +288,12 @@ def op(
     rows: bool = False,
     pure: bool = False,
     batch: Batch | None = None,
+    timeout: float | None = None,
+    retries: int = 0,
+    retry_on: RetryOn | None = None,
+    backoff: Backoff | None = None,
+    max_concurrency: int | None = None,
+    rate: Rate | None = None,
 ) -> Callable[[Callable[P, object]], CustomOp[P]]: ...
 
 
@@ -280,6 +310,12 @@ def op(
     rows: bool = False,
     pure: bool = False,
     batch: Batch | None = None,
+    timeout: float | None = None,
+    retries: int = 0,
+    retry_on: RetryOn | None = None,
+    backoff: Backoff | None = None,
+    max_concurrency: int | None = None,
+    rate: Rate | None = None,
 ) -> CustomOp[...] | Callable[[Callable[..., object]], CustomOp[...]]:
     """Turns a function or coroutine function into an op.
 
@@ -315,12 +351,32 @@ def op(
         batch: firings of several runs, iterations and branches share a call, as with `batched`; the function works on
             rows then, those of all members. Unless it is `pure`, a call that fails fails for all of them. With `pad`
             or `bucket` it gets their lengths as one more argument, and with ``ragged="packed"`` their offsets: a result
-            declared with an open first extent is then side by side, as the argument is. Coroutine functions have
-            neither `batch` nor `rows`.
+            declared with an open first extent is then side by side, as the argument is. Coroutine functions and
+            functions with limits have neither `batch` nor `rows`.
+        timeout: seconds that one attempt of a call may take, without the time it waits for its turn. A coroutine
+            function is cancelled then. A plain function cannot be stopped: its thread goes on, and its result is
+            dropped. The same happens when its run is cancelled. None: any time.
+        retries: further attempts after one that raised. The last error tells how many there were, and its traceback
+            goes on with those of the earlier ones.
+        retry_on: errors that are worth another attempt: a class, a tuple of classes, or a function of the error. None:
+            any `Exception` but what this library raises of the program itself, such as `GraphError`. A cancellation is
+            never retried.
+        backoff: seconds before the first retry, 0.1 for None. They double before each further one, up to a minute, and
+            are shortened at random by up to half, by the session's seed. Or a function ``backoff(failed, error)`` of
+            the number of failed attempts and the last error. A run without time for that fails at once.
+        max_concurrency: calls at once, of all runs of one session. A plain function that timed out counts until its
+            thread returns. None: any number, but one at a time for a plain function that is `stateful`.
+        rate: calls that all runs of one session begin: 10 for ten within any second, or ``(100, 60)`` for a hundred
+            within any minute. Retries count, too.
+
+    A function with any of these six *limits* is called as a coroutine function is; a plain one gets a thread of its own
+    for each attempt. Calls that wait for their turn go by the `priority=` and `timeout=` of their runs, then by
+    arrival. They hold no thread, and a run that only waits for them gives its place in `max_runs` to others. In a
+    record, a call has its last result alone. Outside any graph there are no limits.
 
     Raises:
-        GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects; or a
-            coroutine function has `rows` or `batch`.
+        GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects; a
+            coroutine function has `rows` or `batch`; or a limit is out of its range.
 
     >>> import asyncflow as af
     >>> @op(outputs=af.spec("float64", (None,)))
@@ -340,6 +396,15 @@ def op(
         "rows": rows,
         "pure": pure,
         "batch": batch,
+        "limits": partial(
+            CallLimits,
+            timeout=timeout,
+            retries=retries,
+            retry_on=retry_on,
+            backoff=backoff,
+            max_concurrency=max_concurrency,
+            rate=rate,
+        ),
     }
     if function is None:
         return lambda decorated: CustomOp(decorated, **options)

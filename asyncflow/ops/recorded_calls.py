@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 import asyncflow.errors
-from asyncflow.errors import ReplayError
+from asyncflow.errors import ReplayError, attempt_of, in_attempt
 from asyncflow.values import Value
 
 
@@ -29,6 +29,7 @@ class Raised(NamedTuple):
         message: as it is printed.
         notes: added to it.
         reason: of one of this library's: its message without what was added on the way.
+        attempt: the one that failed for good; see `asyncflow.errors.attempt_of`.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Raised(NamedTuple):
     message: str
     notes: Sequence[str] = ()
     reason: str = ""
+    attempt: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
@@ -44,7 +46,9 @@ class Raised(NamedTuple):
         kind = next(each for each in type(error).__mro__ if _known(each.__name__) is each)
         name, module = type(error).__qualname__, type(error).__module__
         reason = str(getattr(error, "reason", ""))
-        return cls(kind.__name__, name, module, str(error), list(getattr(error, "__notes__", ())), reason)
+        return cls(
+            kind.__name__, name, module, str(error), list(getattr(error, "__notes__", ())), reason, attempt_of(error)
+        )
 
     def error(self) -> BaseException:
         """An error like it, of a class of that name; of the very class, if that is one of Python's."""
@@ -60,6 +64,8 @@ class Raised(NamedTuple):
             found.reason = self.reason  # type: ignore[attr-defined]
         for note in self.notes:
             found.add_note(note)
+        if self.attempt and isinstance(found, Exception):
+            in_attempt(found, self.attempt)
         return found
 
 

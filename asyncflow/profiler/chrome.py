@@ -119,6 +119,7 @@ def _firing_args(firing: Firing) -> Event:
         "pending_us": _microseconds(firing.pending_ns),
         "queued_us": _microseconds(firing.queueing_ns),
         "status": firing.status,
+        **({"attempt": firing.attempt} if firing.attempt else {}),
     }
 
 

@@ -38,6 +38,7 @@ class ObservedRun:
         ended_s: when it ended, in whatever way.
         status: how.
         error: what it raised.
+        retries: how often a function with ``retries=`` was called again for it.
     """
 
     label: str
@@ -47,6 +48,7 @@ class ObservedRun:
     ended_s: float | None = None
     status: RunStatus = "running"
     error: BaseException | None = None
+    retries: int = 0
 
 
 class ObservedBatch(NamedTuple):
@@ -124,6 +126,13 @@ def start_observed(now_s: float) -> Context:
         return copy_context()
     run.started_s = now_s
     return run.context.copy()
+
+
+def note_retry() -> None:
+    """Count another attempt of a function for the run that the current context is of, if it is observed."""
+    run = _current.get()()
+    if run is not None:
+        run.retries += 1
 
 
 class Observers:

@@ -52,17 +52,22 @@ class Firing(NamedTuple):
     location: str
     """``file:line`` of the user's code that built the node."""
     queued_ns: int | None = None
-    """When it was given to a stream's thread; up to ``started_ns`` it waited for others there. None: it was not."""
+    """When it was given to a stream's thread, or began to wait for its turn by the limits of its function; up to
+    ``started_ns`` it waited for others there. None: it did not."""
     part: int = 0
     """Counts the times in which one firing computed: 0 for the first, or only one."""
     iterations: int | None = None
     """Of a loop that ran as a whole, once it has ended."""
     nbytes: int = 0
     """Of a copy."""
+    attempt: int = 0
+    """Number of the attempt of a function with limits, from 1, each of which is a record of its own; 0 for others."""
 
     @property
     def label(self) -> str:
         """The name that people read: the node, and of a loop how often it went around."""
+        if self.attempt > 1:
+            return f"{self.node} (attempt {self.attempt})"
         if self.op != LOOP:
             return self.node
         return f"{self.node} (loop)" if self.iterations is None else f"{self.node} (loop, {self.iterations} iterations)"
@@ -79,7 +84,7 @@ class Firing(NamedTuple):
 
     @property
     def queueing_ns(self) -> int:
-        """How long it waited behind others for its stream's thread."""
+        """How long it waited behind others for its stream's thread, or for its turn by the limits of its function."""
         return 0 if self.queued_ns is None else self.started_ns - self.queued_ns
 
     @property

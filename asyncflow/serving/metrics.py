@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, Self, TypeVar
 
 from asyncflow.runtime.observer import ObservedBatch, ObservedRun
+from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_count, check_kind
 from asyncflow.serving.responses import status_code
@@ -25,6 +26,13 @@ SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 
 _SIZES: Final = tuple(2.0**power for power in range(11))
 _TICK_S: Final = 0.25
 _OTHER: Final = "other"
+_LIMIT_COUNTS: Final = {
+    "calls": "Calls of functions with limits.",
+    "attempts": "Attempts of these calls.",
+    "retries": "Attempts after one that failed.",
+    "timeouts": "Attempts that took longer than timeout=.",
+    "failed": "Calls that failed for good.",
+}
 
 
 Counts = TypeVar("Counts")
@@ -193,7 +201,7 @@ class Metrics:
 
     def snapshot(self) -> tuple[Metric, ...]:
         """All metrics as they are now; on the event loop's thread."""
-        return (*self._of_runs(), *self._of_batches(), *self._of_session())
+        return (*self._of_runs(), *self._of_batches(), *self._of_limits(), *self._of_session())
 
     def _of_runs(self) -> Iterator[Metric]:
         fetches = self._fetches.items()
@@ -239,6 +247,22 @@ class Metrics:
         idle = self._session.statistics().runs == 0
         rows = tuple(Sample({"function": label}, 0 if idle else each.last) for label, each in pooled)
         yield Metric("asyncflow_pool_rows", "gauge", "Activations in the latest step of a pooled loop.", rows)
+
+    def _of_limits(self) -> Iterator[Metric]:
+        found: dict[str, LimitStatistics] = {}
+        for name, counts in self._session.statistics().limits.items():
+            label = name if len(found) < self._most_labels else _OTHER
+            found[label] = found.get(label, LimitStatistics()).plus(counts)
+        for count, documentation in _LIMIT_COUNTS.items():
+            samples = tuple(Sample({"function": label}, getattr(each, count)) for label, each in found.items())
+            yield Metric(f"asyncflow_limited_{count}_total", "counter", documentation, samples)
+        states = tuple(
+            Sample({"function": label, "state": state}, getattr(each, state))
+            for label, each in found.items()
+            for state in ("running", "left_behind", "waiting", "backing_off")
+        )
+        text = "Calls of functions with limits now: those under way, of these left behind, and those that wait."
+        yield Metric("asyncflow_limited_now", "gauge", text, states)
 
     def _of_session(self) -> Iterator[Metric]:
         now = self._session.statistics()

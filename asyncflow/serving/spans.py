@@ -95,6 +95,8 @@ class Spans:
         span.set_attribute("asyncflow.status", run.status)
         if run.started_s is not None:
             span.set_attribute("asyncflow.queue_s", run.started_s - run.asked_s)
+        if run.retries:
+            span.set_attribute("asyncflow.retries", run.retries)
         if run.status == "error" and run.error is not None:
             span.record_exception(run.error)
             span.set_status(Status(StatusCode.ERROR, type(run.error).__name__))

@@ -9,7 +9,7 @@ loop; also with tasks that go on when the run that began them has ended, and are
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
@@ -42,8 +42,9 @@ class RunPart:
         emitter: takes what it hands out while it goes on; None for one that hands out nothing.
         run: its number in traces.
         trace: what it is recorded into; None if it is not.
-        in_line: tasks of it that wait for other runs.
+        in_line: tasks of it that wait for other runs, and functions that say what for.
         on_wait: is called when one of them begins to.
+        back: waits until the run has its place in the session, which it may have given away; None if it never does.
     """
 
     owner: object
@@ -54,8 +55,9 @@ class RunPart:
     emitter: TakesItems | None = None
     run: int = 0
     trace: object = None
-    in_line: set[asyncio.Task[object]] = field(default_factory=set)
+    in_line: dict[asyncio.Task[object], Callable[[], str]] = field(default_factory=dict)
     on_wait: Callable[[], None] | None = None
+    back: Callable[[], Awaitable[None]] | None = None
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)
@@ -102,19 +104,19 @@ def enclosing_parts() -> frozenset[RunPart]:
 
 
 @contextmanager
-def in_line() -> Iterator[None]:
-    """Have the current task, which is of a run, count as one that waits for other runs."""
+def in_line(describe: Callable[[], str] = str) -> Iterator[None]:
+    """Have the current task, of a run, count as one that waits for other runs; ``describe()`` says what for."""
     part, task = current_part(), asyncio.current_task()
     if part is None or task is None:
         yield
         return
-    part.in_line.add(task)
+    part.in_line[task] = describe
     try:
         if part.on_wait is not None:
             part.on_wait()
         yield
     finally:
-        part.in_line.discard(task)
+        part.in_line.pop(task, None)
 
 
 def is_within(owner: object) -> bool:

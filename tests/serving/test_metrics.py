@@ -60,6 +60,35 @@ async def test_runs_are_counted_by_how_they_ended() -> None:
     assert values(found, "device_memory_bytes", kind="held") == [0]
 
 
+async def test_calls_of_functions_with_limits_are_counted() -> None:
+    def op_of(name: str, failures: int) -> Any:
+        left = iter(range(failures))
+
+        @af.op(name=name, outputs=INT, retries=1, backoff=0)
+        async def call(x: Any) -> Any:
+            if next(left, None) is not None:
+                raise ConnectionError
+            return x
+
+        return call
+
+    with af.Graph() as graph:
+        x = af.placeholder("int64", ())
+        fetches = [op_of(name, failures)(x) for name, failures in (("one", 1), ("two", 0), ("three", 2))]
+    async with af.Session(graph) as session, serving.Metrics(session, most_labels=2) as metrics:
+        for fetch in fetches[:2]:
+            await session.run(fetch, {x: ONE})
+        with pytest.raises(af.KernelError):
+            await session.run(fetches[2], {x: ONE})
+        found = metrics.snapshot()
+    assert values(found, "limited_calls_total", function="one") == [1]
+    assert values(found, "limited_attempts_total", function="one") == [2]
+    assert values(found, "limited_retries_total") == [1, 0, 1]
+    assert values(found, "limited_failed_total", function="other") == [1]
+    assert values(found, "limited_timeouts_total", function="two") == [0]
+    assert values(found, "limited_now") == [0] * 12
+
+
 def test_f45_times_are_in_seconds_and_a_deadline_in_the_queue_computes_nothing() -> None:
     @af.op(outputs=INT)
     async def second(x: Any) -> Any:

@@ -21,6 +21,7 @@ class Survey(NamedTuple):
         writes: the ones among `states` that it may write.
         takes: it takes elements of queues or inputs.
         waits: it may wait in line of a resource, such as a queue.
+        awaits: it has coroutines of the user's, which may be calls of functions with limits.
     """
 
     states: frozenset[Hashable]
@@ -29,6 +30,7 @@ class Survey(NamedTuple):
     writes: frozenset[Hashable]
     takes: bool
     waits: bool
+    awaits: bool
 
 
 def survey(
@@ -45,13 +47,14 @@ def survey(
     states: dict[Hashable, str | None] = {}
     shared: dict[int, VariableState] = {}
     is_repeatable = True
-    takes = waits = False
+    takes = waits = has_users = False
     written: set[Hashable] = set()
     for node in graph.walk():
         op = node.op
         writes = op.effects is not None and has_side_effect(node)
         # A body that several runs share says for itself whether it only computes.
         awaits = op.is_async and not getattr(node.attrs.get("shared"), "is_repeatable", False)
+        has_users = has_users or (op.is_user and op.is_async)
         if op.is_user or awaits or writes:
             is_repeatable = False  # it changes something, or is the user's own code
             takes = takes or (op.is_undone and bool(node.outputs))
@@ -68,4 +71,4 @@ def survey(
                     shared[id(state)] = state
     if homes is not None:
         homes.update((key, device) for key, device in states.items() if device is not None)
-    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written), takes, waits)
+    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written), takes, waits, has_users)

@@ -97,6 +97,8 @@ class Run:
     """What the caller's task waits for."""
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
     _status: str = field(default="ok", init=False)
+    _came: asyncio.Event | None = field(default=None, init=False)
+    """Set when the run, some of whose tasks wait for that, has its place again."""
     taken: Taken | None = field(default=None, init=False)
     """The elements that it has taken and gives back if it ends early; None if it takes none."""
     own_context: Context | None = field(default=None, init=False)
@@ -127,7 +129,7 @@ class Run:
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
         if self.ticket is not None:
-            self.part.on_wait = self.look_aside
+            self.part.on_wait, self.part.back = self.look_aside, self.back
         if plan.takes:
             self.taken = Taken()
             self.context.run(own_taken, self.taken)
@@ -326,7 +328,7 @@ class Run:
             self._fail(self._stalled())
             return
         self.is_finished = True
-        self.part.is_over, self.part.on_wait = True, None
+        self.part.is_over, self.part.on_wait, self.part.back = True, None, None
         if self.taken is not None and self.is_stopped and self._status in ("cancelled", "deadline"):
             self.taken.give_back()
         for let_go in self.at_end.values():
@@ -357,8 +359,17 @@ class Run:
         if not any(each.has_launched(self.on_quiet) for each in executors):
             ticket.step_aside()
 
+    async def back(self) -> None:
+        """Wait until the run has its place, which it may have given to others."""
+        while self.ticket is not None and self.ticket.is_aside and not self.ticket.come_back(self.come_back):
+            self._came = self._came or asyncio.Event()
+            await self._came.wait()
+
     def come_back(self) -> None:
         """Go on: the run, which stepped aside, has its place again."""
+        if self._came is not None:
+            self._came.set()
+            self._came = None
         for executor in () if self.is_finished else self.executors:
             if isinstance(executor, Executor):
                 executor.go_on(later=True)

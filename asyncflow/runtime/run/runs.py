@@ -31,6 +31,7 @@ from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.run.single_call import Begun, CountedCall, quiet_context, run_single_call, run_user_call
 from asyncflow.runtime.run.versions import CompileFor, Versions
 from asyncflow.runtime.run.vertex_pools import VertexPools
+from asyncflow.runtime.scheduler.limited_calls import LimitedCalls
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, write_trace
 from asyncflow.runtime.values.copies import CopyThread
@@ -71,6 +72,7 @@ class Runs:
         copies: of large arrays.
         admission: who has to wait; None without a limit.
         batches: firings that are computed together; None before `bind`.
+        limited: functions with limits; None before `bind`.
         observers: who is told of runs; None while there never was one.
         memory_turns: who is done again; None without a limit of memory.
         random_seed: of the random ops of graphs without one.
@@ -108,6 +110,7 @@ class Runs:
         self.cuts = Cuts(self.in_flight, self._atomic)
         self.versions = Versions(self.in_flight, plans, compile, state, self.copies)
         self.batches: Batches | None = None
+        self.limited: LimitedCalls | None = None
         self.observers: Observers | None = None
         self._turn: Turn
         self._ended: asyncio.Event | None = None
@@ -115,6 +118,7 @@ class Runs:
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs are on this event loop from now on."""
         self._turn = Turn(loop)
+        self.limited = self._turn.limited = LimitedCalls(loop, self._options.seed)
         self.batches = self._turn.batches = Batches(self._turn, self, self._options.seed or 0)
         self.batches.vertex_pools = VertexPools(self.batches)
         self.batches.pools = Pools(self.batches, self._options.max_iterations, is_watched=self._options.debug)
@@ -491,7 +495,7 @@ class Runs:
             on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
             name=name,
-            ticket=ticket if plan.waits or plan.takes else None,
+            ticket=ticket if plan.waits or plan.takes or plan.awaits else None,
             context=copy_context() if self.observers is None else start_observed(self.observers.now()),
         )
         run.part.priority = priority

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import UNKNOWN_LOCATION, SourceLocation, is_users
 from asyncflow.graph.resource import resources_of
+from asyncflow.runtime.scheduler.limited_calls import Attempt, attempts_of
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
@@ -57,7 +58,10 @@ class Coroutines:
                 undone.callback(coroutine.close)
             undone.pop_all()
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
-        task = run.turn.loop.create_task(_contained(coroutine), context=context.copy(), name=node.name)
+        context, attempts = context.copy(), list[Attempt]()
+        if executor.recorder is not None:
+            context.run(attempts_of.set, attempts)
+        task = run.turn.loop.create_task(_contained(coroutine), context=context, name=node.name)
 
         def take(result: Value, error: BaseException | None) -> None:
             del self._tasks[task]
@@ -65,7 +69,7 @@ class Coroutines:
             was_cancelled = task.cancelled() and executor.stopped
             if executor.recorder is not None:
                 status = "ok" if error is None else "cancelled" if was_cancelled else "error"
-                executor.recorder.firing(node, iteration, "async", started, run.turn.clock(), result, status)
+                executor.recorder.coroutine(node, iteration, started, attempts, result, status)
             if device is not None:
                 executor.record_spans(spans, device, node, iteration, result)
             if error is None and not executor.stopped:
@@ -85,9 +89,10 @@ class Coroutines:
     @property
     def in_line(self) -> int:
         """Number of firings that wait for other runs, or for elements of inputs."""
+        in_line = self._executor.run.part.in_line
         if self._executor.asynchronous is None:
-            return sum(node.source.op.is_undone for node, _ in self._tasks.values())
-        return len(self._executor.run.part.in_line & self._tasks.keys())
+            return sum(node.source.op.is_undone or task in in_line for task, (node, _) in self._tasks.items())
+        return len(in_line.keys() & self._tasks.keys())
 
     def cancel(self) -> None:
         """Cancels all, and waits for none longer than the grace."""
@@ -98,11 +103,12 @@ class Coroutines:
 
     def describe(self) -> list[str]:
         """A line for each firing, for messages."""
-        sources = [(node.name, node.source) for node, _ in self._tasks.values()]
-        return [
-            f"{name}: {', '.join(map(repr, resources_of(source))) or 'a coroutine'}\n    built at {source.location}"
-            for name, source in sources
-        ]
+        in_line, lines = self._executor.run.part.in_line, []
+        for task, (node, _) in self._tasks.items():
+            resources = ", ".join(map(repr, resources_of(node.source)))
+            what = resources or in_line.get(task, str)() or "a coroutine"
+            lines.append(f"{node.name}: {what}\n    built at {node.source.location}")
+        return lines
 
     def close(self) -> None:
         """The run has ended, and all of them with it."""

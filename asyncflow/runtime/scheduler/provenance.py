@@ -19,6 +19,7 @@ from asyncflow.errors import (
     OutOfMemoryError,
     QueueClosedError,
     TooManyIterations,
+    attempt_of,
     row_of,
     told,
 )
@@ -75,6 +76,8 @@ def as_kernel_error(
         reason = body.inner.reason  # which may count axes as those of a row
     if isinstance(error, GraphError):
         reason = error.reason  # no line of the user's is on the stack
+    if body is None and attempt_of(error):
+        reason = f"{reason} ({attempt_of(error)})"
     kind: type[KernelError] = KernelError
     sizes: dict[str, Any] = {}
     if isinstance(error, MemoryLimitExceeded):

@@ -14,6 +14,7 @@ from asyncflow.devices.swapping import SwapCopy, memory_sample
 from asyncflow.ops.recorded_calls import in_log
 from asyncflow.runtime.picks import PickLog
 from asyncflow.runtime.scheduler.frame import Iteration
+from asyncflow.runtime.scheduler.limited_calls import Attempt
 from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
@@ -65,13 +66,34 @@ class Recorder:
         result: Value,
         status: str,
         queued_ns: int | None = None,
+        attempt: int = 0,
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
         if self.order is not None and status == "ok":
             self.order.ended(self._partition, node, iteration, result, self._device)
         ready = self._since(node, iteration, started)
         fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
-        self._add(fired._replace(status=status, queued_ns=queued_ns))
+        self._add(fired._replace(status=status, queued_ns=queued_ns, part=max(attempt - 1, 0), attempt=attempt))
+
+    def coroutine(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        started: int,
+        attempts: Sequence[Attempt],
+        result: Value,
+        status: str,
+    ) -> None:
+        """One firing that was a coroutine; of a function with limits, each of its attempts."""
+        for number, attempt in enumerate(attempts[:-1]):
+            ready = self._since(node, iteration, attempt.asked_ns)
+            fired = self._fired(node, iteration.tag(), "async", ready, attempt.started_ns, attempt.ended_ns, "")
+            self._add(fired._replace(status="error", queued_ns=attempt.asked_ns, part=number, attempt=number + 1))
+        ended, queued = self.now(), None
+        if attempts:
+            queued, started, ended, last_status = attempts[-1]
+            status = last_status if status == "cancelled" else status  # it may have waited for the next one
+        self.firing(node, iteration, "async", started, ended, result, status, queued, attempt=len(attempts))
 
     def answer(self, node: PlanNode, iteration: Iteration) -> object:
         """Gives what the record of the run that is done again has for a firing; see `PickLog.answer`."""

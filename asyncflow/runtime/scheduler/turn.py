@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncflow.runtime.loop import burst_clock, clock_of
 from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.scheduler.limited_calls import LimitedCalls
 from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ BURST_NS = 1_000_000
 class Turn:
     """The queue of runs with ready work, and the budget of the current pass of the event loop."""
 
-    __slots__ = ("_batches", "_burst_end", "_queue", "_scheduled", "clock", "loop", "now", "number")
+    __slots__ = ("_batches", "_burst_end", "_queue", "_scheduled", "clock", "limited", "loop", "now", "number")
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self.loop = loop
@@ -41,6 +42,8 @@ class Turn:
         self.number = 0
         """Counts passes, so that failures of one pass can be told from later ones."""
         self._batches: ref[Batches]
+        self.limited: LimitedCalls
+        """Functions with limits, and the calls that wait for their turn."""
 
     @property
     def batches(self) -> Batches:

@@ -344,7 +344,7 @@ def _read_on_card(written: str, placed: Sequence[int]) -> OnCard:
 
 def _read_outcome(kind: str, found: object) -> Outcome:
     if kind == "raised":
-        return Raised(*cast("tuple[str, str, str, str, Sequence[str], str]", found))
+        return Raised(*cast("tuple[str, str, str, str, Sequence[str], str, str]", found))
     return IN_CARD if kind == "elsewhere" else parse_value(cast("str", found))
 
 

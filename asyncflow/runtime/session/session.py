@@ -313,9 +313,10 @@ class Session(CheckpointedSession, NotPickled):
         running = len(runs.in_flight)
         completed = runs.begun - running
         batches = runs.batches.statistics() if runs.batches is not None else {}
+        limits = runs.limited.statistics() if runs.limited is not None else {}
         queued, refused, late, nbytes, aside = (0,) * 5 if runs.admission is None else runs.admission.counts()
         return SessionStatistics(
-            running, len(self._plans), completed, used, memory, queued, refused, batches, late, nbytes, aside
+            running, len(self._plans), completed, used, memory, queued, refused, batches, late, nbytes, aside, limits
         )
 
     def observe(self, observer: RunObserver) -> Callable[[], None]:

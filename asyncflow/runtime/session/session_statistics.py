@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from asyncflow.devices.protocol import Device
 from asyncflow.runtime.run.batches import BatchStatistics
+from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
 
 
 class DeviceMemory(NamedTuple):
@@ -56,6 +57,7 @@ class SessionStatistics(NamedTuple):
         queued_bytes: with `max_queued_bytes`, what is fed to those that wait.
         aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, and have given their place
             to others until they go on; with those that wait for an atomic run meanwhile.
+        limits: of each function with limits (``@af.op(timeout=, retries=, ...)``) that runs have called, by its name.
     """
 
     runs: int
@@ -69,6 +71,7 @@ class SessionStatistics(NamedTuple):
     late: int = 0
     queued_bytes: int = 0
     aside: int = 0
+    limits: Mapping[str, LimitStatistics] = MappingProxyType({})
 
 
 def device_memory(device: Device) -> DeviceMemory:

@@ -1,0 +1,417 @@
+"""The calls of functions with limits: they wait for their turn, are stopped in time, and are tried again.
+
+One `LimitedFunction` stands for one function in one session. A call is a coroutine of its run. It waits in line for a
+slot (`max_concurrency`) and a token (`rate`), makes an attempt, and gives the slot back; between two attempts it has
+none. A token comes back `period_s` after a call has taken it, so no more than `tokens` calls begin within any time of
+that length. For example, with ``rate=(2, 1.0)`` calls that come together begin at 0, 0, 1, 1, 2 s, and so on.
+
+The line goes by priority, then by deadline, then by arrival. A call without a deadline counts as due after
+`PATIENCE_S`, and every priority gets its share, as in the other lines of a session. A retried call stands where it
+first stood, before those that came after it.
+
+Who waits is called, and claims (`asyncflow.state.waiting.lines`): a call whose run was cancelled meanwhile takes
+nothing from the next one. While a run can only wait so, it gives its place in the session to others. It has to have
+its place back before an attempt begins, so `max_runs` holds for attempts too.
+
+What not to do: hand a slot to the next call when an attempt times out. A plain function cannot be stopped. Its thread
+still works, so its slot is free when the thread returns and not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from contextvars import ContextVar
+from functools import partial
+from operator import add, attrgetter
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+from asyncflow.errors import in_attempt
+from asyncflow.ops.limits import CallLimits, install_limited_calls
+from asyncflow.runtime.loop import clock_of, is_virtual
+from asyncflow.runtime.observer import note_retry
+from asyncflow.runtime.shares import PATIENCE_S, PriorityShares
+from asyncflow.state.waiting.awaiting import wake_on
+from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
+from asyncflow.streams.beside import call_beside
+from asyncflow.streams.holding import RunPart, current_part, in_line
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.scheduler.turn import Turn
+    from asyncflow.values import Nest, Value
+
+
+class Attempt(NamedTuple):
+    """One attempt of a call: since when it waited for its turn, when it began, and how it ended."""
+
+    asked_ns: int
+    started_ns: int
+    ended_ns: int
+    status: str
+    """``ok``, ``error`` or ``cancelled``."""
+
+
+attempts_of: ContextVar[list[Attempt] | None] = ContextVar("asyncflow_attempts", default=None)
+"""The attempts of the current firing, for its trace; None where it has none."""
+
+
+class LimitStatistics(NamedTuple):
+    """Calls of one function with limits: so far, and at this moment.
+
+    Attributes:
+        calls: number of calls that runs have asked for.
+        attempts: number of times that the function was called for them.
+        retries: number of attempts after a failed one.
+        timeouts: number of attempts that took longer than `timeout`.
+        failed: number of calls that failed for good.
+        running: number of attempts under way, with those left behind.
+        left_behind: of these, plain functions that go on though their attempt timed out or their run has ended.
+        waiting: number of calls that wait for their turn.
+        backing_off: number of calls that wait until they are tried again.
+    """
+
+    calls: int = 0
+    attempts: int = 0
+    retries: int = 0
+    timeouts: int = 0
+    failed: int = 0
+    running: int = 0
+    left_behind: int = 0
+    waiting: int = 0
+    backing_off: int = 0
+
+    def plus(self, other: LimitStatistics) -> LimitStatistics:
+        """Return the sums of both."""
+        return LimitStatistics(*map(add, self, other))
+
+
+class CallPlace(PlaceInLine):
+    """The place of one call; lower `rank` first."""
+
+    __slots__ = ("priority", "rank")
+
+    def __init__(self, state: LimitedFunction, what: str, priority: int, rank: tuple[float, int]) -> None:
+        super().__init__(state, what, lambda _: ())
+        self.priority, self.rank = priority, rank
+
+
+class LimitedFunction(LinedState):
+    """The line of one function in one session, and what its calls have taken; used on the event loop's thread alone.
+
+    Invariant: while a slot and a token are there and calls wait, one of them is called.
+
+    Args:
+        limits: of the function; not kept, as the session knows the function by them.
+        loop: of the session.
+        seed: of the delays before retries; None for other ones in each process.
+    """
+
+    def __init__(self, limits: CallLimits, loop: asyncio.AbstractEventLoop, seed: int | None) -> None:
+        super().__init__()
+        self._name, self._slots, self._tokens = limits.name, limits.max_concurrency, limits.tokens
+        self._period_s = limits.period_s
+        self._loop, self._clock = loop, clock_of(loop)
+        self._random = Random(None if seed is None else f"{seed} {limits.name}")
+        self._line: dict[int, list[CallPlace]] = {}
+        self._shares = PriorityShares()
+        self._begun_s: deque[float] = deque(maxlen=limits.tokens)
+        """When the last calls began, no more than there are tokens."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._arrivals = 0
+        self._counts: dict[str, int] = dict.fromkeys(LimitStatistics._fields, 0)
+
+    # -- the line ------------------------------------------------------------------------------------------------
+
+    def places(self) -> list[PlaceInLine]:
+        """See `LinedState.places`."""
+        return [place for line in self._line.values() for place in line]
+
+    def left(self, place: PlaceInLine) -> None:
+        """See `LinedState.left`."""
+        assert isinstance(place, CallPlace)
+        line = self._line.get(place.priority, [])
+        if place in line:
+            self._remove(place)
+            self._settle()
+
+    def claimed(self, place: PlaceInLine) -> object:
+        """See `LinedState.claimed`."""
+        assert isinstance(place, CallPlace)
+        if not place.is_called or self._wait_s() > 0:
+            place.is_called = False
+            return NOT_YET
+        self._shares.took(place.priority, 1.0, self._line)
+        self._remove(place)
+        self._begin()
+        self._settle()
+        return None
+
+    def describe(self) -> str:
+        """See `LinedState.describe`."""
+        return f"{self._counts['running']} run, {len(self.places())} wait"
+
+    def _remove(self, place: CallPlace) -> None:
+        line = self._line[place.priority]
+        line.remove(place)
+        if not line:
+            del self._line[place.priority]
+
+    @property
+    def _has_turn(self) -> bool:
+        """True if a call that comes now need not wait."""
+        return not self._line and self._wait_s() == 0
+
+    def _begin(self) -> None:
+        self._counts["running"] += 1
+        if self._tokens is not None:
+            self._begun_s.append(self._loop.time())
+
+    def _wait_s(self) -> float:
+        """Return the seconds until a call may begin: 0 for now, and infinity while all slots are taken."""
+        if self._slots is not None and self._counts["running"] >= self._slots:
+            return float("inf")
+        if len(self._begun_s) != self._tokens:
+            return 0.0
+        return max(0.0, self._begun_s[0] + self._period_s - self._loop.time())
+
+    def _settle(self) -> None:
+        """Call the next one if it may begin; look again when a token comes back."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        line, wait_s = self._line, self._wait_s()
+        if not line or wait_s == float("inf"):
+            return
+        if wait_s > 0:
+            self._timer = self._loop.call_later(wait_s, self._look)
+        elif not any(place.is_called for place in self.places()):
+            self.call(line[self._shares.next(dict.fromkeys(line, 1.0))][0])
+
+    def _look(self) -> None:
+        with self.lock:
+            self._settle()
+        self.wake_called()
+
+    async def _turn(self, part: RunPart, what: str, rank: tuple[float, int]) -> None:
+        """Return once an attempt may begin, which has a slot and a token then.
+
+        Cancellation: the place in line is given up, and nothing was taken.
+        """
+        if part.back is not None and self._has_turn:
+            await part.back()  # it may have stepped aside before it is tried again
+        if self._has_turn:
+            self._begin()
+            return
+        place = CallPlace(self, what, part.priority, rank)
+        with self.lock:
+            insort(self._line.setdefault(part.priority, []), place, key=attrgetter("rank"))
+            self._settle()
+        called = asyncio.Event()
+        wake_on(self._loop, place, called.set)
+        try:
+            while True:
+                with in_line(place.describe):
+                    await called.wait()
+                if part.back is not None:
+                    await part.back()
+                called.clear()
+                if place.claim() is not NOT_YET:
+                    return
+        except BaseException:
+            place.leave()
+            raise
+
+    def _ended(self, *, was_left: bool = False) -> None:
+        """Give back the slot of an attempt."""
+        with self.lock:
+            self._counts["running"] -= 1
+            self._counts["left_behind"] -= was_left
+            self._settle()
+        self.wake_called()
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    async def result(
+        self, part: RunPart, limits: CallLimits, function: Callable[..., Nest], is_async: bool, values: Sequence[Value]
+    ) -> Nest:
+        """Return the result of a call of a run: of its first attempt that succeeds."""
+        self._arrivals += 1
+        rank = min(part.deadline_s, self._loop.time() + PATIENCE_S), self._arrivals
+        log, counts = attempts_of.get(), self._counts
+        counts["calls"] += 1
+        attempt = partial(self._awaited if is_async else self._beside, limits, function, values)
+        failed, earlier = 0, None
+        try:
+            while True:
+                asked_ns = self._clock()
+                await self._turn(part, f"a call of {limits.name}", rank)
+                counts["attempts"] += 1
+                counts["retries"] += failed > 0
+                started_ns, status = self._clock(), "cancelled"
+                try:
+                    found = await attempt()
+                    status = "ok"
+                    return found
+                except Exception as error:
+                    failed, status = failed + 1, "error"
+                    _chain(error, earlier)
+                    earlier = error
+                    delay_s = self._delay_s(limits, part, failed, error)
+                    if delay_s is None:
+                        raise
+                finally:
+                    if log is not None:
+                        log.append(Attempt(asked_ns, started_ns, self._clock(), status))
+                note_retry()
+                await self._back_off(delay_s)
+        except Exception:
+            counts["failed"] += 1
+            raise
+        finally:
+            del earlier  # its traceback leads to this frame, and that would be a cycle
+
+    def _delay_s(self, limits: CallLimits, part: RunPart, failed: int, error: Exception) -> float | None:
+        """Return the seconds before the next attempt; None if there is none, which the error then says."""
+        if not limits.retries:
+            return None
+        what = f"attempt {failed} of {limits.retries + 1}"
+        if failed > limits.retries:
+            in_attempt(error, what)
+        elif not limits.is_retried(error):
+            in_attempt(error, f"{what}: {_no_retry(limits)}")
+        else:
+            delay_s = limits.delay_s(failed, error, self._random)
+            left_s = part.deadline_s - self._loop.time()
+            if delay_s < left_s:
+                return delay_s
+            left = f"its run has {max(0.0, left_s):.2g} s left"
+            in_attempt(error, f"{what}: the next would be after {delay_s:.2g} s, and {left}")
+        return None
+
+    async def _back_off(self, delay_s: float) -> None:
+        self._counts["backing_off"] += 1
+        try:
+            with in_line():
+                await asyncio.sleep(delay_s)
+        finally:
+            self._counts["backing_off"] -= 1
+
+    # -- attempts ------------------------------------------------------------------------------------------------
+
+    async def _awaited(self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value]) -> Nest:
+        """Await a coroutine function, which is cancelled when its time is up."""
+        scope = asyncio.timeout(limits.timeout)
+        try:
+            async with scope:
+                return await function(*values)
+        except TimeoutError:
+            if scope.expired():
+                raise self._timed_out(limits, "") from None
+            raise  # the function's own
+        finally:
+            self._ended()
+
+    async def _beside(self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value]) -> Nest:
+        """Call a plain function on a thread of its own, which keeps the slot until it returns."""
+        loop, returned, is_left = self._loop, asyncio.Event(), False
+
+        def on_thread() -> Nest:
+            try:
+                return function(*values)
+            finally:
+                with suppress(RuntimeError):  # the loop has closed, and its session with it
+                    loop.call_soon_threadsafe(ended)
+
+        def ended() -> None:
+            returned.set()
+            self._ended(was_left=is_left)
+
+        on_thread.__name__ = limits.name
+        scope = asyncio.timeout(limits.timeout)
+        try:
+            async with scope:
+                return await call_beside(on_thread, outlasts_program=False)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            is_left = not returned.is_set()
+            self._counts["left_behind"] += is_left
+            slot = "" if self._slots is None else f", and counts for max_concurrency={self._slots} until then"
+            raise self._timed_out(limits, f"; its thread goes on until it returns{slot}") from None
+        except asyncio.CancelledError:
+            is_left = not returned.is_set()
+            self._counts["left_behind"] += is_left
+            if limits.timeout is None:
+                # Nothing of a run is left when it ends, unless its function may take only so long.
+                with loop.outside_work() if is_virtual(loop) else nullcontext():
+                    await returned.wait()
+            raise
+
+    def _timed_out(self, limits: CallLimits, more: str) -> TimeoutError:
+        self._counts["timeouts"] += 1
+        return TimeoutError(f"{limits.name} did not return within timeout={limits.timeout:g} s{more}")
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> LimitStatistics:
+        """Return the counts now."""
+        return LimitStatistics(**self._counts)._replace(waiting=len(self.places()))
+
+
+class LimitedCalls:
+    """The functions with limits that runs of one session have called.
+
+    Args:
+        loop: of the session.
+        seed: of the delays before retries.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seed: int | None) -> None:
+        self._loop, self._seed = loop, seed
+        self._known: WeakKeyDictionary[CallLimits, LimitedFunction] = WeakKeyDictionary()
+
+    def of(self, limits: CallLimits) -> LimitedFunction:
+        """Return the line of a function."""
+        found = self._known.get(limits)
+        if found is None:
+            found = self._known[limits] = LimitedFunction(limits, self._loop, self._seed)
+        return found
+
+    def statistics(self) -> dict[str, LimitStatistics]:
+        """Return the counts by the names of functions; those of functions with one name are added up."""
+        found: dict[str, LimitStatistics] = {}
+        for limits, function in list(self._known.items()):
+            found[limits.name] = found.get(limits.name, LimitStatistics()).plus(function.statistics())
+        return found
+
+
+def _chain(error: BaseException, earlier: Exception | None) -> None:
+    """Have the traceback of an error go on with that of the attempt before."""
+    seen = set()
+    while earlier is not None and id(error) not in seen and error is not earlier:
+        seen.add(id(error))
+        inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if inner is not None:
+            error = inner
+        elif error.__suppress_context__:
+            error.__cause__ = earlier
+        else:
+            error.__context__ = earlier
+
+
+def _no_retry(limits: CallLimits) -> str:
+    return "such an error is not retried" if limits.retry_on is None else "retry_on= leaves it out"
+
+
+async def _call(limits: CallLimits, function: Callable[..., Nest], is_async: bool, values: Sequence[Value]) -> Nest:
+    part = current_part()
+    assert part is not None, "functions with limits are called by runs"
+    return await cast("Turn", part.owner).limited.of(limits).result(part, limits, function, is_async, values)
+
+
+install_limited_calls(_call)

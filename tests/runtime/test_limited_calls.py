@@ -1,0 +1,500 @@
+"""Calls of functions with limits, on virtual time: when they begin, what is retried, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
+from asyncflow.streams.virtual import VirtualClockLoop
+from asyncflow.testing import virtual_clock
+from tests.faults.kernels import until
+from tests.patience import PATIENCE_S
+from tests.runtime.test_observer import Log
+
+SCALAR = af.spec("float64", ())
+
+
+def on_virtual_time(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(main(*args))
+
+
+class Tool:
+    """A coroutine function that takes `takes_s`, and fails as long as `failures` are left.
+
+    Attributes:
+        begun: for each attempt, the number it was called with, and when.
+        most: attempts at once.
+    """
+
+    def __init__(self, takes_s: float = 0.0, failures: int = 0, error: Callable[[], Exception] = ConnectionError):
+        self.takes_s, self.failures, self.error = takes_s, failures, error
+        self.begun: list[tuple[float, float]] = []
+        self.most = self.running = 0
+
+    def op(self, **limits: Any) -> Callable[..., Any]:
+        @af.op(outputs=SCALAR, **limits)
+        async def tool(x: Any) -> float:
+            self.begun.append((float(x), asyncio.get_running_loop().time()))
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                await asyncio.sleep(self.takes_s)
+                if self.failures > 0:
+                    self.failures -= 1
+                    raise self.error()
+                return float(x) + 1
+            finally:
+                self.running -= 1
+
+        return tool
+
+    @property
+    def times(self) -> list[float]:
+        return [round(time, 6) for _, time in self.begun]
+
+
+def graph_of(call: Callable[..., Any]) -> tuple[af.Graph, af.Tensor, Any]:
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+        y = call(x)
+    return graph, x, y
+
+
+async def after(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
+    await asyncio.sleep(seconds)
+    return await work
+
+
+async def many(tool: Tool, count: int, limits: dict[str, Any], **options: Any) -> LimitStatistics:
+    graph, x, y = graph_of(tool.op(**limits))
+    async with af.Session(graph, devices=["cpu:0"], **options) as session:
+        found = await asyncio.gather(*(session.run(y, {x: float(k)}) for k in range(count)))
+        assert found == [k + 1 for k in range(count)]
+        return session.statistics().limits["tool"]
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rate", "times"),
+    [((2, 1.0), [0, 0, 1, 1, 2]), (2.5, [0, 0.4, 0.8, 1.2, 1.6]), (4, [0, 0, 0, 0, 1])],
+)
+def test_no_more_calls_begin_than_the_rate_allows(rate: Any, times: list[float]) -> None:
+    tool = Tool(takes_s=0.25)
+    on_virtual_time(many, tool, 5, {"rate": rate})
+    assert tool.times == times
+    assert [number for number, _ in tool.begun] == [0, 1, 2, 3, 4], "in the order in which they came"
+
+
+def test_no_more_calls_are_under_way_than_max_concurrency() -> None:
+    tool = Tool(takes_s=1.0)
+    counts = on_virtual_time(many, tool, 5, {"max_concurrency": 2})
+    assert (tool.most, tool.times) == (2, [0, 0, 1, 1, 2])
+    assert counts == LimitStatistics(calls=5, attempts=5)
+
+
+def test_urgent_calls_go_first_and_others_get_their_share() -> None:
+    async def main() -> None:
+        async with af.Session(graph, devices=["cpu:0"]) as session:
+            asked = [session.run(y, {x: 0.0})]
+            asked += [session.run(y, {x: 10.0 + k}, priority=1) for k in range(3)]
+            asked += [session.run(y, {x: 20.0 + k}) for k in range(12)]
+            asked += [session.run(y, {x: 40.0}, timeout=100.0), session.run(y, {x: 50.0}, timeout=0.9)]
+            await asyncio.gather(*asked)
+
+    tool = Tool(takes_s=0.01)
+    graph, x, y = graph_of(tool.op(max_concurrency=1))
+    on_virtual_time(main)
+    order = [int(number) for number, _ in tool.begun]
+    assert order[:2] == [0, 50], "of one priority, by deadline"
+    assert [number for number in order if 20 <= number < 50] == [*range(20, 32), 40]
+    first = order.index(10)
+    assert 5 <= first <= 10, "an eighth is for the other priority"
+    assert [number for number in order if 10 <= number < 20] == [10, 11, 12]
+
+
+def test_rows_of_a_loop_share_the_limits() -> None:
+    async def main() -> Any:
+        with af.Graph() as graph:
+            y = af.map_fn(tool.op(rate=(2, 1.0), max_concurrency=2), np.arange(5.0), parallel_iterations=10)
+        async with af.Session(graph, devices=["cpu:0"]) as session:
+            return await session.run(y)
+
+    tool = Tool(takes_s=0.6)
+    np.testing.assert_array_equal(on_virtual_time(main), np.arange(5) + 1)
+    assert (tool.most, tool.times) == (2, [0, 0, 1, 1, 2])
+
+
+def test_rows_at_once_are_refused_with_the_reason() -> None:
+    @af.op(outputs=SCALAR, rate=1)
+    def plain(x: Any) -> Any:
+        return x
+
+    def calls(x: af.Tensor) -> Any:
+        return plain(x)
+
+    with af.Graph():
+        x = af.placeholder("float64", ())
+        with pytest.raises(af.GraphError, match=r"plain \(plain\) awaits, for each row by itself"):
+            af.vmap(plain)(np.arange(3.0))
+        with pytest.raises(af.GraphError, match=r"calls cannot be batched: calls/plain \(plain\) awaits, for each row"):
+            af.batched(calls)(x)
+
+
+def test_a_run_that_waits_for_its_turn_gives_its_place_to_others() -> None:
+    async def main() -> None:
+        async with af.Session(graph, max_runs=1, max_queued=10, devices=["cpu:0"]) as session:
+            limited = [asyncio.create_task(session.run(y, {x: float(k)})) for k in range(3)]
+            await asyncio.sleep(1.5)
+            assert session.statistics().aside == 2
+            assert session.statistics().limits["tool"].waiting == 2
+            assert await session.run(other, {x: 5.0}) == 10.0
+            assert loop_time() == 1.5
+            assert await asyncio.gather(*limited) == [1, 2, 3]
+            assert session.statistics().aside == 0
+
+    loop_time = lambda: asyncio.get_running_loop().time()  # noqa: E731
+    tool = Tool(takes_s=0.5)
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+        y, other = tool.op(rate=(1, 4.0))(x), af.while_loop(lambda i: i < x, lambda i: i + 1, 0.0) * 2
+    on_virtual_time(main)
+    assert tool.times == [0, 4, 8]
+
+
+def test_max_runs_holds_for_attempts_of_runs_that_have_stepped_aside() -> None:
+    """A run has its place back before an attempt begins: here a coroutine of another run has it."""
+
+    async def main() -> None:
+        async with af.Session(graph, max_runs=1, max_queued=10, devices=["cpu:0"]) as session:
+            first = asyncio.create_task(session.run(y, {x: 1.0}))
+            await asyncio.sleep(0.5)  # it has failed, and waits to be tried again after 1 s
+            assert session.statistics().limits["tool"].backing_off == 1
+            second = asyncio.create_task(session.run(z, {x: 2.0}))
+            assert await asyncio.gather(first, second) == [2.0, 2.0]
+
+    @af.op(outputs=SCALAR)
+    async def slow(x: Any) -> Any:
+        await asyncio.sleep(3)
+        return x
+
+    tool = Tool(failures=1)
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+        y, z = tool.op(retries=1, backoff=lambda failed, error: 1.0)(x), slow(x)
+    on_virtual_time(main)
+    assert tool.times == [0, 3.5]
+
+
+# -- retries ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_tried_again_and_then_gives_its_result() -> None:
+    tool = Tool(failures=2)
+    counts = on_virtual_time(many, tool, 1, {"retries": 3, "backoff": 1.0})
+    assert counts == LimitStatistics(calls=1, attempts=3, retries=2)
+    first, second = (b - a for a, b in zip(tool.times, tool.times[1:], strict=False))
+    assert 0.5 <= first <= 1 <= second <= 2
+
+
+def test_the_delays_are_those_of_the_seed() -> None:
+    def delays(seed: int) -> list[float]:
+        tool = Tool(failures=2)
+        on_virtual_time(lambda: many(tool, 1, {"retries": 3, "backoff": 1.0}, seed=seed))
+        return tool.times
+
+    assert delays(1) == delays(1)
+    assert delays(1) != delays(2)
+
+
+async def failing(tool: Tool, within: float | None = None, **limits: Any) -> tuple[Exception, LimitStatistics]:
+    graph, x, y = graph_of(tool.op(**limits))
+    async with af.Session(graph, devices=["cpu:0"]) as session:
+        with pytest.raises(af.AsyncflowError) as caught:
+            await session.run(y, {x: 1.0}, timeout=within)
+        counts = session.statistics().limits["tool"]
+        assert counts.running == counts.waiting == counts.backing_off == 0
+        return caught.value, counts
+
+
+def test_the_last_error_tells_the_attempts_and_leads_to_the_others() -> None:
+    errors = iter([ConnectionError("first"), KeyError("second"), ConnectionError("third")])
+    error, counts = on_virtual_time(lambda: failing(Tool(failures=9, error=errors.__next__), retries=2))
+    assert str(error).startswith("ConnectionError: third (attempt 3 of 3)\n  node    tool (tool)\n")
+    assert "test_limited_calls.py" in str(error)
+    told = "".join(traceback.format_exception(error))
+    assert told.index("first") < told.index("second") < told.index("third")
+    assert counts == LimitStatistics(calls=1, attempts=3, retries=2, failed=1)
+
+
+def test_one_error_again_and_again_is_no_circle() -> None:
+    same = ValueError("same")
+    error, _ = on_virtual_time(lambda: failing(Tool(failures=9, error=lambda: same), retries=3))
+    assert "attempt 4 of 4" in str(error)
+    assert same.__context__ is None
+
+
+def test_what_is_not_retried_says_so() -> None:
+    def error_of(**limits: Any) -> str:
+        tool = Tool(failures=9, error=lambda: af.GraphError("your program"))
+        error, counts = on_virtual_time(lambda: failing(tool, **limits))
+        assert counts.attempts == 1
+        return str(error).partition("\n")[0]
+
+    assert error_of(retries=2) == "your program (attempt 1 of 3: such an error is not retried)"
+    assert error_of(retries=2, retry_on=OSError) == "your program (attempt 1 of 3: retry_on= leaves it out)"
+    assert error_of(timeout=1) == "your program"
+
+
+def test_a_run_without_time_for_another_attempt_fails_at_once() -> None:
+    tool = Tool(failures=9)
+    limits = {"retries": 5, "backoff": lambda failed, error: 2.0}
+    error, _ = on_virtual_time(lambda: failing(tool, 5.0, **limits))
+    assert tool.times == [0, 2, 4]
+    assert "(attempt 3 of 6: the next would be after 2 s, and its run has 1 s left)" in str(error)
+
+
+def test_an_error_of_the_users_backoff_or_predicate_is_the_runs() -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("broken")
+
+    for limits in ({"backoff": broken}, {"retry_on": broken}):
+        error, counts = on_virtual_time(lambda limits=limits: failing(Tool(failures=1), retries=2, **limits))
+        assert "RuntimeError: broken" in str(error)
+        assert counts.failed == 1
+
+
+def test_a_deadline_says_what_was_waited_for() -> None:
+    async def main() -> None:
+        async with af.Session(graph, devices=["cpu:0"]) as session:
+            first = asyncio.create_task(session.run(y, {x: 0.0}))
+            await asyncio.sleep(0)
+            with pytest.raises(af.DeadlineExceeded, match=r"tool: a call of tool \(1 run, 1 wait\)\n    built at"):
+                await session.run(y, {x: 1.0}, timeout=1.0)
+            assert await first == 1
+
+    tool = Tool(takes_s=3.0)
+    graph, x, y = graph_of(tool.op(max_concurrency=1))
+    on_virtual_time(main)
+
+
+# -- timeouts and cancellation ---------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_function_is_cancelled_when_its_time_is_up() -> None:
+    tool = Tool(takes_s=3.0)
+    error, counts = on_virtual_time(lambda: failing(tool, timeout=2, retries=1, backoff=0))
+    assert "TimeoutError: tool did not return within timeout=2 s (attempt 2 of 2)" in str(error)
+    assert counts == LimitStatistics(calls=1, attempts=2, retries=1, timeouts=2, failed=1)
+    assert (tool.times, tool.running) == ([0, 2], 0)
+
+
+def test_a_timeout_is_of_one_attempt_and_not_of_the_time_in_line() -> None:
+    tool = Tool(takes_s=1.5)
+    counts = on_virtual_time(lambda: many(tool, 4, {"timeout": 2.0, "max_concurrency": 1}))
+    assert counts.timeouts == 0
+    assert tool.times == [0, 1.5, 3, 4.5]
+
+
+def test_a_timeout_error_of_the_functions_own_stays_what_it_is() -> None:
+    error, counts = on_virtual_time(lambda: failing(Tool(failures=1, error=lambda: TimeoutError("mine")), timeout=9))
+    assert str(error).startswith("TimeoutError: mine\n")
+    assert counts.timeouts == 0
+
+
+class Blocking:
+    """A plain function that blocks its thread until `release` is set, if it is called with a negative number."""
+
+    def __init__(self) -> None:
+        self.release, self.returned = threading.Event(), 0
+
+    def op(self, **limits: Any) -> Callable[..., Any]:
+        @af.op(outputs=SCALAR, **limits)
+        def tool(x: Any) -> Any:
+            if x < 0:
+                assert self.release.wait(PATIENCE_S)
+            self.returned += 1
+            return x + 1.0
+
+        return tool
+
+
+async def test_a_plain_function_that_times_out_keeps_its_slot_until_it_returns() -> None:
+    tool = Blocking()
+    graph, x, y = graph_of(tool.op(timeout=0.02, max_concurrency=1))
+    async with af.Session(graph) as session:
+        with pytest.raises(
+            af.KernelError, match=r"within timeout=0.02 s; its thread goes on .* max_concurrency=1 until"
+        ):
+            await session.run(y, {x: -1.0})
+        counts = session.statistics().limits["tool"]
+        assert (counts.running, counts.left_behind, counts.timeouts) == (1, 1, 1)
+        second = asyncio.create_task(session.run(y, {x: 1.0}))
+        await until(lambda: session.statistics().limits["tool"].waiting == 1)
+        tool.release.set()
+        assert await second == 2
+        counts = session.statistics().limits["tool"]
+        assert (counts.running, counts.left_behind, tool.returned) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("timeout", [None, 1000.0])
+async def test_a_cancelled_run_waits_for_a_plain_function_unless_that_has_a_timeout(timeout: float | None) -> None:
+    tool = Blocking()
+    graph, x, y = graph_of(tool.op(timeout=timeout, max_concurrency=1))
+    async with af.Session(graph) as session:
+        run = asyncio.create_task(session.run(y, {x: -1.0}))
+        await until(lambda: session.statistics().limits.get("tool", LimitStatistics()).running == 1)
+        run.cancel()
+        if timeout is None:
+            await until(lambda: session.statistics().limits["tool"].left_behind == 1)
+            assert session.statistics().runs == 1
+            tool.release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert session.statistics().limits["tool"].running == (timeout is not None)
+        tool.release.set()
+        await until(lambda: session.statistics().limits["tool"].running == 0)
+        assert session.statistics().limits["tool"].left_behind == 0
+        assert await session.run(y, {x: 1.0}) == 2
+
+
+async def test_a_plain_function_may_ask_for_a_run_of_its_session() -> None:
+    """It has a thread of its own, so the run finds those of the session free."""
+
+    @af.op(outputs=SCALAR, max_concurrency=1)
+    def asks(x: Any) -> Any:
+        return session.run_threadsafe(inner, {x_inner: x}).result(PATIENCE_S)
+
+    with af.Graph() as graph:
+        x_inner, x = af.placeholder("float64", ()), af.placeholder("float64", ())
+        inner, y = x_inner * 2, asks(x)
+    async with af.Session(graph) as session:
+        assert await asyncio.gather(*(session.run(y, {x: float(k)}) for k in range(3))) == [0, 2, 4]
+
+
+def test_waiting_calls_leave_at_once_and_lose_nothing() -> None:
+    async def main() -> None:
+        async with af.Session(graph, devices=["cpu:0"]) as session:
+            runs = [asyncio.create_task(session.run(y, {x: float(k)})) for k in range(6)]
+            await asyncio.sleep(0.5)
+            for k in (0, 1, 2, 4):  # under way, called next, and two that wait
+                runs[k].cancel()
+            await asyncio.wait(runs[:3])
+            assert asyncio.get_running_loop().time() == 0.5
+            assert await asyncio.gather(runs[3], runs[5]) == [4, 6]
+            counts = session.statistics().limits["tool"]
+            assert (counts.running, counts.waiting, counts.failed) == (0, 0, 0)
+
+    tool = Tool(takes_s=1.0)
+    graph, x, y = graph_of(tool.op(max_concurrency=1))
+    on_virtual_time(main)
+    assert [(number, time) for (number, _), time in zip(tool.begun, tool.times, strict=True)] == [
+        (0, 0),
+        (3, 0.5),
+        (5, 1.5),
+    ]
+
+
+async def test_closing_a_session_ends_all_waiting() -> None:
+    tool = Tool(takes_s=1000.0)
+    graph, x, y = graph_of(tool.op(max_concurrency=1))
+    async with af.Session(graph) as session:
+        runs = [asyncio.create_task(session.run(y, {x: float(k)})) for k in range(3)]
+        await until(lambda: session.statistics().limits.get("tool", LimitStatistics()).waiting == 2)
+        await session.aclose(grace_s=0)
+        found = await asyncio.gather(*runs, return_exceptions=True)
+    assert [type(each) for each in found] == [af.SessionClosedError] * 3
+    assert tool.running == 0
+
+
+# -- seen from outside -----------------------------------------------------------------------------------------------
+
+
+def test_each_attempt_is_in_the_trace() -> None:
+    async def main() -> None:
+        async with af.Session(graph, devices=["cpu:0"]) as session:
+            session.observe(log)
+            with trace:
+                await asyncio.gather(session.run(y, {x: 1.0}), session.run(y, {x: 2.0}))
+
+    log, trace = Log(), af.Trace()
+    tool = Tool(takes_s=1.0, failures=1)
+    graph, x, y = graph_of(tool.op(retries=1, backoff=lambda failed, error: 1.0, max_concurrency=1))
+    on_virtual_time(main)
+    firings = sorted((f for f in trace.firings if f.op == "tool"), key=lambda f: f.started_ns)
+    told = [(f.label, f.attempt, f.part, f.status, f.queued_ns, f.started_ns, f.ended_ns) for f in firings]
+    second = 1_000_000_000
+    assert told == [
+        ("tool", 1, 0, "error", 0, 0, second),
+        ("tool", 1, 0, "ok", 0, second, 2 * second),
+        ("tool (attempt 2)", 2, 1, "ok", 2 * second, 2 * second, 3 * second),
+    ]
+    assert sorted(run.retries for run in log.ended) == [0, 1]
+
+
+def test_a_record_has_the_last_result_and_a_replay_does_not_wait(tmp_path: Path) -> None:
+    async def main(path: Path) -> Any:
+        async with af.Session(graph, devices=["cpu:0"]) as session:
+            await session.run(y, {x: 1.0}, record=path)
+            tool.failures = 99
+            with pytest.raises(af.KernelError, match=r"attempt 3 of 3"):
+                await session.run(y, {x: 1.0}, record=path.with_suffix(".failed.json"))
+        before = len(tool.begun), asyncio.get_running_loop().time()
+        again = await af.replay(path, graph)
+        with pytest.raises(af.KernelError, match=r"ConnectionError: .*\(attempt 3 of 3\)"):
+            await af.replay(path.with_suffix(".failed.json"), graph)
+        assert (len(tool.begun), asyncio.get_running_loop().time()) == before
+        return again
+
+    tool = Tool(takes_s=1.0, failures=1)
+    graph, x, y = graph_of(tool.op(retries=2, rate=(1, 5.0)))
+    assert list(on_virtual_time(main, tmp_path / "run.json").values()) == [2.0]
+    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
+
+
+async def test_gradients_recomputation_and_branches_call_as_the_limits_say() -> None:
+    @af.op(outputs=SCALAR, pure=True, max_concurrency=1, gradient=lambda inputs, output, grad: grad * 2.0 * inputs[0])
+    def square(x: Any) -> Any:
+        return x * x
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+        y = af.cond(x > 0, lambda: af.recompute(lambda x: square(x) * x)(x), lambda: x)
+        (dx,) = af.gradients(y, [x])
+    async with af.Session(graph) as session:
+        assert await session.run((y, dx), {x: 3.0}) == (27.0, 27.0)
+        assert session.statistics().limits["square"].attempts >= 2
+        assert await session.run((y, dx), {x: -3.0}) == (-3.0, 1.0)
+
+
+def test_limits_hold_on_simulated_devices() -> None:
+    async def main() -> None:
+        async with af.Session(graph, devices=["sim:0"], max_runs=1, max_queued=9) as session:
+            assert await asyncio.gather(*(session.run(y, {x: float(k)}) for k in range(3))) == [1, 2, 3]
+
+    tool = Tool(takes_s=0.25)
+    graph, x, y = graph_of(tool.op(rate=(1, 1.0)))
+    with virtual_clock() as clock:
+        clock.run(main())
+    first = tool.times[0]
+    assert [round(time - first, 3) for time in tool.times] == [0, 1, 2]
+
+
+def test_outside_a_graph_there_are_no_limits() -> None:
+    @af.op(outputs=SCALAR, rate=(1, 1000.0), retries=3)
+    def plain(x: Any) -> Any:
+        return x + 1
+
+    assert [plain(k) for k in range(3)] == [1, 2, 3]
