@@ -174,26 +174,29 @@ def test_a_run_that_waits_for_its_turn_gives_its_place_to_others() -> None:
     assert tool.times == [0, 4, 8]
 
 
-def test_max_runs_holds_for_attempts_of_runs_that_have_stepped_aside() -> None:
+@pytest.mark.parametrize("waits", ["for its turn", "to be tried again"])
+def test_max_runs_holds_for_attempts_of_runs_that_have_stepped_aside(waits: str) -> None:
     """A run has its place back before an attempt begins: here a coroutine of another run has it."""
 
     async def main() -> None:
         async with af.Session(graph, max_runs=1, max_queued=10, devices=["cpu:0"]) as session:
+            if waits == "for its turn":
+                await session.run(y, {x: 0.0})
             first = asyncio.create_task(session.run(y, {x: 1.0}))
-            await asyncio.sleep(0.5)  # it has failed, and waits to be tried again after 1 s
-            assert session.statistics().limits["tool"].backing_off == 1
-            second = asyncio.create_task(session.run(z, {x: 2.0}))
-            assert await asyncio.gather(first, second) == [2.0, 2.0]
+            await asyncio.sleep(0.5)
+            assert session.statistics().aside == 1
+            assert await asyncio.gather(first, session.run(z, {x: 2.0})) == [2.0, 2.0]
 
     @af.op(outputs=SCALAR)
     async def slow(x: Any) -> Any:
         await asyncio.sleep(3)
         return x
 
-    tool = Tool(failures=1)
+    tool = Tool(failures=waits == "to be tried again")
+    limits: dict[str, Any] = {"retries": 1, "backoff": lambda failed, error: 1.0}
     with af.Graph() as graph:
         x = af.placeholder("float64", ())
-        y, z = tool.op(retries=1, backoff=lambda failed, error: 1.0)(x), slow(x)
+        y, z = tool.op(**limits if tool.failures else {"rate": 1})(x), slow(x)
     on_virtual_time(main)
     assert tool.times == [0, 3.5]
 
