@@ -185,7 +185,7 @@ def test_max_runs_holds_for_attempts_of_runs_that_have_stepped_aside(waits: str)
             first = asyncio.create_task(session.run(y, {x: 1.0}))
             await asyncio.sleep(0.5)
             assert session.statistics().aside == 1
-            assert await asyncio.gather(first, session.run(z, {x: 2.0})) == [2.0, 2.0]
+            assert tuple(await asyncio.gather(first, session.run(z, {x: 2.0}))) == (2.0, 2.0)
 
     @af.op(outputs=SCALAR)
     async def slow(x: Any) -> Any:
@@ -396,7 +396,7 @@ def test_waiting_calls_leave_at_once_and_lose_nothing() -> None:
                 runs[k].cancel()
             await asyncio.wait(runs[:3])
             assert asyncio.get_running_loop().time() == 0.5
-            assert await asyncio.gather(runs[3], runs[5]) == [4, 6]
+            assert tuple(await asyncio.gather(runs[3], runs[5])) == (4, 6)
             counts = session.statistics().limits["tool"]
             assert (counts.running, counts.waiting, counts.failed) == (0, 0, 0)
 
