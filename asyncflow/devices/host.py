@@ -99,7 +99,10 @@ class HostThread:
     calls: Counter[Call] = field(default_factory=Counter)
     busy_ns: Counter[Call] = field(default_factory=Counter)
     saved_by_graphs_ns: int = 0
-    _ns: dict[tuple[Call, int], int] = field(default_factory=dict)
+    _ns: dict[Call, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ns = {call: round(self.host.cost_s(call) * 1e9) for call in get_args(Call)}
 
     def __repr__(self) -> str:
         return f"<HostThread of {self.host.name}, free at {self.free_at_ns} ns>"
@@ -111,19 +114,18 @@ class HostThread:
 
     def spend(self, call: Call, times: int = 1) -> int:
         """Do something, so often; when it is done."""
-        taken_ns = self.taken_ns(call, times)
+        taken_ns = self._ns[call] if times == 1 else self.taken_ns(call, times)
         self.calls[call] += times
         self.busy_ns[call] += taken_ns
-        free_ns, now_ns = self.free_at_ns, self._clock.now_ns()
-        self.free_at_ns = free_ns = max(now_ns, free_ns) + taken_ns
+        free_ns, now_ns = self.free_at_ns, self._clock.loop.now_ns
+        if free_ns < now_ns:
+            free_ns = now_ns
+        self.free_at_ns = free_ns = free_ns + taken_ns
         return free_ns
 
     def taken_ns(self, call: Call, times: int = 1) -> int:
         """Return the nanoseconds that `times` calls take."""
-        taken_ns = self._ns.get((call, times))
-        if taken_ns is None:
-            taken_ns = self._ns[call, times] = round(self.host.cost_s(call) * 1e9 * times)
-        return taken_ns
+        return self._ns[call] if times == 1 else round(self.host.cost_s(call) * 1e9 * times)
 
     def note_region(self, taken_ns: int, arrays: int) -> None:
         """Note that a region took so long that could have been a CUDA graph with so many buffers."""

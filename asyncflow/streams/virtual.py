@@ -53,6 +53,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         start_ns: where the clock begins.
 
     Attributes:
+        now_ns: the virtual time in nanoseconds, as `time_ns` gives it; only the loop sets it.
         on_tick: called after each jump with the new time in nanoseconds, before anything due then runs.
 
     >>> loop = VirtualClockLoop()
@@ -62,10 +63,11 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     >>> loop.close()
     """
 
+    now_ns: int
     on_tick: Callable[[int], None] | None
 
     def __init__(self, *, start_ns: int = 0) -> None:
-        self._now_ns = start_ns
+        self.now_ns = start_ns
         self._now_s = start_ns / _NS_PER_S
         # When, order of scheduling, what. Cancelled timers stay in until they reach the top or become too many.
         self._timers: list[tuple[int, int, _Timer]] = []
@@ -87,7 +89,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def time_ns(self) -> int:
         """The virtual time in nanoseconds."""
-        return self._now_ns
+        return self.now_ns
 
     def time(self) -> float:
         """The virtual time in seconds; never behind the time that a timer was made for, once that timer runs."""
@@ -112,7 +114,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """Call ``callback(*args)`` after `delay` seconds of virtual time, exact to the nanosecond."""
         delay_ns = _as_ns(delay)
-        when_ns = None if delay_ns is None else self._now_ns + delay_ns
+        when_ns = None if delay_ns is None else self.now_ns + delay_ns
         return self._schedule(when_ns, self._now_s + delay, callback, args, context)
 
     def _schedule(
@@ -155,7 +157,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def _run_due(self) -> bool:
         """Hand over the timers that are due; False if none is."""
         any_due = False
-        while (when_ns := self._next_ns()) is not None and when_ns <= self._now_ns:
+        while (when_ns := self._next_ns()) is not None and when_ns <= self.now_ns:
             timer = heapq.heappop(self._timers)[2]
             timer.waiting = False
             # An ulp before the time asked for would be early, for one who compares the two.
@@ -179,7 +181,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
             if files or self._signals or self._outside:
                 return False
             raise RuntimeError(self._deadlock())
-        self._now_ns = when_ns
+        self.now_ns = when_ns
         self._now_s = max(self._now_s, when_ns / _NS_PER_S)
         self._ticks += 1
         if self.on_tick is not None:

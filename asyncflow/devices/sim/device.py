@@ -35,10 +35,11 @@ import numpy as np
 from asyncflow.devices.memory import spill_advice
 from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Placed
-from asyncflow.devices.sim.launch import SimHostLauncher, SimLauncher
+from asyncflow.devices.sim.launch import SimHostLauncher
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.regions import SimRegionLauncher
+from asyncflow.devices.sim.repeated import sim_launcher
 from asyncflow.devices.sim.swapping import SimSwapping
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.sim.values import (
@@ -177,7 +178,7 @@ class SimDevice(Timeline):
         Scalars of launched kernels are device values too. Arrays that the kernel returns are the device's to overwrite
         once they are freed, unless ``info.keeps_arrays``.
         """
-        return SimHostLauncher(self, kernel, info) if info.is_async else SimLauncher(self, kernel, info)
+        return SimHostLauncher(self, kernel, info) if info.is_async else sim_launcher(self, kernel, info)
 
     def constant(self, value: Placed) -> Placed:
         """A device value that has been there from the start; numbers and what is no array stay host values.

@@ -46,24 +46,10 @@ class SimLauncher:
 
     If only a region calls it, no node is interpreted for it.
 
-    Most calls are like earlier calls: their inputs have the same dtypes and shapes and are on the same stream. The
-    launcher then looks up the outputs' shapes and the cost (`_Known`). `_again` and `_stored` leave out checks that
-    cannot fail for such inputs. They return `_UNLIKE` before anything has an effect, or leave the outputs to `_wrap`,
-    so that times, peaks and firings are the same as with all checks.
+    `asyncflow.devices.sim.repeated` has the launchers of calls like earlier ones, which leave out most of the checks.
     """
 
-    __slots__ = (
-        "_computes",
-        "_device",
-        "_found_flops",
-        "_info",
-        "_kernel",
-        "_known",
-        "_own_memory",
-        "_rule",
-        "_stores",
-        "_stream",
-    )
+    __slots__ = ("_device", "_found_flops", "_info", "_kernel", "_own_memory", "_rule", "_stream")
 
     def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
@@ -73,12 +59,6 @@ class SimLauncher:
         self._rule = SpecRule(info, reads_values=device.machine.shapes_only)
         self._own_memory = device.capabilities.own_memory
         self._found_flops: dict[tuple[tuple[int, ...] | None, ...], float] = {}
-        self._known: dict[tuple[object, ...], _Known | None] = {}
-        is_plain_kernel = self._own_memory and not (
-            device.machine.shapes_only or info.is_metadata or info.is_user or info.needs_context
-        )
-        self._computes = is_plain_kernel and not info.keeps_arrays
-        self._stores = is_plain_kernel and info.keeps_arrays and info.in_region
 
     def __call__(self, *args: Value) -> Placed:
         """Launch the kernel on device values and host values; its outputs, likewise.
@@ -89,16 +69,12 @@ class SimLauncher:
             ShapeError: shapes alone are simulated, and those of the outputs depend on data.
             BaseException: what the kernel raises, as it is.
         """
+        return self._checked(args)
+
+    def _checked(self, args: Sequence[Value]) -> Placed:
+        """Launch with all checks."""
         device, info, stream = self._device, self._info, self._stream
         device.machine.check()
-        if self._computes:
-            output = self._again(args)
-            if output is not _UNLIKE:
-                return output
-        elif self._stores:
-            output = self._stored(args)
-            if output is not _UNLIKE:
-                return output
         if self._own_memory and info.is_metadata:
             return self._on_host(args)
         kinds = set(map(type, args))
@@ -130,168 +106,6 @@ class SimLauncher:
             result = self._compute(args)
             outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
-
-    # -- as before -----------------------------------------------------------------------------------------------
-
-    def _again(self, args: Sequence[Value]) -> Placed:
-        """Launch a call like an earlier one; return its outputs, or `_UNLIKE`, with no effect, for another call."""
-        device, stream = self._device, self._stream
-        arrays: list[SimArray] = []
-        raw: list[Value] = []
-        key: list[object] = []
-        for value in args:
-            if type(value) is SimArray:
-                storage = value.storage
-                if storage.home is not device or storage.pool is not stream or not _has_waited(stream, value):
-                    return _UNLIKE
-                arrays.append(value)
-                raw.append(value.data)
-                key += value.dtype, value.shape
-            elif isinstance(value, np.generic):
-                raw.append(value)
-                key.append(type(value))
-            else:
-                return _UNLIKE
-        if not arrays:
-            return _UNLIKE
-        known_as = tuple(key)
-        try:
-            known = self._known[known_as]
-        except KeyError:
-            known = self._find_out(known_as, args, arrays)
-        if known is None:
-            return _UNLIKE
-        if known.is_work:
-            device.memory.check(known.fresh_nbytes, self._info.name)
-        if self._info.in_region:
-            result = self._kernel(*raw)
-        else:
-            with quiet():
-                result = self._kernel(*raw)
-        if self._info.single:
-            outputs = [result]
-            placed = self._place(known, arrays, raw, outputs)
-        else:
-            outputs = list(result)
-            placed = self._place(known, arrays, raw, outputs)
-        if placed is None:
-            placed = self._wrap(args, arrays, [getattr(value, "shape", ()) for value in args], outputs)
-        return placed[0] if self._info.single else tuple(placed)
-
-    def _find_out(self, key: tuple[object, ...], args: Sequence[Placed], arrays: Sequence[SimArray]) -> _Known | None:
-        """Find and keep the outputs' specs and the cost for such dtypes and shapes; None if they need data."""
-        specs = self._rule.infer(args)
-        known = None
-        if specs is not None and not any(dtype.kind in "OSUT" for dtype, _ in specs):
-            flops = self._flops([value.shape for value in args], [shape for _, shape in specs])
-            fresh = sum(map(_nbytes, specs))
-            is_wide = any(dtype in _WIDE for dtype in (*[dtype for dtype, _ in specs], *[x.dtype for x in arrays]))
-            cost = self._device.cost(flops, fresh + sum([array.nbytes for array in arrays]), is_wide)
-            known = _Known(specs, flops > 0, fresh, *cost)
-        if len(self._known) >= _MOST_SHAPES:
-            self._known.clear()
-        self._known[key] = known
-        return known
-
-    def _place(
-        self, known: _Known, arrays: Sequence[SimArray], raw: Sequence[Value], outputs: Sequence[Placed]
-    ) -> list[Placed] | None:
-        """Wrap new arrays that a kernel gave, or one view; return None, with no effect, for anything else."""
-        device, stream, name = self._device, self._stream, self._info.name
-        if not known.is_work:
-            if len(outputs) != 1 or type(outputs[0]) is not np.ndarray or outputs[0].base is None:
-                return None
-            output, source = outputs[0], None
-            owner = owner_of(output)
-            for array in arrays:
-                if type(array.data) is np.ndarray and owner_of(array.data) is owner:
-                    source = array
-            if source is None or type(source.storage) is BlockStorage:
-                return None
-            self._view()
-            dtype, shape = output.dtype, output.shape
-            return [self._followed(SimArray(output, dtype, shape, source.storage, source.written, name))]
-        if len(outputs) != len(known.specs):
-            return None
-        seen = set(map(id, raw))
-        for output, (dtype, shape) in zip(outputs, known.specs, strict=True):
-            if type(output) is np.ndarray:
-                if output.base is not None or id(output) in seen:
-                    return None
-                seen.add(id(output))
-            elif not isinstance(output, np.generic):
-                return None
-            if output.shape != shape or output.dtype != dtype:
-                return None
-        machine = device.machine
-        if machine.landing:
-            for array in arrays:
-                machine.landing.pop(array.storage.written, None)
-        fired = not self._info.in_region
-        event = device.launch_for(stream, known.seconds, known.work_ns, name, fired=fired)
-        for array in arrays:
-            array.storage.readers[stream] = event
-        return [
-            SimArray(
-                output,
-                dtype,
-                shape,
-                Storage(device, stream, event, output.nbytes, output if type(output) is np.ndarray else None),
-                event,
-                name,
-            )
-            for output, (dtype, shape) in zip(outputs, known.specs, strict=True)
-        ]
-
-    def _stored(self, args: Sequence[Value]) -> Placed:
-        """Return the outputs of a kernel that uses a store; return `_UNLIKE`, with no effect, if inputs need care."""
-        device, stream, info = self._device, self._stream, self._info
-        arrays: list[SimArray] = []
-        stores: list[SimOpaque] = []
-        raw: list[Value] = []
-        for index, value in enumerate(args):
-            if type(value) is SimOpaque:
-                stores.append(value)
-                raw.append(value.value)
-            elif type(value) is SimArray:
-                if value.storage.home is not device or not _has_waited(stream, value):
-                    return _UNLIKE
-                arrays.append(value)
-                raw.append(value.data)
-            elif not isinstance(value, np.generic) and index not in info.host_inputs:
-                return _UNLIKE
-            else:
-                raw.append(value)
-        if not stores:
-            return _UNLIKE
-        with device.memory.one_kernel():
-            for array in arrays:
-                array.storage.keep(array.data if isinstance(array.data, np.ndarray) else None)
-            result = self._kernel(*raw)
-            outputs = [result] if info.single else list(result)
-            if len(outputs) == 1:
-                output = outputs[0]
-                home = None
-                if type(output) is np.ndarray:
-                    home = None if arrays else device.machine.kept(owner_of(output))
-                    if type(home) is not Storage or home.home is not device or output.dtype.kind in "OSUT":
-                        home = None
-                is_store = getattr(output, "held", None) is not None
-                if home is not None or is_store:
-                    self._view()
-                    for store in stores:
-                        self._count_buffers(store.value)
-                    if home is not None:
-                        array = SimArray(output, output.dtype, output.shape, home, home.written, info.name)
-                        placed = self._followed(array)
-                    else:
-                        events = [event for store in stores for event in store.events]
-                        events += [array.written for array in arrays]
-                        placed = self._seen(output, None, events)
-                    return placed if info.single else (placed,)
-            shapes = [getattr(value, "shape", ()) for value in args]
-            wrapped = self._wrap(args, arrays, shapes, outputs)
-        return wrapped[0] if info.single else tuple(wrapped)
 
     # -- on the host ---------------------------------------------------------------------------------------------
 
@@ -357,7 +171,7 @@ class SimLauncher:
             return True
         if any(map(lacks_data, values)):
             return False
-        return specs is None or not any(_nbytes(spec) > SMALL_BYTES for spec in specs)
+        return specs is None or not any(spec_nbytes(spec) > SMALL_BYTES for spec in specs)
 
     def _check_room(self, specs: Sequence[ArraySpec], shapes: Sequence[tuple[int, ...]]) -> None:
         """Refuse before the kernel runs and state changes; what may turn out to be a view is looked at afterwards."""
@@ -365,13 +179,13 @@ class SimLauncher:
         if info.keeps_arrays and not shapes:
             return  # it reads state
         if info.keeps_arrays or self._flops(shapes, [shape for _, shape in specs]) > 0:
-            self._device.memory.check(sum(map(_nbytes, specs)), info.name)
+            self._device.memory.check(sum(map(spec_nbytes, specs)), info.name)
 
     def _flops(self, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> float:
         key = (*inputs, None, *outputs)
         flops = self._found_flops.get(key)
         if flops is None:
-            if len(self._found_flops) >= _MOST_SHAPES:
+            if len(self._found_flops) >= MOST_SHAPES:
                 self._found_flops.clear()
             flops = self._found_flops[key] = self._info.flops(inputs, outputs)
         return flops
@@ -394,10 +208,10 @@ class SimLauncher:
                 self._followed(SimArray(None, dtype, shape, source.storage, source.written, info.name))
                 for (dtype, shape), source in zip(specs, sources, strict=True)
             ]
-        fresh = sum(map(_nbytes, specs))
+        fresh = sum(map(spec_nbytes, specs))
         self._device.memory.check(fresh, info.name)
         event = self._launch(arrays, (), flops, fresh, [dtype for dtype, _ in specs])
-        homes = [Storage(self._device, self._stream, event, _nbytes(spec)) for spec in specs]
+        homes = [Storage(self._device, self._stream, event, spec_nbytes(spec)) for spec in specs]
         pairs = zip(specs, homes, strict=True)
         return [SimArray(None, dtype, shape, home, event, info.name) for (dtype, shape), home in pairs]
 
@@ -475,7 +289,7 @@ class SimLauncher:
         self._count_buffers(output)
         if is_plain(output) or isinstance(output, np.ndarray):
             return output
-        depends = (event,) if event is not None else _latest(events)
+        depends = (event,) if event is not None else latest_events(events)
         return SimOpaque(output, depends, self._device) if depends else output
 
     def _count_buffers(self, output: object) -> None:
@@ -515,7 +329,7 @@ class SimLauncher:
     def _join(self, events: Sequence[SimEvent]) -> SimEvent:
         """One event for new memory that no kernel filled: what it depends on, which its stream has to wait for."""
         stream, state = self._stream, self._device.state_events
-        latest = _latest(events or (tuple(state.values()) if self._info.keeps_arrays else ()))
+        latest = latest_events(events or (tuple(state.values()) if self._info.keeps_arrays else ()))
         self._device.order(stream, latest)
         if not latest:
             return stream.origin(self._info.name)
@@ -533,7 +347,7 @@ class SimLauncher:
     ) -> SimEvent:
         """Give the kernel to its stream, after what wrote its inputs."""
         device, stream, info = self._device, self._stream, self._info
-        nbytes, is_wide, elsewhere = fresh_nbytes, any(dtype in _WIDE for dtype in dtypes), []
+        nbytes, is_wide, elsewhere = fresh_nbytes, any(dtype in WIDE for dtype in dtypes), []
         waited = [*[array.written for array in arrays if array.written.stream is not stream], *opaque]
         if waited:
             device.order(stream, waited)
@@ -542,7 +356,7 @@ class SimLauncher:
         for array in arrays:
             device.machine.check_read(stream, array, info.name)
             nbytes += array.nbytes
-            is_wide = is_wide or array.dtype in _WIDE
+            is_wide = is_wide or array.dtype in WIDE
             if array.storage.pool is not stream:
                 elsewhere.append(array.storage)
         event = device.launch_kernel(stream, flops, nbytes, is_wide, info.name, fired=not info.in_region)
@@ -637,39 +451,11 @@ class _Homes:
         return id(owner) in self._foreign
 
 
-class _Known(NamedTuple):
-    """Facts that follow from the dtypes and shapes of a kernel's inputs.
-
-    Attributes:
-        specs: of the outputs.
-        is_work: it computes something.
-        fresh_nbytes: of the outputs.
-        seconds: how long it takes, without jitter.
-        work_ns: how much of that is work.
-    """
-
-    specs: Sequence[ArraySpec]
-    is_work: bool
-    fresh_nbytes: int
-    seconds: float
-    work_ns: int
-
-
-_UNLIKE = object()
-"""Returned for a call that is unlike earlier calls; None could be a kernel's result."""
-
-
-def _has_waited(stream: SimStream, array: SimArray) -> bool:
-    """Return True if the host has asked the stream to wait for the work that wrote the array."""
-    written = array.written
-    return written.stream is stream or (stream in array.followers and stream.has_seen(written))
-
-
 _PLACED = (SimArray, SimOpaque, SimUnknown)
 
-_MOST_SHAPES = 64
+MOST_SHAPES = 64
 
-_WIDE = (np.dtype(np.float64), np.dtype(np.complex128))
+WIDE = (np.dtype(np.float64), np.dtype(np.complex128))
 
 
 def _not_sent(array: SimArray, device: SimDevice, name: str) -> InternalError:
@@ -686,10 +472,12 @@ def _buffer_nbytes(arrays: Sequence[Placed]) -> int:
     return sum({id(owner): owner.nbytes for owner in owners}.values())
 
 
-def _latest(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
-    """The last event of each stream."""
+def latest_events(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
+    """Return the last event of each stream."""
     if len(events) < 2:
         return tuple(events)
+    if len(events) == 2 and events[0].stream is events[1].stream:
+        return (events[0] if events[0].count >= events[1].count else events[1],)
     latest: dict[Any, SimEvent] = {}
     for event in events:
         if event.stream not in latest or latest[event.stream].count < event.count:
@@ -697,7 +485,7 @@ def _latest(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
     return tuple(latest.values())
 
 
-def _nbytes(spec: ArraySpec) -> int:
+def spec_nbytes(spec: ArraySpec) -> int:
     dtype, shape = spec
     size = dtype.itemsize
     for extent in shape:

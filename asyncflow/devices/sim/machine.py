@@ -75,12 +75,12 @@ class SimMachine:
 
     def now_ns(self) -> int:
         """The virtual time."""
-        return self.loop.time_ns()
+        return self.loop.now_ns
 
     def duration_ns(self, seconds: float) -> int:
         """A duration as it comes out this time."""
-        ns = seconds * 1e9
-        return round(ns * self._random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else ns)
+        jitter = self.jitter
+        return round(seconds * 1e9 * self._random.uniform(1 - jitter, 1 + jitter) if jitter else seconds * 1e9)
 
     def thread_of(self, name: str, index: int) -> HostThread:
         """The thread of the host that drives the device `name`, which is in the host of card `index`."""

@@ -45,10 +45,9 @@ class SpecRule:
 
     def infer(self, values: Sequence[Placed]) -> OutputSpecs:
         """Return dtypes and shapes of the outputs; None where they do not follow from what is known of the inputs."""
-        try:
-            key = tuple([(value.dtype, value.shape) for value in values])
-        except AttributeError:
-            return None  # a string, or something opaque
+        key = _specs_of(values)
+        if key is None:
+            return None
         specs = self._cached(key, key, _NO_VALUES)
         if specs is None and self.reads_values:
             found = [(place, _known(values[place])) for place in sorted(self._info.host_inputs)]
@@ -56,6 +55,11 @@ class SpecRule:
             if known:
                 specs = self._cached((key, *((place, x.tobytes()) for place, x in known.items())), key, known)
         return specs
+
+    def without_values(self, values: Sequence[Placed]) -> OutputSpecs:
+        """Return what `infer` does; None where it depends on the values that the kernel reads on the host."""
+        key = _specs_of(values)
+        return None if key is None else self._cached(key, key, _NO_VALUES)
 
     def require(self, values: Sequence[Placed]) -> Sequence[ArraySpec]:
         """Return what `infer` does.
@@ -81,6 +85,13 @@ class SpecRule:
                 self._found.clear()
             self._found[key] = self._info.infer(specs, known)
         return self._found[key]
+
+
+def _specs_of(values: Sequence[Placed]) -> tuple[ArraySpec, ...] | None:
+    try:
+        return tuple([(value.dtype, value.shape) for value in values])
+    except AttributeError:
+        return None  # a string, or something opaque
 
 
 def lacks_data(value: Value) -> bool:

@@ -89,25 +89,31 @@ class Timeline(LaunchingDevice[SimStream]):
         array.followers = (*array.followers, stream)
 
     def launch_kernel(
-        self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str, *, fired: bool = True
+        self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str, fired: bool = True
     ) -> SimEvent:
         """Launch a kernel of such cost on a compute stream; `fired` if a node was interpreted for it alone.
 
         Kernels of several streams share the card: each begins when the work of those before it is done. What lasts
         longer than its work, because no kernel takes less than the shortest time, overlaps.
         """
-        return self.launch_for(stream, *self.cost(flops, nbytes, is_wide), name, fired=fired)
+        return self.launch_for(stream, *self.cost(flops, nbytes, is_wide), name, fired)
 
     def cost(self, flops: float, nbytes: int, is_wide: bool) -> tuple[float, int]:
         """Return the seconds that a kernel takes without jitter, and the nanoseconds of work in that."""
         card, itemsize = self.card, 8 if is_wide else 4
         return kernel_ns(card, flops, nbytes, itemsize) / _NS_PER_S, work_ns(card, flops, nbytes, itemsize)
 
-    def launch_for(self, stream: SimStream, seconds: float, taken_ns: int, name: str, *, fired: bool) -> SimEvent:
+    def launch_for(self, stream: SimStream, seconds: float, taken_ns: int, name: str, fired: bool) -> SimEvent:
         """Launch a kernel of known `cost`; see `launch_kernel`."""
         duration_ns = self.machine.duration_ns(seconds)
-        event = stream.launch(duration_ns, max(self._launched_ns(fired), self._card_free_ns), name)
-        self._card_free_ns = event.started_ns + min(taken_ns, duration_ns)
+        if fired or not self._is_card or self._graph_ns is not None:
+            earliest_ns = self._launched_ns(fired)
+        else:
+            earliest_ns = self.thread.spend("launch")
+        if earliest_ns < self._card_free_ns:
+            earliest_ns = self._card_free_ns
+        event = stream.launch(duration_ns, earliest_ns, name)
+        self._card_free_ns = event.started_ns + (taken_ns if taken_ns < duration_ns else duration_ns)
         if self._spans is not None:
             self._record(event, 0)
         return event

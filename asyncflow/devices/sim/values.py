@@ -13,7 +13,7 @@ a pattern, so that whoever still reads it shows in the results.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -74,7 +74,6 @@ class _OneKernel:
             at_once(charge)
 
 
-@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Storage:
     """A piece of a device's memory; it is freed when the last reference to it goes.
 
@@ -88,16 +87,24 @@ class Storage:
             state keeps, constants, what has no data.
     """
 
-    home: SimDevice
-    pool: SimStream
-    written: SimEvent
-    nbytes: int
-    array: Array | None = None
-    readers: dict[SimStream, SimEvent] = field(default_factory=dict)
-    _charge: int = 0
+    __slots__ = ("__weakref__", "_charge", "array", "home", "nbytes", "pool", "readers", "written")
 
-    def __post_init__(self) -> None:
-        self._charge = self.home.memory.charge(self.nbytes, self.written.label)
+    def __init__(
+        self, home: SimDevice, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None = None
+    ) -> None:
+        """Count it.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+        """
+        self._charge = 0  # which `__del__` looks at if it does not fit
+        self._charge = home.memory.charge(nbytes, written.label)
+        self.home = home
+        self.pool = pool
+        self.written = written
+        self.nbytes = nbytes
+        self.array = array
+        self.readers: dict[SimStream, SimEvent] = {}
 
     def __repr__(self) -> str:
         return f"<Storage of {self.written.label} on {self.home.name}, {self.nbytes} B>"
@@ -273,8 +280,17 @@ def poison(array: Array) -> None:
 
 def no_data(dtype: DType, shape: Shape) -> Placed:
     """NaN, or 0 where there is none, of this shape, read-only and of no size; a scalar of NumPy's for rank 0."""
-    element = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
+    found = _NO_DATA.get(dtype)
+    if found is None:
+        found = _NO_DATA[dtype] = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
     if not shape:
-        return element[()]
-    element.flags.writeable = False  # all that look into it are known to be read-only: state need not copy it
+        return found[()]
+    element = found.copy()
+    element.setflags(write=False)  # all that look into it are known to be read-only: state need not copy it
+    if dtype.isbuiltin == 1 and dtype.kind in "biufc":  # one that Python knows as a buffer, and an array is made of
+        return np.ndarray(shape, dtype, element, 0, (0,) * len(shape))
     return np.broadcast_to(element, shape)
+
+
+_NO_DATA: dict[DType, Array] = {}
+"""A number for each dtype, of which `no_data` makes copies."""

@@ -45,7 +45,7 @@ class HostClock:
 
     def now_ns(self) -> int:
         """The virtual time."""
-        return self.loop.time_ns()
+        return self.loop.now_ns
 
     def observe(self, event: SimEvent) -> None:
         """Learn that an event is done: whatever the host launches from here on comes after it."""
@@ -179,15 +179,26 @@ class SimStream:
         Raises:
             SessionClosedError: the stream is closed.
         """
-        self._refuse_if_stopped()
-        now_ns = self.host.now_ns()
-        started_ns = max(now_ns, self.free_at_ns, self._waits_ns, earliest_ns)
-        self.free_at_ns = started_ns + duration_ns
+        if self._stopped:
+            self._refuse_if_stopped()
+        host = self.host
+        started_ns = now_ns = host.loop.now_ns
+        # Comparisons: `max` would take as long as all else here.
+        if started_ns < self.free_at_ns:
+            started_ns = self.free_at_ns
+        if started_ns < self._waits_ns:
+            started_ns = self._waits_ns
+        if started_ns < earliest_ns:
+            started_ns = earliest_ns
+        self.free_at_ns = ended_ns = started_ns + duration_ns
         self._count += 1
-        if self._jobs or (self._ends and self._ends[0] <= now_ns):
+        ends = self._ends
+        if self._jobs or (ends and ends[0] <= now_ns):
             self._settle()
-        self._ends.append(self.free_at_ns)
-        return self._event(started_ns, self.free_at_ns, label)
+        ends.append(ended_ns)
+        if self._host_version != host.version:
+            self._learn()
+        return SimEvent(self, self._count, self._seen, started_ns, ended_ns, label)
 
     def origin(self, label: str = "") -> SimEvent:
         """An event before all work: everyone has seen it."""
@@ -227,7 +238,9 @@ class SimStream:
     def end(self) -> SimEvent:
         """`record`, also on a stream that is closed."""
         time_ns = max(self.free_at_ns, self._waits_ns)
-        return self._event(time_ns, time_ns, "event")
+        if self._host_version != self.host.version:
+            self._learn()
+        return SimEvent(self, self._count, self._seen, time_ns, time_ns, "event")
 
     def wait(self, event: Event) -> None:
         """Make work given from here on wait for ``event``; the host does not wait.
@@ -271,13 +284,12 @@ class SimStream:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _event(self, started_ns: int, time_ns: int, label: str) -> SimEvent:
+    def _learn(self) -> None:
+        """Take over what the host knows: whatever is given from here on comes after that."""
         host = self.host
-        if self._host_version != host.version:
-            self._host_version = host.version
-            if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
-                self._seen = _merged(self._seen, host.seen.items(), self)
-        return SimEvent(self, self._count, self._seen, started_ns, time_ns, label)
+        self._host_version = host.version
+        if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
+            self._seen = _merged(self._seen, host.seen.items(), self)
 
     def _settle(self) -> None:
         """Do what is due: timers and whoever looks at the stream come here."""

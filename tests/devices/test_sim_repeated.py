@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.sim import launch
+from asyncflow.devices.sim import device as device_module
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.launch import SimLauncher
 from asyncflow.devices.sim.shapes import SpecRule
@@ -29,8 +29,7 @@ def loop() -> Iterator[VirtualClockLoop]:
 
 def check_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every launch be the first of its kind."""
-    for name in ("_again", "_stored"):
-        monkeypatch.setattr(SimLauncher, name, lambda self, args: launch._UNLIKE)
+    monkeypatch.setattr(device_module, "sim_launcher", SimLauncher)
 
 
 def trained(**options: Any) -> tuple[object, ...]:
@@ -74,13 +73,13 @@ def test_shapes_are_inferred_once(loop: VirtualClockLoop, monkeypatch: pytest.Mo
     double = bind(device, lambda a: a * np.float32(2))
     double(x)
     inferred: list[object] = []
-    infer = SpecRule.infer
+    infer = SpecRule.without_values
 
     def count(self: SpecRule, values: Sequence[Any]) -> object:
         inferred.append(values)
         return infer(self, values)
 
-    monkeypatch.setattr(SpecRule, "infer", count)
+    monkeypatch.setattr(SpecRule, "without_values", count)
     double(x)
     assert inferred == []
     double(y)

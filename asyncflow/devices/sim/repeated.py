@@ -1,0 +1,278 @@
+"""Launches like earlier ones, which are most: their inputs have the same dtypes and shapes and are on the same stream.
+
+A launcher of these looks up the outputs' shapes and the cost (`_Known`), and leaves out checks that cannot fail for
+such inputs. A call of another kind goes to `SimLauncher`, before it has any effect, or leaves its outputs to
+`SimLauncher._wrap`, so that times, peaks and firings are the same as with all checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from asyncflow.devices.memory import owner_of
+from asyncflow.devices.protocol import ArraySpec, KernelInfo, Placed
+from asyncflow.devices.sim.launch import MOST_SHAPES, WIDE, SimLauncher, latest_events, spec_nbytes
+from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, Storage, quiet
+
+if TYPE_CHECKING:
+    from asyncflow.devices.sim.device import SimDevice
+    from asyncflow.streams.sim.stream import SimEvent, SimStream
+    from asyncflow.values import Kernel, Value
+
+
+def sim_launcher(device: SimDevice, kernel: Kernel, info: KernelInfo) -> SimLauncher:
+    """Return the launcher of a kernel that is no coroutine function."""
+    if not device.capabilities.own_memory or info.is_metadata or info.is_user or info.needs_context:
+        return SimLauncher(device, kernel, info)
+    if not info.keeps_arrays:
+        return ComputeLauncher(device, kernel, info)
+    return StoreLauncher(device, kernel, info) if info.in_region else SimLauncher(device, kernel, info)
+
+
+class ComputeLauncher(SimLauncher):
+    """The launcher of a kernel that computes arrays of its inputs alone."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
+        super().__init__(device, kernel, info)
+        self._known: dict[tuple[object, ...], _Known | None] = {}
+
+    def __call__(self, *args: Value) -> Placed:
+        """See `SimLauncher`."""
+        stream = self._stream
+        arrays: list[SimArray] = []
+        raw: list[Value] = []
+        key: list[object] = []
+        for value in args:
+            if type(value) is SimArray:
+                written = value.written
+                if value.storage.pool is not stream or not (written.stream is stream or _has_waited(stream, value)):
+                    return self._checked(args)
+                arrays.append(value)
+                data = value.data
+                raw.append(data)
+                key += value.dtype, value.shape
+                if data is None:
+                    key.append(None)
+            elif isinstance(value, np.generic):
+                raw.append(value)
+                key.append(type(value))
+            else:
+                return self._checked(args)
+        machine = self._device.machine
+        if machine.hazards:
+            machine.check()
+        if not arrays:
+            return self._checked(args) if self._info.on_host is None else self._on_host(args)
+        known_as = tuple(key)
+        try:
+            known = self._known[known_as]
+        except KeyError:
+            known = self._find_out(known_as, args, arrays)
+        if known is None:
+            return self._checked(args)
+        if not known.runs:
+            return self._without_running(known, arrays)
+        if known.is_work:
+            self._device.memory.check(known.fresh_nbytes, self._info.name)
+        if self._info.in_region:
+            result = self._kernel(*raw)
+        else:
+            with quiet():
+                result = self._kernel(*raw)
+        outputs = [result] if self._info.single else list(result)
+        placed = self._place(known, arrays, raw, outputs)
+        if placed is None:
+            placed = self._wrap(args, arrays, [getattr(value, "shape", ()) for value in args], outputs)
+        return placed[0] if self._info.single else tuple(placed)
+
+    def _find_out(self, key: tuple[object, ...], args: Sequence[Placed], arrays: Sequence[SimArray]) -> _Known | None:
+        """Find and keep the outputs' specs and the cost for such dtypes and shapes; None if they need data."""
+        specs = self._rule.without_values(args)
+        known = None
+        if specs is not None and not any(dtype.kind in "OSUT" for dtype, _ in specs):
+            flops = self._flops([value.shape for value in args], [shape for _, shape in specs])
+            fresh = sum(map(spec_nbytes, specs))
+            is_wide = any(dtype in WIDE for dtype in (*[dtype for dtype, _ in specs], *[x.dtype for x in arrays]))
+            cost = self._device.cost(flops, fresh + sum([array.nbytes for array in arrays]), is_wide)
+            runs = not self._device.machine.shapes_only or (
+                all(array.data is not None for array in arrays)
+                and not any(spec_nbytes(spec) > SMALL_BYTES for spec in specs)
+            )
+            known = _Known(specs, [spec_nbytes(spec) for spec in specs], flops > 0, runs, fresh, *cost)
+        if len(self._known) >= MOST_SHAPES:
+            self._known.clear()
+        self._known[key] = known
+        return known
+
+    def _without_running(self, known: _Known, arrays: list[SimArray]) -> Placed:
+        """Return the outputs of a kernel that is not run, as `SimLauncher._without_data` does."""
+        name, info, stream = self._info.name, self._info, self._stream
+        outputs: list[SimArray] = []
+        if known.is_work:
+            device = self._device
+            device.memory.check(known.fresh_nbytes, name)
+            event = self._launched(known, arrays)
+            for (dtype, shape), nbytes in zip(known.specs, known.nbytes, strict=True):
+                storage = Storage(device, stream, event, nbytes)
+                outputs.append(SimArray(None, dtype, shape, storage, event, name))
+        else:
+            # Ops that compute nothing give views: of the input of the same place, or of the only one.
+            specs = known.specs
+            sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
+            self._view()
+            for (dtype, shape), source in zip(specs, sources, strict=True):
+                written = source.written
+                view = SimArray(None, dtype, shape, source.storage, written, name)
+                if written.stream is not stream:
+                    view.followers = (stream,)
+                outputs.append(view)
+        return outputs[0] if info.single else tuple(outputs)
+
+    def _launched(self, known: _Known, arrays: Sequence[SimArray]) -> SimEvent:
+        """Give the kernel to its stream, which has waited for the inputs."""
+        device, stream = self._device, self._stream
+        landing = device.machine.landing
+        if landing:
+            for array in arrays:
+                landing.pop(array.storage.written, None)
+        info = self._info
+        event = device.launch_for(stream, known.seconds, known.work_ns, info.name, not info.in_region)
+        for array in arrays:
+            array.storage.readers[stream] = event
+        return event
+
+    def _place(
+        self, known: _Known, arrays: Sequence[SimArray], raw: Sequence[Value], outputs: Sequence[Placed]
+    ) -> list[Placed] | None:
+        """Wrap new arrays that a kernel gave, or one view; return None, with no effect, for anything else."""
+        device, stream, name = self._device, self._stream, self._info.name
+        if not known.is_work:
+            if len(outputs) != 1 or type(outputs[0]) is not np.ndarray or outputs[0].base is None:
+                return None
+            output, source = outputs[0], None
+            owner = owner_of(output)
+            for array in arrays:
+                if type(array.data) is np.ndarray and owner_of(array.data) is owner:
+                    source = array
+            if source is None or type(source.storage) is BlockStorage:
+                return None
+            self._view()
+            dtype, shape = output.dtype, output.shape
+            return [self._followed(SimArray(output, dtype, shape, source.storage, source.written, name))]
+        if len(outputs) != len(known.specs):
+            return None
+        seen = set(map(id, raw))
+        for output, (dtype, shape) in zip(outputs, known.specs, strict=True):
+            if type(output) is np.ndarray:
+                if output.base is not None or id(output) in seen:
+                    return None
+                seen.add(id(output))
+            elif not isinstance(output, np.generic):
+                return None
+            if output.shape != shape or output.dtype != dtype:
+                return None
+        event = self._launched(known, arrays)
+        placed: list[Placed] = []
+        for output, (dtype, shape), nbytes in zip(outputs, known.specs, known.nbytes, strict=True):
+            storage = Storage(device, stream, event, nbytes, output if type(output) is np.ndarray else None)
+            placed.append(SimArray(output, dtype, shape, storage, event, name))
+        return placed
+
+
+class StoreLauncher(SimLauncher):
+    """The launcher of a kernel that puts values into a store or takes them out, called by the code of a region."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Value) -> Placed:
+        """See `SimLauncher`."""
+        device, stream, info = self._device, self._stream, self._info
+        arrays: list[SimArray] = []
+        stores: list[SimOpaque] = []
+        for index, value in enumerate(args):
+            if type(value) is SimOpaque:
+                stores.append(value)
+            elif type(value) is SimArray:
+                if value.storage.home is not device or not (
+                    value.written.stream is stream or _has_waited(stream, value)
+                ):
+                    return self._checked(args)
+                arrays.append(value)
+            elif not isinstance(value, np.generic) and index not in info.host_inputs:
+                return self._checked(args)
+        if not stores:
+            return self._checked(args)
+        machine = device.machine
+        if machine.hazards:
+            machine.check()
+        with device.memory.one_kernel():
+            raw = [self._raw(value) if type(value) in _PLACED else value for value in args]
+            result = self._kernel(*raw)
+            outputs = [result] if info.single else list(result)
+            if len(outputs) == 1:
+                placed = self._moved(outputs[0], stores, arrays)
+                if placed is not None:
+                    return placed if info.single else (placed,)
+            shapes = [getattr(value, "shape", ()) for value in args]
+            wrapped = self._wrap(args, arrays, shapes, outputs)
+        return wrapped[0] if info.single else tuple(wrapped)
+
+    def _moved(self, output: Placed, stores: Sequence[SimOpaque], arrays: Sequence[SimArray]) -> Placed | None:
+        """Return a version of a store, or a value that one kept as it was; None, with no effect, for anything else."""
+        device = self._device
+        if type(output) is np.ndarray:
+            home = None if arrays else device.machine.kept(owner_of(output))
+            if type(home) is not Storage or home.home is not device or output.dtype.kind in "OSUT":
+                return None
+            self._view()
+            for store in stores:
+                self._count_buffers(store.value)
+            data = output
+            if device.machine.shapes_only and output.nbytes > SMALL_BYTES:
+                data = home.array = None
+            array = SimArray(data, output.dtype, output.shape, home, home.written, self._info.name)
+            return self._followed(array)
+        if getattr(output, "held", None) is None:
+            return None
+        self._view()
+        for store in stores:
+            self._count_buffers(store.value)
+        self._count_buffers(output)
+        events = stores[0].events if len(stores) == 1 else [event for store in stores for event in store.events]
+        depends = latest_events([*events, *[array.written for array in arrays]])
+        return SimOpaque(output, depends, device) if depends else output
+
+
+class _Known(NamedTuple):
+    """Facts that follow from the dtypes and shapes of a kernel's inputs, and from which of them have data.
+
+    Attributes:
+        specs: of the outputs.
+        nbytes: of each output.
+        is_work: it computes something.
+        runs: it is run; else its outputs have no data.
+        fresh_nbytes: of the outputs.
+        seconds: how long it takes, without jitter.
+        work_ns: how much of that is work.
+    """
+
+    specs: Sequence[ArraySpec]
+    nbytes: Sequence[int]
+    is_work: bool
+    runs: bool
+    fresh_nbytes: int
+    seconds: float
+    work_ns: int
+
+
+_PLACED = (SimArray, SimOpaque)
+
+
+def _has_waited(stream: SimStream, array: SimArray) -> bool:
+    """Return True if the host has asked the stream to wait for the work that wrote the array."""
+    return stream in array.followers and stream.has_seen(array.written)
