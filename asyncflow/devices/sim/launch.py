@@ -49,7 +49,7 @@ class SimLauncher:
     `asyncflow.devices.sim.repeated` has the launchers of calls like earlier ones, which leave out most of the checks.
     """
 
-    __slots__ = ("_device", "_found_flops", "_info", "_kernel", "_own_memory", "_rule", "_stream")
+    __slots__ = ("_device", "_found_flops", "_info", "_kernel", "_own_memory", "_rule", "_stream", "_viewing")
 
     def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
@@ -58,6 +58,7 @@ class SimLauncher:
         self._stream = device.compute_streams[info.stream]
         self._rule = SpecRule(info, reads_values=device.machine.shapes_only)
         self._own_memory = device.capabilities.own_memory
+        self._viewing: Call = "node" if not info.in_region else "step" if info.moves_references else "view"
         self._found_flops: dict[tuple[tuple[int, ...] | None, ...], float] = {}
 
     def __call__(self, *args: Value) -> Placed:
@@ -203,7 +204,7 @@ class SimLauncher:
         if flops == 0 and arrays:
             # Ops that compute nothing give views: of the input of the same place, or of the only one.
             sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
-            self._view()
+            self._device.run_on_host(info.name, self._viewing)
             return [
                 self._followed(SimArray(None, dtype, shape, source.storage, source.written, info.name))
                 for (dtype, shape), source in zip(specs, sources, strict=True)
@@ -238,7 +239,7 @@ class SimLauncher:
             if info.keeps_arrays:
                 device.state_events[self._stream] = event
         else:
-            self._view()
+            self._device.run_on_host(info.name, self._viewing)
             event = None
         for store in stores:  # to read a sum of gradients may have made it
             self._count_buffers(store.value)
@@ -305,10 +306,6 @@ class SimLauncher:
                 made = kind(device, stream, origin, buffer.nbytes)
                 made.keep(buffer)
 
-    def _view(self) -> None:
-        info = self._info
-        in_region: Call = "step" if info.moves_references else "view"
-        self._device.run_on_host(info.name, in_region if info.in_region else "node")
 
     def _followed(self, array: SimArray) -> SimArray:
         """An array made on this stream, which has waited for whatever wrote the memory it looks into."""

@@ -7,6 +7,7 @@ such inputs. A call of another kind goes to `SimLauncher`, before it has any eff
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -111,10 +112,10 @@ class ComputeLauncher(SimLauncher):
 
     def _without_running(self, known: _Known, arrays: list[SimArray]) -> Placed:
         """Return the outputs of a kernel that is not run, as `SimLauncher._without_data` does."""
-        name, info, stream = self._info.name, self._info, self._stream
+        device, info, stream = self._device, self._info, self._stream
+        name = info.name
         outputs: list[SimArray] = []
         if known.is_work:
-            device = self._device
             device.memory.check(known.fresh_nbytes, name)
             event = self._launched(known, arrays)
             for (dtype, shape), nbytes in zip(known.specs, known.nbytes, strict=True):
@@ -124,7 +125,7 @@ class ComputeLauncher(SimLauncher):
             # Ops that compute nothing give views: of the input of the same place, or of the only one.
             specs = known.specs
             sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
-            self._view()
+            device.run_on_host(name, self._viewing)
             for (dtype, shape), source in zip(specs, sources, strict=True):
                 written = source.written
                 view = SimArray(None, dtype, shape, source.storage, written, name)
@@ -161,7 +162,7 @@ class ComputeLauncher(SimLauncher):
                     source = array
             if source is None or type(source.storage) is BlockStorage:
                 return None
-            self._view()
+            device.run_on_host(name, self._viewing)
             dtype, shape = output.dtype, output.shape
             return [self._followed(SimArray(output, dtype, shape, source.storage, source.written, name))]
         if len(outputs) != len(known.specs):
@@ -194,57 +195,68 @@ class StoreLauncher(SimLauncher):
         device, stream, info = self._device, self._stream, self._info
         arrays: list[SimArray] = []
         stores: list[SimOpaque] = []
-        for index, value in enumerate(args):
+        raw: list[Placed] = []
+        for value in args:
             if type(value) is SimOpaque:
                 stores.append(value)
+                raw.append(value.value)
             elif type(value) is SimArray:
-                if value.storage.home is not device or not (
-                    value.written.stream is stream or _has_waited(stream, value)
-                ):
+                written = value.written
+                if not (written.stream is stream or _has_waited(stream, value)) or value.storage.home is not device:
                     return self._checked(args)
                 arrays.append(value)
-            elif not isinstance(value, np.generic) and index not in info.host_inputs:
+                raw.append(value)
+            elif isinstance(value, np.generic) or len(raw) in info.host_inputs:
+                raw.append(value)
+            else:
                 return self._checked(args)
         if not stores:
             return self._checked(args)
-        machine = device.machine
-        if machine.hazards:
-            machine.check()
-        with device.memory.one_kernel():
-            raw = [self._raw(value) if type(value) in _PLACED else value for value in args]
+        if device.machine.hazards:
+            device.machine.check()
+        memory = device.memory
+        at_once, late = memory.credit, deque[int]()
+        memory.credit = late.append  # see `SimMemoryAccount.one_kernel`, which would take twice as long
+        try:
+            if arrays:
+                raw = [self._raw(value) if type(value) is SimArray else value for value in raw]
             result = self._kernel(*raw)
-            outputs = [result] if info.single else list(result)
-            if len(outputs) == 1:
-                placed = self._moved(outputs[0], stores, arrays)
+            if info.single or len(result) == 1:
+                placed = self._moved(result if info.single else result[0], stores, arrays)
                 if placed is not None:
                     return placed if info.single else (placed,)
             shapes = [getattr(value, "shape", ()) for value in args]
-            wrapped = self._wrap(args, arrays, shapes, outputs)
+            wrapped = self._wrap(args, arrays, shapes, [result] if info.single else list(result))
+        finally:
+            memory.credit = at_once
+            while late:
+                at_once(late.popleft())
         return wrapped[0] if info.single else tuple(wrapped)
 
     def _moved(self, output: Placed, stores: Sequence[SimOpaque], arrays: Sequence[SimArray]) -> Placed | None:
         """Return a version of a store, or a value that one kept as it was; None, with no effect, for anything else."""
-        device = self._device
+        device, name = self._device, self._info.name
         if type(output) is np.ndarray:
             home = None if arrays else device.machine.kept(owner_of(output))
             if type(home) is not Storage or home.home is not device or output.dtype.kind in "OSUT":
                 return None
-            self._view()
+            device.run_on_host(name, self._viewing)
             for store in stores:
                 self._count_buffers(store.value)
             data = output
             if device.machine.shapes_only and output.nbytes > SMALL_BYTES:
                 data = home.array = None
-            array = SimArray(data, output.dtype, output.shape, home, home.written, self._info.name)
-            return self._followed(array)
-        if getattr(output, "held", None) is None:
+            return self._followed(SimArray(data, output.dtype, output.shape, home, home.written, name))
+        held = getattr(output, "held", None)
+        if held is None:
             return None
-        self._view()
+        device.run_on_host(name, self._viewing)
+        events: Sequence[SimEvent] = stores[0].events if len(stores) == 1 else [x for y in stores for x in y.events]
         for store in stores:
-            self._count_buffers(store.value)
+            if getattr(store.value, "held", None) is not held:
+                self._count_buffers(store.value)
         self._count_buffers(output)
-        events = stores[0].events if len(stores) == 1 else [event for store in stores for event in store.events]
-        depends = latest_events([*events, *[array.written for array in arrays]])
+        depends = latest_events([*events, *[array.written for array in arrays]] if arrays else events)
         return SimOpaque(output, depends, device) if depends else output
 
 
@@ -268,9 +280,6 @@ class _Known(NamedTuple):
     fresh_nbytes: int
     seconds: float
     work_ns: int
-
-
-_PLACED = (SimArray, SimOpaque)
 
 
 def _has_waited(stream: SimStream, array: SimArray) -> bool:
