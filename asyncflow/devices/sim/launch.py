@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from asyncflow.streams.futures import resolve
 if TYPE_CHECKING:
     from asyncflow.devices.host import Call
     from asyncflow.devices.sim.device import SimDevice
-    from asyncflow.streams.sim.stream import SimEvent, SimStream
+    from asyncflow.streams.sim.stream import SimEvent
     from asyncflow.values import Array, Kernel, Value
 
 
@@ -306,7 +306,6 @@ class SimLauncher:
                 made = kind(device, stream, origin, buffer.nbytes)
                 made.keep(buffer)
 
-
     def _followed(self, array: SimArray) -> SimArray:
         """An array made on this stream, which has waited for whatever wrote the memory it looks into."""
         if array.written.stream is not self._stream:
@@ -483,6 +482,7 @@ def latest_events(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
 
 
 def spec_nbytes(spec: ArraySpec) -> int:
+    """Return the bytes of an array of a dtype and shape."""
     dtype, shape = spec
     size = dtype.itemsize
     for extent in shape:

@@ -243,7 +243,7 @@ class StoreLauncher(SimLauncher):
             device.run_on_host(name, self._viewing)
             for store in stores:
                 self._count_buffers(store.value)
-            data = output
+            data: Placed = output
             if device.machine.shapes_only and output.nbytes > SMALL_BYTES:
                 data = home.array = None
             return self._followed(SimArray(data, output.dtype, output.shape, home, home.written, name))

@@ -113,7 +113,7 @@ class Timeline(LaunchingDevice[SimStream]):
         if earliest_ns < self._card_free_ns:
             earliest_ns = self._card_free_ns
         event = stream.launch(duration_ns, earliest_ns, name)
-        self._card_free_ns = event.started_ns + (taken_ns if taken_ns < duration_ns else duration_ns)
+        self._card_free_ns = event.started_ns + min(taken_ns, duration_ns)
         if self._spans is not None:
             self._record(event, 0)
         return event
