@@ -20,6 +20,7 @@ WHOLE_BEHAVIOUR = {
     "gpu": "what only a card can show",
     "interop": "values of other libraries",
     "packaging": "the project itself",
+    "peers": "what issues of other systems ask for",
     "property": "random programs",
     "scaling": "cost beside size",
     "typing": "what type checkers see",
