@@ -87,6 +87,7 @@ def _lane_columns(lane: TimelineLane, tables: _Tables, origin: int) -> Json:
         "queued": [f.started_ns - f.scheduled_ns for f in firings],
         "behind": [f.queueing_ns for f in firings],
         "iterations": [f.iterations for f in firings],
+        "attempt": [f.attempt for f in firings],
         "site": [tables.number("sites", (f.node, f.op, f.location)) for f in firings],
         "tag": [tables.number("tags", f.tag) for f in firings],
         "output": [tables.number("outputs", f.outputs) for f in firings],

@@ -65,7 +65,7 @@
     const rows = group.lanes.map((raw) => laneRow(raw, {
       device: group.device, queued: times(raw.queued), site: Int32Array.from(raw.site), tag: Int32Array.from(raw.tag),
       output: Int32Array.from(raw.output), run: raw.run, state: Int32Array.from(raw.status),
-      behind: times(raw.behind), iterations: raw.iterations,
+      behind: times(raw.behind), iterations: raw.iterations, attempt: raw.attempt,
     }));
     firingLanes.push(...rows);
     for (const memory of group.memory) {
@@ -163,6 +163,7 @@
 
   const statusOf = (row, i) => (row.kind === "transfer" ? "ok" : row.kind === "runs" ? row.state[i] : data.statuses[row.state[i]]);
   function around(row, i) {
+    if (row.attempt[i] > 1) return ` (attempt ${row.attempt[i]})`;
     if (opOf(row.site[i]) !== "loop") return "";
     return row.iterations[i] === null ? " (loop)" : ` (loop, ${row.iterations[i]} iterations)`;
   }
@@ -773,6 +774,7 @@
     list.push(["Op", opOf(row.site[i])]);
     if (data.tags[row.tag[i]]) list.push(["Tag", data.tags[row.tag[i]], "mono"]);
     list.push(["Duration", duration(row.span[i])], ["Ready before", duration(row.queued[i])]);
+    if (row.attempt[i]) list.push(["Attempt", String(row.attempt[i])]);
     if (row.behind[i]) list.push(["Queued", duration(row.behind[i])]);
     if (data.outputs[row.output[i]]) list.push(["Outputs", data.outputs[row.output[i]], "mono"]);
     for (const [which, side, verb] of [["received", "source", "Received from"], ["sent", "target", "Sent to"]]) {

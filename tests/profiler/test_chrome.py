@@ -97,6 +97,12 @@ def test_a_firing_carries_its_story(trace: Trace) -> None:
     }
 
 
+def test_attempts_say_which_they_are(trace: Trace) -> None:
+    trace.firings[:] = [firing._replace(attempt=2) for firing in trace.firings[:1]]
+    (event,) = of_phase(parse(trace)["traceEvents"], "X")
+    assert (event["name"], event["args"]["attempt"]) == ("loop/less (attempt 2)", 2)
+
+
 def test_failed_and_cancelled_firings_say_so(trace: Trace) -> None:
     events = of_phase(parse(trace)["traceEvents"], "X")
     assert Counter(e["args"]["status"] for e in events) == {"ok": 4, "cancelled": 1, "error": 1}

@@ -71,6 +71,12 @@ def test_columns_of_a_lane(trace: Trace) -> None:
     assert data["statuses"][lane["status"][0]] == "ok"
 
 
+def test_attempts_of_functions_with_limits_reach_the_page(trace: Trace) -> None:
+    trace.firings = [trace.firings[0]._replace(attempt=number) for number in (1, 2)]
+    assert [lane["attempt"] for lane in embedded(trace)["groups"][0]["lanes"]] == [[1], [2]]
+    assert "(attempt ${row.attempt[i]})" in render(trace)
+
+
 def test_sites_know_their_family_in_the_legend(trace: Trace) -> None:
     data = embedded(trace)
     shown = [

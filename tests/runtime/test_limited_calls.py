@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.runtime.scheduler import coroutines
 from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
@@ -371,6 +372,21 @@ async def test_a_cancelled_run_waits_for_a_plain_function_unless_that_has_a_time
         await until(lambda: session.statistics().limits["tool"].running == 0)
         assert session.statistics().limits["tool"].left_behind == 0
         assert await session.run(y, {x: 1.0}) == 2
+
+
+async def test_a_plain_function_that_never_returns_holds_up_its_run_for_the_grace_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coroutines, "GRACE_S", 0.02)
+    tool = Blocking()
+    graph, x, y = graph_of(tool.op(max_concurrency=1))
+    async with af.Session(graph) as session:
+        with pytest.raises(af.DeadlineExceeded):
+            await session.run(y, {x: -1.0}, timeout=0.02)
+        assert session.statistics().limits["tool"].left_behind == 1
+        tool.release.set()
+        assert await session.run(y, {x: 1.0}) == 2
+    assert "tool cannot be stopped: 0.02 s after its run ended early, its function still works on a" in caplog.text
 
 
 async def test_a_plain_function_may_ask_for_a_run_of_its_session() -> None:

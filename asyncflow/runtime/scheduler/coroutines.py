@@ -145,11 +145,17 @@ def leave_behind(tasks: Mapping[asyncio.Task[object], tuple[PlanNode, Callable[.
     """Stops waiting for cancelled tasks that have not ended, and reports each as a failure."""
     for task, (_, deliver) in list(tasks.items()):
         place = _waits_at(task)
-        message = (
-            f"{task.get_name()} ignores cancellation: {GRACE_S:g} s after it was cancelled, its coroutine function "
-            f"still waits at {place} (in {place.function}); the run ends without it. Let asyncio.CancelledError out of "
-            f"the function, and keep short what has to be done before"
-        )
+        if place is UNKNOWN_LOCATION:  # no coroutine of the user's: a plain function with limits
+            message = (
+                f"{task.get_name()} cannot be stopped: {GRACE_S:g} s after its run ended early, its function still "
+                f"works on a thread; the run ends without it. With a timeout= for the function, no run waits for it"
+            )
+        else:
+            message = (
+                f"{task.get_name()} ignores cancellation: {GRACE_S:g} s after it was cancelled, its coroutine "
+                f"function still waits at {place} (in {place.function}); the run ends without it. Let "
+                f"asyncio.CancelledError out of the function, and keep short what has to be done before"
+            )
         _log.warning("%s", message)
         deliver(None, CancellationIgnoredError(message))
 

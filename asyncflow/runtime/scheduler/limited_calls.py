@@ -40,6 +40,7 @@ from asyncflow.state.waiting.awaiting import wake_on
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import RunPart, current_part, in_line
+from asyncflow.streams.latch import Latch
 
 if TYPE_CHECKING:
     from asyncflow.runtime.scheduler.turn import Turn
@@ -318,7 +319,7 @@ class LimitedFunction(LinedState):
 
     async def _beside(self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value]) -> Nest:
         """Call a plain function on a thread of its own, which keeps the slot until it returns."""
-        loop, returned, is_left = self._loop, asyncio.Event(), False
+        loop, returned, is_left = self._loop, Latch(), False
 
         def on_thread() -> Nest:
             try:
@@ -339,12 +340,12 @@ class LimitedFunction(LinedState):
         except TimeoutError:
             if not scope.expired():
                 raise
-            is_left = not returned.is_set()
+            is_left = not returned.done()
             self._counts["left_behind"] += is_left
             slot = "" if self._slots is None else f", and counts for max_concurrency={self._slots} until then"
             raise self._timed_out(limits, f"; its thread goes on until it returns{slot}") from None
         except asyncio.CancelledError:
-            is_left = not returned.is_set()
+            is_left = not returned.done()
             self._counts["left_behind"] += is_left
             if limits.timeout is None:
                 # Nothing of a run is left when it ends, unless its function may take only so long.
