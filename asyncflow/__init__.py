@@ -111,6 +111,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.checks import assert_that as assert_that
     from asyncflow.ops.checks import check_numerics as check_numerics
     from asyncflow.ops.checks import print_ as _print
+    from asyncflow.ops.convolution import fftconvolve as fftconvolve
     from asyncflow.ops.creation import arange as arange
     from asyncflow.ops.creation import asarray as asarray
     from asyncflow.ops.creation import empty as empty
@@ -282,6 +283,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.windows import dynamic_slice as dynamic_slice
     from asyncflow.runtime.loop import run as run
     from asyncflow.runtime.run.batches import BatchStatistics as BatchStatistics
+    from asyncflow.runtime.scheduler.limited_calls import LimitStatistics as LimitStatistics
     from asyncflow.runtime.session.calls import Prepared as Prepared
     from asyncflow.runtime.session.function import Function as Function
     from asyncflow.runtime.session.function import function as function
@@ -363,6 +365,7 @@ _HOMES = {
     "ops": "fft random",
     "ops.batch": "Batch Pool",
     "ops.checks": "assert_that check_numerics print=print_",
+    "ops.convolution": "fftconvolve",
     "ops.creation": (
         "arange asarray empty empty_like eye from_dlpack full full_like linspace meshgrid ones ones_like tril triu "
         "zeros zeros_like"
@@ -402,6 +405,7 @@ _HOMES = {
     "ops.windows": "dynamic_slice",
     "runtime.loop": "run",
     "runtime.run.batches": "BatchStatistics",
+    "runtime.scheduler.limited_calls": "LimitStatistics",
     "runtime.session.calls": "Prepared",
     "runtime.session.function": "Function function",
     "runtime.session.namespace_info": "__array_namespace_info__=NamespaceInfo",

@@ -60,6 +60,7 @@ _WRITTEN_OTHERWISE: Final = {
     "save": "af.save_graph(graph, path) for a graph, session.save(path) for variables",
     "argwhere": "af.stack(af.nonzero(x), axis=-1)",
     "average": "af.mean(x), or af.sum(x * w) / af.sum(w)",
+    "convolve": "af.fftconvolve(x, y, mode), whose 'same' is as long as x",
     "column_stack": "af.concat(xs, axis=1), or af.stack(xs, axis=1) for vectors",
     "flatten": "af.reshape(x, (-1,))",
     "hstack": "af.concat(xs, axis=1), or axis=0 for vectors",

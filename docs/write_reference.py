@@ -55,6 +55,7 @@ FAMILIES: Final = {
     "quantile": "Sums and statistics",
     "indexing": "Reading and writing elements",
     "windows": "Windows of fixed length",
+    "convolution": "Products of matrices",
     "searching": "Searching",
     "sorting": "Sorting",
     "sets": "Sets",
