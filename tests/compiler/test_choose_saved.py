@@ -133,6 +133,22 @@ def test_of_several_functions_of_one_value_the_value_is_saved(graph: af.Graph, f
     assert saved_names(graph, found) == {"matmul"}
 
 
+@pytest.mark.parametrize("step", [1, -1])
+def test_values_are_saved_in_one_order(graph: af.Graph, free: None, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The order of a set follows from addresses, and so would that of stores, of kernels and of what a trace shows."""
+    x, w = af.placeholder("float32", (64, 64)), af.placeholder("float32", (64, 64))
+    _, found = slopes(lambda v: (sum(af.exp(p) * af.tanh(p) for p in (v @ w, w @ v)),), x)
+    choose = module.SavedChange._choose
+
+    def choose_in_order(self: Any) -> None:
+        choose(self)
+        self.kept = dict.fromkeys([value for value in self.values if value in self.kept][::step])
+
+    monkeypatch.setattr(module.SavedChange, "_choose", choose_in_order)
+    (loop,) = loops_of(graph, found).values()
+    assert [store.value.node.name for store in stores_of(loop)] == ["loop/body/matmul", "loop/body/matmul_1"]
+
+
 def test_a_smaller_dtype_is_saved(graph: af.Graph, free: None) -> None:
     x, w = af.placeholder("float32", (64, 64)), af.placeholder("float32", (64, 64))
 

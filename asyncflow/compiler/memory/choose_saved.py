@@ -228,8 +228,8 @@ class SavedChange:
         """Saves `kept`, and computes the others again where they are read."""
         kept, dropped = self.kept, self.dropped
         stores = {**self.pinned, **{value: store for value, store in self.wanted.items() if value in kept}}
-        for value in kept:
-            if value not in stores:
+        for value in self.values:  # in order: a set has another one in each process, and so would its stores
+            if value in kept and value not in stores:
                 stores[value] = self.paths.add_store(dropped[0], value, beside=dropped[0].save)
         places: dict[Graph, dict[Node, StoreReader]] = defaultdict(dict)
         for readers in self.readers.values():
