@@ -1,7 +1,6 @@
 """Random numbers drawn once more, the same: elsewhere in a program, such as in the gradient of what has drawn them.
 
-What an op draws depends on the session's seed, the run, the iteration and the op's own seed (`random`). The first three
-are a value, the *key* of a firing: a few integers to keep in place of all that was drawn.
+A loop keeps the *key* of a firing, a few integers, in place of all that was drawn (`asyncflow.ops.random_again`).
 """
 
 from __future__ import annotations
@@ -9,68 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-import numpy as np
-
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.op import KernelContext, define, derivative, derivative_of, find_op, not_differentiable
-from asyncflow.graph.spec import Spec
-from asyncflow.ops.cost import free
+from asyncflow.graph.op import Op, derivative, derivative_of, find_op, not_differentiable
 from asyncflow.ops.derivatives.shapes import carries_gradient
+from asyncflow.ops.random import SEEDED
+from asyncflow.ops.random_again import RANDOM_AGAIN, RANDOM_KEY
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
-from asyncflow.values import Array, Kernel, Namespace
-
-_WORD = 1 << 64
-
-
-def _key(context: KernelContext) -> Array:
-    seed = (context.seed + _WORD // 2) % _WORD - _WORD // 2  # as many bits, with a sign
-    return np.array([seed, context.run, *context.tag], int64)
-
-
-def _again_kernel(
-    xp: Namespace, *, draws: str, arguments: Attrs, axes: int, inside: int, specs: Spec | tuple[Spec, ...]
-) -> Kernel:
-    op = find_op(draws)
-    assert op.kernel is not None
-    draw = op.kernel(xp, **_replacing(arguments, axes))
-
-    def run(context: KernelContext, key: Array, *inputs: Array) -> object:
-        keys = key.reshape(-1, key.shape[-1])  # of rows, whose numbers are all that they differ in
-        seed, number, *tag = keys[0].tolist() if len(keys) else [0] * key.shape[-1]
-        loops = context.tag[len(context.tag) - inside :]
-        return draw(KernelContext(seed=seed, run=number, tag=(*tag, *loops)), *inputs)
-
-    return run
-
-
-RANDOM_KEY = define(
-    "random_key",
-    lambda: Spec(int64, (None,)),
-    lambda xp: _key,
-    needs_context=True,
-    is_random=True,
-    rows="row by row",
-    flops=free,
-    runs_on_host=True,
-)
-RANDOM_AGAIN = define(
-    "random_again",
-    lambda key, *inputs, specs, **attrs: specs,
-    _again_kernel,
-    needs_context=True,
-    rows="row by row",
-    runs_on_host=True,
-)
-"""What an op draws, by a key; the same for all rows if the key is."""
-
-
-def random_key() -> Tensor:
-    """The key of the iteration that the current graph or body runs."""
-    return apply(RANDOM_KEY)[0]
 
 
 def draws(node: Node) -> bool:
@@ -118,28 +64,17 @@ def axes_of(key: Tensor) -> int:
     return axes
 
 
-def _replacing(arguments: Attrs, axes: int) -> Attrs:
-    """Arguments of an op that draws row by row, by a key with row axes: numbers of rows replace those in its tags."""
-    if not axes:
-        return arguments
-    loops = list(arguments["loops"])
-    for place, (width, after, _) in enumerate(loops[:axes]):
-        deeper = sum(each for each, *_ in loops[place + 1 : axes])
-        loops[place] = (width, after + deeper, width)
-    return {**arguments, "loops": tuple(loops)}
-
-
 not_differentiable(RANDOM_KEY, because="its result is integers")
 
 
-@derivative(RANDOM_AGAIN)
+@derivative(RANDOM_AGAIN, SEEDED)
 def _drawn_again(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
     """Refuses where the derivative of the op that draws might.
 
     Raises:
         GraphError: its results depend on what it is given, which is no constant.
     """
-    op = find_op(node.attrs["draws"])
+    op = _op_drawing(node)
     given = [x for x in node.inputs[1:] if carries_gradient(x.spec) and x.node.op is not CONSTANT]
     if derivative_of(op) is None or not given:
         return [None] * len(node.inputs)
@@ -147,3 +82,11 @@ def _drawn_again(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
         f"{op.name} has no gradient with respect to {given[0]!r}; use af.stop_gradient on it"
         f"\n  written at {node.location}"
     )
+
+
+def _op_drawing(node: Node) -> Op:
+    """Return the op that draws in the end, by a key or with the seed of a request."""
+    attrs = node.attrs
+    while (op := find_op(attrs["draws"])) in (RANDOM_AGAIN, SEEDED):
+        attrs = attrs["arguments"]
+    return op

@@ -21,7 +21,7 @@ from asyncflow.autodiff.custom_gradient import (
     keep_copied_rule,
     traced_gradient,
 )
-from asyncflow.autodiff.random_again import axes_of, drawn_again, draws, random_key, told_key
+from asyncflow.autodiff.random_again import axes_of, drawn_again, draws, told_key
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.cond import add_cond
 from asyncflow.control.while_loop import add_loop
@@ -36,6 +36,7 @@ from asyncflow.graph.scopes import device
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient
+from asyncflow.ops.random_again import random_key
 from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:

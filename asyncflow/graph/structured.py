@@ -80,7 +80,7 @@ class StructuredNode(Node):
         name = f"capture_{outer.node.name.rpartition('/')[2]}"
         for body in self.subgraphs:
             front = next((place for place, each in enumerate(body.nodes) if each.op is not PARAMETER), len(body.nodes))
-            body.inputs.append(_add_parameter(body, outer.spec, name, outer.node.location, front))
+            body.inputs.append(add_parameter(body, outer.spec, name, outer.node.location, front))
         return seen_in.inputs[-1]
 
     def add_output(self, spec: Spec) -> Tensor:
@@ -187,7 +187,7 @@ class WhileNode(StructuredNode):
         position = self.n_vars
         self.inputs.insert(position, initial)
         for body in self.subgraphs:
-            body.inputs.insert(position, _add_parameter(body, initial.spec, name, self.location, 0))
+            body.inputs.insert(position, add_parameter(body, initial.spec, name, self.location, 0))
         self.attrs["n_vars"] = position + 1
         return self.body.inputs[position], self.add_output(initial.spec)
 
@@ -209,7 +209,7 @@ def levels(graph: Graph) -> Iterator[Graph]:
                 stack.extend(node.subgraphs)
 
 
-def _add_parameter(body: Subgraph, spec: Spec, name: str, location: SourceLocation, place: int) -> Tensor:
+def add_parameter(body: Subgraph, spec: Spec, name: str, location: SourceLocation, place: int) -> Tensor:
     """A parameter of `body` at this place among its nodes, in front of all that may use it."""
     parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=location)
     parameter.control_inputs = []

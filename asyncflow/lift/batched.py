@@ -28,11 +28,13 @@ from asyncflow.graph.op import Access, Effects, Op, define, derivative
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
+from asyncflow.lift.keyed import capture_key, draws
 from asyncflow.lift.lifting import Lifting, lift, lift_one
 from asyncflow.lift.ragged import OpenExtent, RaggedRows
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.custom import install_batching
 from asyncflow.ops.known_values import static_value
+from asyncflow.ops.random_again import RANDOM_AGAIN, draws_numbers
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
@@ -573,14 +575,16 @@ def _trace(
     body.closed = True
     if (fault := why_not_shareable(body.walk())) is not None:
         raise GraphError(f"{label} cannot be batched: {fault}")
+    if draws(body):
+        capture_key(body)
     return body, returned
 
 
 def why_not_shareable(nodes: Iterable[Node]) -> str | None:
     """Names one of the nodes that would not give the same for each of several members; None if all do."""
     for node in nodes:
-        if node.op.needs_context:
-            fault = "draws random numbers, which would depend on who shares the call: draw outside, and pass them in"
+        if node.op.needs_context and node.op is not RANDOM_AGAIN and not draws_numbers(node.op):
+            fault = "depends on the run, which members of a call do not share: do it outside, and pass the result in"
         elif node.subgraphs == () and any(
             access is Access.WRITE and not (key is node and node.outputs) for key, access in node_effects(node)
         ):  # a check, which changes nothing, is its own resource, and so is what closes an array

@@ -36,6 +36,7 @@ from asyncflow.lift.batched import (
     shared_constants,
     why_not_shareable,
 )
+from asyncflow.lift.keyed import carry_key, draws, left_as_written
 from asyncflow.lift.lifting import lift, lift_one
 from asyncflow.ops.batch import Pool
 from asyncflow.ops.indexing import take
@@ -309,16 +310,19 @@ def _add(
         raise GraphError(f"pool= of {label} is an af.Pool; got {pool!r}")
     outer = body.parent
     assert outer is not None
-    n_vars = len(specs)
-    kept = dict.fromkeys(range(n_vars), True)
     entering = list(initial)
-    for place, x in enumerate(join_captures((condition, body), n_vars), n_vars):
-        if x.node.op is not CONSTANT:
-            kept[place] = not is_same_for_all(x)
-            entering.append(x)
     try:
-        _check(condition, body, kept, n_vars)
-        shared = SharedLoop(condition, body, initial, kept, pool, ahead, label)
+        with left_as_written(outer, condition, body):
+            if draws(condition, body):
+                entering.append(carry_key(condition, body, len(specs)))
+            n_vars = len(entering)
+            kept = dict.fromkeys(range(n_vars), True)
+            for place, x in enumerate(join_captures((condition, body), n_vars), n_vars):
+                if x.node.op is not CONSTANT:
+                    kept[place] = not is_same_for_all(x)
+                    entering.append(x)
+            _check(condition, body, kept, n_vars)
+            shared = SharedLoop(condition, body, entering[:n_vars], kept, pool, ahead, label)
     except CannotLift as reason:
         outer.root.remarks[label] = f"is not pooled: {reason}"
         warn_user(f"{label} is not pooled, so each run computes it by itself: {reason}", registry=_warned)

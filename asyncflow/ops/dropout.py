@@ -12,12 +12,12 @@ from asyncflow.ops.datatypes import astype, finfo
 from asyncflow.ops.elementwise import maximum
 from asyncflow.ops.known_values import default_value
 from asyncflow.ops.promotion import is_weak, require_kind
-from asyncflow.ops.random import uniform
+from asyncflow.ops.random import SeedLike, uniform
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
 
 
-def dropout(x: TensorLike, /, rate: TensorLike, *, seed: int | None = None, name: str | None = None) -> Tensor:
+def dropout(x: TensorLike, /, rate: TensorLike, *, seed: SeedLike = None, name: str | None = None) -> Tensor:
     """`x` with each element dropped, which makes it 0, with probability `rate`, and the others divided by ``1 - rate``.
 
     So the expected value stays, and nothing is to be done when the model is used: there, feed a `rate` of 0 or leave

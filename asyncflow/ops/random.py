@@ -4,16 +4,16 @@ Every draw starts a counter-based generator anew (Philox 4x64): its key is the s
 op's, its counter starts at the number of the run and the iteration tag. The same seed, op, run and iteration give the
 same numbers whatever ran before or beside them, and on every device, for the numbers are drawn on the host; any other
 op, run or iteration gives independent ones. An op's seed is `seed`, or comes from its name.
+
+A tensor as `seed=` is the seed of a request: it stands in place of the session's seed and the number of the run. So the
+request draws the same numbers again in any session, alone or in a pool.
 """
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from functools import partial
-from hashlib import blake2b
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -22,11 +22,12 @@ from asyncflow.foreign_names import public_names
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import KernelContext, Op, register
+from asyncflow.graph.op import KernelContext, Op, find_op, register
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import reduced, static_int
 from asyncflow.ops.creation import arange
+from asyncflow.ops.draws import Drawing, RowContexts, seed_of_name
 from asyncflow.ops.elementwise import add, multiply, subtract
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.known_values import default_value
@@ -35,109 +36,35 @@ from asyncflow.ops.shape import extent_of
 from asyncflow.ops.shape import shape as shape_of_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike
 
+    from asyncflow.graph.build import SupportsTensor
+    from asyncflow.ops.draws import DrawsForRows, Filled
     from asyncflow.values import Array, Kernel, Namespace, Value
 
-T = TypeVar("T")
+SeedLike: TypeAlias = "int | Tensor | SupportsTensor | tuple[Tensor | SupportsTensor, int] | None"
+"""The seed of an op: an int; an integer tensor of rank 0, which is the seed of a request; or both of them."""
 
-_WORD = 2**64 - 1
 
+def _random_op(
+    name: str,
+    infer: Callable[..., Spec],
+    draw: Callable[..., Callable[..., Value]],
+    draw_rows: Callable[..., Callable[..., Array | None]] | None = None,
+) -> Op:
+    """Registers an op.
 
-class _Restarted:
-    """A generator whose state is set before it is used, which takes a tenth of making one.
-
-    NumPy takes a state as a dict, and longer to read it than to draw a number. Where its generator lies in memory as we
-    know it, and that is seen in what NumPy itself writes there, the same words are written in place.
+    Args:
+        name: behind ``random_``.
+        infer: its shape rule.
+        draw: ``draw(**attrs)`` gives a function of the generator and the inputs, in NumPy.
+        draw_rows: ``draw_rows(**attrs)`` gives `draw_rows` of `Drawing`, with the same bits.
     """
-
-    __slots__ = ("bits", "restart", "rng")
-
-    def __init__(self) -> None:
-        self.bits = np.random.Philox(key=0)
-        self.rng = np.random.Generator(self.bits)
-        self.restart = self._writer() or self._set_state
-        """Takes the two words of a key and the four of a counter."""
-
-    def _set_state(self, *words: int) -> None:
-        key, counter = np.array(words[:2], np.uint64), np.array(words[2:], np.uint64)
-        self.bits.state = {
-            "bit_generator": "Philox",
-            "state": {"key": key, "counter": counter},
-            "buffer": np.zeros(4, np.uint64),
-            "buffer_pos": _DRAWN,
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
-
-    def _writer(self) -> Callable[..., None] | None:
-        start = self.bits.ctypes.state_address + _STATE_AT
-        if not id(self.bits) <= start <= id(self.bits) + self.bits.__sizeof__() - _STATE.size:
-            return None
-        memory = (ctypes.c_char * _STATE.size).from_address(start)
-        for words in ((1, 2, 3, 4, 5, 6), (_WORD, 0, _WORD, 7, 0, _WORD)):
-            self._set_state(*words)
-            if memory.raw != _STATE.pack(_DRAWN, *words):
-                return None
-        return partial(_STATE.pack_into, memory, 0, _DRAWN)
-
-
-_DRAWN = 4
-"""The position in a buffer of which nothing is left."""
-
-_STATE = struct.Struct("=i44x6Q")
-"""The position in the buffer, the buffer and half a word kept for later, which are empty, the key, the counter."""
-
-_STATE_AT = 16
-"""Before it are pointers to the counter and to the key."""
-
-_idle: list[_Restarted] = []
-"""Those that nobody draws with."""
-
-
-def drawing(draw: Callable[..., T], seed: int) -> Callable[..., T]:
-    """A kernel that gives ``draw(generator, *inputs)``, with the generator of the firing of the op with that seed.
-
-    The generator is another's afterwards.
-    """
-    seed &= _WORD
-    take, give_back = _idle.pop, _idle.append
-
-    def call(context: KernelContext, *inputs: object) -> T:
-        session_seed, run, tag, _ = context
-        try:
-            made = take()
-        except IndexError:  # as many threads draw as there are
-            made = _Restarted()
-        first, second = (1, tag[0]) if len(tag) == 1 else _tag_words(tag)
-        # The lowest word counts the blocks drawn, so counters of different runs and tags never meet.
-        made.restart(session_seed & _WORD, seed, 0, run & _WORD, first, second)
-        found = draw(made.rng, *inputs)
-        give_back(made)
-        return found
-
-    return call
-
-
-def _tag_words(tag: tuple[int, ...]) -> tuple[int, int]:
-    if not tag:
-        return 0, 0
-    digest = blake2b(repr(tag).encode(), digest_size=16).digest()
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-
-
-def seed_of_name(name: str) -> int:
-    """The seed of an op that is given none, from the name of its node."""
-    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callable[..., Value]]) -> Op:
-    """Registers an op; ``draw(**attrs)`` gives a function of the generator and the inputs, in NumPy."""
 
     def kernel(xp: Namespace, *, seed: int, **attrs: object) -> Kernel:
-        return drawing(draw(**attrs), seed)
+        return Drawing(draw(**attrs), seed, None if draw_rows is None else draw_rows(**attrs))
 
     def rule(*inputs: Spec, seed: int, **attrs: object) -> Spec:
         return infer(*inputs, **attrs)
@@ -153,14 +80,88 @@ def _drawn(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: object) -> 
     return _apply(op, *inputs, *sizes, **given)
 
 
-def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **attrs: Any) -> Tensor:
+def _apply(op: Op, *inputs: TensorLike, seed: SeedLike, name: str | None, **attrs: Any) -> Tensor:
     import_module("numpy.random")  # else NumPy does at the first draw, and that is on the event loop
+    given, own = seed if isinstance(seed, tuple) and len(seed) == 2 else (seed, None)
+    if is_symbolic(given):
+        return _seeded(op, given, own, inputs, name, attrs)
     if seed is not None:
         return apply(op, *inputs, name=name, seed=static_int(seed, "seed"), **attrs)[0]
     (result,) = apply(op, *inputs, name=name, seed=0, **attrs)
     # Only now is it known what the node is called.
     result.node.attrs["seed"] = seed_of_name(result.node.name)
     return result
+
+
+def _seeded(
+    op: Op,
+    given: Tensor | SupportsTensor,
+    own: int | None,
+    inputs: Sequence[TensorLike],
+    name: str | None,
+    attrs: Attrs,
+) -> Tensor:
+    """The result of an op with the seed of a request."""
+    with graph_for(given, *inputs):
+        seed = as_tensor(given)
+        if kind_of(seed.dtype) not in "iu" or seed.ndim not in (0, None):
+            raise GraphError(
+                f"the seed of {op.name} is an int, or an integer tensor of rank 0 for each request; got {seed!r}"
+            )
+        arguments = {**attrs, "seed": 0 if own is None else static_int(own, "seed")}
+        (result,) = apply(SEEDED, seed, *inputs, name=name or op.name, draws=op.name, arguments=arguments)
+        if own is None:
+            arguments["seed"] = seed_of_name(result.node.name)
+        return result
+
+
+class _Seeded:
+    """The kernel of `SEEDED`."""
+
+    __slots__ = ("_draw",)
+
+    def __init__(self, draw: Kernel) -> None:
+        self._draw = draw
+
+    def __call__(self, context: KernelContext, seed: Array, *inputs: Array) -> Value:
+        return self._draw(context._replace(seed=int(seed), run=_NO_RUN), *inputs)
+
+    def of_rows(
+        self, contexts: Callable[[], RowContexts], inputs: Sequence[Array], has_rows: Sequence[bool]
+    ) -> Array | list[Value] | None:
+        """See `DrawsForRows`."""
+        seed, *rest = inputs
+        seeds = seed if has_rows[0] else int(seed)
+        draw = cast("DrawsForRows", self._draw)
+        return draw.of_rows(lambda: contexts()._replace(seeds=seeds, runs=_NO_RUN), rest, has_rows[1:])
+
+
+_NO_RUN = -1
+"""Stands for the run in what a request with its own seed draws."""
+
+
+def _seeded_spec(seed: Spec, *inputs: Spec, draws: str, arguments: Attrs) -> Spec | tuple[Spec, ...]:
+    return find_op(draws).infer(*inputs, **arguments)
+
+
+def _seeded_kernel(xp: Namespace, *, draws: str, arguments: Attrs) -> Kernel:
+    op = find_op(draws)
+    assert op.kernel is not None
+    return _Seeded(op.kernel(xp, **arguments))
+
+
+SEEDED = register(
+    Op(
+        "random_seeded",
+        _seeded_spec,
+        _seeded_kernel,
+        needs_context=True,
+        is_random=True,
+        rows="row by row",
+        runs_on_host=True,
+    )
+)
+"""What the op called `draws` draws with the seed of a request, the first input; iterations count as ever."""
 
 
 def _require(holds: Array | bool, values: Array, rule: str) -> None:
@@ -202,12 +203,28 @@ def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...] | None, k
     return values
 
 
-NORMAL = _random_op("normal", _float_spec, partial(_float_draw, np.random.Generator.standard_normal))
+def _float_rows(sample: Callable[..., Array], *, shape: Shape, dtype: DType) -> Callable[..., Array | None]:
+    read, kind = shape_reader(shape), (float64 if dtype == float64 else float32).type
+
+    def draw(filled: Filled, count: int, sizes: Sequence[Array], has_rows: Sequence[bool]) -> Array | None:
+        if any(has_rows):
+            return None
+        out = np.empty((count, *read(sizes)), kind)
+        return filled(lambda rng, row: sample(rng, None, kind, row), out).astype(dtype, copy=False)
+
+    return draw
+
+
+def _float_op(name: str, sample: Callable[..., Array]) -> Op:
+    return _random_op(name, _float_spec, partial(_float_draw, sample), partial(_float_rows, sample))
+
+
+NORMAL = _float_op("normal", np.random.Generator.standard_normal)
 TRUNCATED_NORMAL = _random_op("truncated_normal", _float_spec, partial(_float_draw, _sample_truncated))
-UNIFORM = _random_op("uniform", _float_spec, partial(_float_draw, np.random.Generator.random))
+UNIFORM = _float_op("uniform", np.random.Generator.random)
 
 
-def _floats(op: Op, shape: ExtentsLike, dtype: DTypeLike, seed: int | None, name: str | None) -> Tensor:
+def _floats(op: Op, shape: ExtentsLike, dtype: DTypeLike, seed: SeedLike, name: str | None) -> Tensor:
     found = as_dtype(dtype)
     if kind_of(found) != "f":
         raise DTypeError(f"{op.name} gives floats, not {dtype_name(found)}; use af.random.integers or af.astype")
@@ -226,7 +243,7 @@ def normal(
     mean: TensorLike = 0.0,
     std: TensorLike = 1.0,
     dtype: DTypeLike = float64,
-    seed: int | None = None,
+    seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
     """Normally distributed floats.
@@ -236,11 +253,13 @@ def normal(
         mean: broadcasts with the result.
         std: standard deviation, likewise; 0 or more.
         dtype: a float dtype.
-        seed: of this op; None derives one from its name.
+        seed: of this op; None derives one from its name. An integer tensor of rank 0 is the seed of a request: numbers
+            then depend on it, the op's name and the iteration alone. A pair ``(tensor, int)`` fixes the op's seed, too.
         name: of the node.
 
     Raises:
-        GraphError: `std` is known while the graph is built, and below 0 or not finite.
+        GraphError: `std` is known while the graph is built, and below 0 or not finite; or `seed` is a tensor of floats
+            or of rank 1 or more.
     """
     _check_std("normal", std)
     return _scaled(_floats(NORMAL, shape, dtype, seed, name), std, mean)
@@ -252,7 +271,7 @@ def truncated_normal(
     mean: TensorLike = 0.0,
     std: TensorLike = 1.0,
     dtype: DTypeLike = float64,
-    seed: int | None = None,
+    seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
     """Like `normal`, with values further than two standard deviations from the mean drawn again.
@@ -262,7 +281,7 @@ def truncated_normal(
         mean: of what is drawn, before any is drawn again; broadcasts with the result.
         std: standard deviation, likewise; 0 or more.
         dtype: a float dtype.
-        seed: of this op; None derives one from its name.
+        seed: see `normal`.
         name: of the node.
     """
     _check_std("truncated_normal", std)
@@ -281,7 +300,7 @@ def uniform(
     low: TensorLike = 0.0,
     high: TensorLike = 1.0,
     dtype: DTypeLike = float64,
-    seed: int | None = None,
+    seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
     """Floats spread evenly over `low` to `high`; `high` only comes out where rounding makes it.
@@ -347,7 +366,7 @@ def gamma(
     alpha: TensorLike,
     scale: TensorLike = 1.0,
     dtype: DTypeLike = float64,
-    seed: int | None = None,
+    seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
     """Floats of a gamma distribution, of mean ``alpha * scale``; no gradient reaches `alpha`, which is an error.
@@ -381,7 +400,7 @@ def poisson(
     *,
     rate: TensorLike,
     dtype: DTypeLike = int64,
-    seed: int | None = None,
+    seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
     """Numbers of a Poisson distribution: how often happens what happens `rate` times on average.
@@ -427,7 +446,7 @@ def integers(
     low: TensorLike = 0,
     high: TensorLike,
     dtype: DTypeLike = int64,
-    seed: int | None = None,
+    seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
     """Integers from `low` up to but not including `high`, all equally likely.
@@ -462,15 +481,28 @@ def _bernoulli_draw() -> Callable[..., Value]:
     return draw
 
 
-BERNOULLI = _random_op("bernoulli", _bernoulli_spec, _bernoulli_draw)
+def _bernoulli_rows() -> Callable[..., Array]:
+    def draw(filled: Filled, count: int, inputs: Sequence[Array], has_rows: Sequence[bool]) -> Array:
+        p = np.asarray(inputs[0]).astype(float64)
+        _require((p >= 0) & (p <= 1), p, "probabilities lie from 0 to 1")
+        return filled(_uniforms, np.empty((count, *p.shape[has_rows[0] :]))) < p
+
+    return draw
 
 
-def bernoulli(p: TensorLike, /, *, seed: int | None = None, name: str | None = None) -> Tensor:
+def _uniforms(rng: np.random.Generator, out: Array) -> Array:
+    return rng.random(None, float64.type, out)
+
+
+BERNOULLI = _random_op("bernoulli", _bernoulli_spec, _bernoulli_draw, _bernoulli_rows)
+
+
+def bernoulli(p: TensorLike, /, *, seed: SeedLike = None, name: str | None = None) -> Tensor:
     """True with probability `p`, float and elementwise; booleans of the shape of `p`.
 
     Args:
         p: probabilities, floats from 0 to 1.
-        seed: of this op; None derives one from its name.
+        seed: see `normal`.
         name: of the node.
 
     Raises:
@@ -486,26 +518,43 @@ def _categorical_spec(logits: Spec, *, axis: int) -> Spec:
 
 def _categorical_draw(*, axis: int) -> Callable[..., Value]:
     def draw(rng: np.random.Generator, logits: Array) -> Value:
-        if not logits.shape[axis]:
-            raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
-        largest = logits.max(axis=axis)
-        _require(np.isfinite(largest), largest, "the largest logit along the axis is finite")
-        # The largest of the logits plus Gumbel noise falls on a category with just its probability.
-        return np.argmax(logits.astype(float64) + rng.gumbel(size=logits.shape), axis=axis)
+        return _category(logits, _uniforms(rng, np.empty(logits.shape)), axis)
 
     return draw
 
 
-CATEGORICAL = _random_op("categorical", _categorical_spec, _categorical_draw)
+def _categorical_rows(*, axis: int) -> Callable[..., Array]:
+    def draw(filled: Filled, count: int, inputs: Sequence[Array], has_rows: Sequence[bool]) -> Array:
+        logits, has_own = inputs[0], has_rows[0]
+        uniforms = filled(_uniforms, np.empty((count, *logits.shape[has_own:])))
+        return _category(logits, uniforms, axis if axis < 0 else axis + 1)
+
+    return draw
 
 
-def categorical(logits: TensorLike, /, *, axis: int = -1, seed: int | None = None, name: str | None = None) -> Tensor:
+def _category(logits: Array, uniforms: Array, axis: int) -> Array:
+    """The categories that numbers from 0 to 1 stand for, which get lost; of one row the bits are those of many."""
+    if not uniforms.shape[axis]:
+        raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
+    largest = logits.max(axis=axis if axis < 0 or logits.ndim == uniforms.ndim else axis - 1)
+    _require(np.isfinite(largest), largest, "the largest logit along the axis is finite")
+    # The largest of the logits plus Gumbel noise falls on a category with just its probability. Noise is finite.
+    noise = np.maximum(uniforms, 2.0**-53, out=uniforms)
+    np.subtract(1.0, noise, out=noise)
+    np.negative(np.log(noise, out=noise), out=noise)
+    return np.argmax(np.subtract(logits, np.log(noise, out=noise), out=noise), axis=axis)
+
+
+CATEGORICAL = _random_op("categorical", _categorical_spec, _categorical_draw, _categorical_rows)
+
+
+def categorical(logits: TensorLike, /, *, axis: int = -1, seed: SeedLike = None, name: str | None = None) -> Tensor:
     """Category numbers drawn with probabilities ``softmax(logits)``: int64, the shape of `logits` without `axis`.
 
     Args:
         logits: floats.
         axis: the one along which the categories lie.
-        seed: of this op; None derives one from its name.
+        seed: see `normal`.
         name: of the node.
 
     Raises:
@@ -547,7 +596,7 @@ def choice(
     *,
     replace: bool = True,
     p: TensorLike | None = None,
-    seed: int | None = None,
+    seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
     """Rows of `x` (items along its first axis) drawn at random: shape ``shape + x.shape[1:]``.
@@ -573,13 +622,13 @@ def _permutation_spec(x: Spec, *, axis: int) -> Spec:
 PERMUTATION = _random_op("permutation", _permutation_spec, lambda *, axis: lambda rng, x: rng.permutation(x, axis=axis))
 
 
-def permutation(x: TensorLike, /, *, axis: int = 0, seed: int | None = None, name: str | None = None) -> Tensor:
+def permutation(x: TensorLike, /, *, axis: int = 0, seed: SeedLike = None, name: str | None = None) -> Tensor:
     """`x` with its items along `axis` in random order; an int `n` stands for ``arange(n)``.
 
     Args:
         x: a tensor of rank 1 or higher, or an int.
         axis: the one along which items are permuted.
-        seed: of this op; None derives one from its name.
+        seed: see `normal`.
         name: of the node.
     """
     return _apply(PERMUTATION, _rows(x), seed=seed, name=name, axis=static_int(axis, "axis"))

@@ -22,8 +22,8 @@ from asyncflow.graph.shapes import Shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import moving, moving_in
+from asyncflow.ops.draws import Drawing, seed_of_name
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
-from asyncflow.ops.random import drawing, seed_of_name
 from asyncflow.state.table_state import TableState
 from asyncflow.values import Kernel, Namespace, Nest
 
@@ -247,7 +247,7 @@ def _sample_spec(*sizes: Spec, table: Table, shape: Shape, seed: int) -> tuple[S
 
 def _sample_kernel(xp: Namespace, *, table: TableState, shape: Shape, seed: int) -> Kernel:
     read = shape_reader(shape)
-    return drawing(lambda rng, *sizes: table.sample(rng, read(sizes)), seed)
+    return Drawing(lambda rng, *sizes: table.sample(rng, read(sizes)), seed)
 
 
 _table_op = partial(define, runs_on_host=True, flops=moving)

@@ -47,7 +47,12 @@ class SingleCall:
 
 
 def find_single_call(
-    partitions: Sequence[Partition], devices: Sequence[Device], *, may_loop: bool = False, may_wait: bool = False
+    partitions: Sequence[Partition],
+    devices: Sequence[Device],
+    *,
+    may_loop: bool = False,
+    may_wait: bool = False,
+    has_context: bool = False,
 ) -> SingleCall | None:
     """The single call that a plan is; None if it needs the scheduler.
 
@@ -56,6 +61,7 @@ def find_single_call(
         devices: of the session.
         may_loop: whoever calls it knows how long its loops go on.
         may_wait: whoever calls it can wait in line, where others compute it.
+        has_context: whoever calls it gives it a `KernelContext`.
     """
     partition = partitions[0]
     if len(partitions) > 1 or any(d.asynchronous is not None for d in devices if d.name == partition.device):
@@ -66,7 +72,9 @@ def find_single_call(
         return None
     node = kernels[0]
     waits = may_wait and node.source.op.waits_in_line and all(device.swapping is None for device in devices)
-    if not (node.is_small or waits or _may_be_short(node, may_loop)) or any(other.controls for other in nodes):
+    if not (node.is_small or waits or _may_be_short(node, may_loop, has_context)) or any(
+        other.controls for other in nodes
+    ):
         return None
     fed: list[tuple[int, int]] = []
     for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
@@ -92,9 +100,9 @@ def find_single_call(
     return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small)
 
 
-def _may_be_short(node: PlanNode, may_loop: bool) -> bool:
+def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:
     """Return True if the node never waits, and what it calls or the arrays fed decide how long it takes."""
     if node.region is not None:
         has_loops = any(isinstance(inner, WhileNode) for inner in node.region_nodes())
-        return not node.region.needs_context and (may_loop or not has_loops)
-    return not (node.is_async or node.needs_context or node.crossing)
+        return (has_context or not node.region.needs_context) and (may_loop or not has_loops)
+    return not (node.is_async or (node.needs_context and not has_context) or node.crossing)

@@ -14,7 +14,7 @@ from copy import copy
 from itertools import islice, product, repeat
 from math import inf
 from time import perf_counter_ns
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -38,10 +38,14 @@ from asyncflow.graph.shapes import Shape, format_shape, is_static, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.custom import require_rows
+from asyncflow.ops.draws import RowContexts
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace, Value
+
+Number = TypeVar("Number")
+"""A number of one row, or of all rows."""
 
 
 @row_rule("row by row")
@@ -129,16 +133,37 @@ def _kernel(
 def _drawing_kernel(
     xp: Namespace, *, calls: Op | str, arguments: Attrs, loops: Sequence[tuple[int, int, int]], **attrs: object
 ) -> Kernel:
-    stacked = RowKernel(np, bound_kernel(_op(calls), np, arguments, of_scalars=False), **cast("Attrs", attrs))
+    rows = cast("Attrs", attrs)
+    of_row = bound_kernel(_op(calls), np, arguments, of_scalars=False)
+    stacked = RowKernel(np, of_row, **rows)
+    of_rows = getattr(of_row, "of_rows", None)
 
     def run(context: KernelContext, numbers: Array, *inputs: Array) -> Value:
+        if of_rows is not None and len(numbers):
+            try:
+                found = of_rows(lambda: _contexts(context, numbers, loops), inputs, rows["has_rows"])
+            except Exception:  # of some row, which is called by itself and named
+                found = None
+            if found is not None:
+                return stacked.stacked(found) if isinstance(found, list) else (found,)
         contexts = [context._replace(tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]
         return stacked.begin(inf, numbers, *inputs, told=contexts)
 
     return run
 
 
-def _tag(tag: tuple[int, ...], numbers: Sequence[int], loops: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+def _contexts(context: KernelContext, numbers: Array, loops: Sequence[tuple[int, int, int]]) -> RowContexts:
+    """The contexts of rows, whose tags are those of `_tag`."""
+    columns = _tag(context.tag, [*numbers.T], loops)
+    tags = np.empty((len(numbers), len(columns)), np.int64)
+    for place, column in enumerate(columns):
+        tags[:, place] = column
+    return RowContexts(context.seed, context.run, tags)
+
+
+def _tag(
+    tag: tuple[Number, ...], numbers: Sequence[Number], loops: Sequence[tuple[int, int, int]]
+) -> tuple[Number, ...]:
     """The tag that a row has in a loop over rows: its numbers stand before those of the loops inside.
 
     Args:

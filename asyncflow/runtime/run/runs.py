@@ -566,7 +566,10 @@ class Runs:
     def counted_call(self, plan: Plan) -> CountedCall | None:
         """The steps of a pooled loop as calls; None if they need the scheduler."""
         devices = list(self._devices.values())
-        call = None if self._options.debug else find_single_call(plan.partitions, devices, may_loop=True)
+        # Steps draw by the keys of their rows. What else asks for a context moves values out of a memory that is full.
+        has_context = all(device.swapping is None for device in devices)
+        options = {"may_loop": True, "has_context": has_context}
+        call = None if self._options.debug else find_single_call(plan.partitions, devices, **options)
         return None if call is None else CountedCall(call, self._devices[plan.partitions[0].device], self._quiet)
 
     def may_call(self, plan: Plan) -> bool:

@@ -16,6 +16,7 @@ from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.graph import leave_graphs
+from asyncflow.graph.op import KernelContext
 from asyncflow.ops.recorded_calls import call_log
 from asyncflow.ops.rows.by_row import Paused
 from asyncflow.runtime.scheduler.first_guess import first_guess
@@ -26,6 +27,9 @@ from asyncflow.values import Array, Value
 
 _MOST_ELEMENTS = 1 << 16
 """Beside a kernel on more of them, what the executor costs is nothing."""
+
+_NO_CONTEXT = KernelContext(seed=0, run=0, tag=())
+"""The context of a call for several runs, in which all that draws has keys."""
 
 _WHOLE = 1 << 62
 """The budget of a region that runs to its end."""
@@ -168,6 +172,8 @@ class CountedCall:
         """
         node, memory = self._call.node, self._device.memory
         inputs = self._call.inputs(feeds)
+        if node.needs_context:
+            inputs.insert(0, _NO_CONTEXT)
         started = thread_time_ns()  # the processor's: what is no longer than it was belongs on the event loop still
         try:
             output = self._quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]

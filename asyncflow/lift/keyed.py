@@ -1,0 +1,98 @@
+"""Random draws of a body that several runs compute together: each row draws by a key of its own.
+
+A draw depends on the seed, the run and the iteration of its firing. Rows of a call come from other runs and iterations
+than the call itself, so these numbers are a column: the *key* (`asyncflow.ops.random_again`). A row then draws the bits
+that its run would draw by itself. In a pooled loop the last number of a key counts the iterations of its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+
+from asyncflow.graph.build import as_tensor
+from asyncflow.graph.graph import Graph, Subgraph, reopened
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter
+from asyncflow.ops.elementwise import add
+from asyncflow.ops.manipulation import concat
+from asyncflow.ops.random_again import draw_by_key, draws_numbers, random_key
+from asyncflow.ops.rows.rule import CannotLift
+
+
+def draws(*bodies: Subgraph) -> bool:
+    """Return True if something in bodies draws random numbers."""
+    return any(draws_numbers(node.op) for body in bodies for node in body.walk())
+
+
+def capture_key(body: Subgraph) -> None:
+    """Have a body draw by the key of the firing that it is computed for, which becomes a capture."""
+    outer = _key_in(body.parent)
+    with reopened(body):
+        key = add_parameter(body, outer.spec, "key", outer.node.location, 0)
+    body.inputs.append(key)
+    body.captures[outer] = key
+    _draw_by_key(body, key, 0)
+
+
+def carry_key(condition: Subgraph, body: Subgraph, n_vars: int) -> Tensor:
+    """Have predicate and body of a loop draw by a key, which becomes the last loop variable; return its first value."""
+    outer = body.parent
+    with outer:
+        first = concat([_key_in(outer), as_tensor(np.zeros(1, np.int64))])
+    for part in (condition, body):
+        key = add_parameter(part, first.spec, "key", first.node.location, 0)
+        part.inputs.insert(n_vars, key)
+        _draw_by_key(part, key, 0)
+    with body:
+        body.results.append(_next_key(body.inputs[n_vars]))
+    return first
+
+
+def _key_in(graph: Graph) -> Tensor:
+    """The key of a firing in a graph: of a whole program, it is known that no loop is around."""
+    with graph:
+        return random_key(None if graph.is_subgraph else 0)
+
+
+def _next_key(key: Tensor) -> Tensor:
+    """The key of the next iteration."""
+    if key.shape and key.shape[0] is not None:
+        return add(key, np.eye(1, key.shape[0], key.shape[0] - 1, np.int64)[0])
+    return concat([key[:-1], add(key[-1:], 1)])
+
+
+def _draw_by_key(body: Subgraph, key: Tensor, inside: int) -> None:
+    """Change what draws in a body; `inside`: how many loops are around it since the key was taken."""
+    for node in body.nodes:
+        if isinstance(node, StructuredNode):
+            if draws(*node.subgraphs):
+                with ExitStack() as opened:
+                    for part in node.subgraphs:
+                        opened.enter_context(reopened(part))
+                    node.add_capture(key, node.subgraphs[0])
+                for part in node.subgraphs:
+                    part.captures[key] = part.inputs[-1]
+                    _draw_by_key(part, part.inputs[-1], inside + isinstance(node, WhileNode))
+        elif draws_numbers(node.op):
+            draw_by_key(node, key, inside)
+
+
+@contextmanager
+def left_as_written(outer: Graph, *bodies: Subgraph) -> Iterator[None]:
+    """Undo what `carry_key` did to bodies, and nodes added to `outer`, if they cannot be lifted."""
+    parts = [part for body in bodies for part in (body, *(x for node in body.walk() for x in node.subgraphs))]
+    nodes = [(node, node.op, node.attrs, list(node.inputs)) for part in parts for node in part.nodes]
+    lists = [(part, list(part.nodes), list(part.inputs), list(part.results), dict(part.captures)) for part in parts]
+    count = len(outer.nodes)
+    try:
+        yield
+    except CannotLift:
+        for node, op, attrs, inputs in nodes:
+            node.op, node.attrs, node.inputs = op, attrs, inputs
+        for part, inside, given, results, captures in lists:
+            part.nodes, part.inputs, part.results, part.captures = inside, given, results, captures
+        outer.take_back(count)
+        raise

@@ -1,0 +1,133 @@
+"""Random numbers by a key: drawn once more, or for a firing of another run.
+
+What an op draws depends on the session's seed, the run, the iteration and the op's own seed (`random`). The first three
+are a value, the *key* of a firing: a few integers ``[seed, run, *tag]`` to keep in place of all that was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Attrs, Node, Tensor
+from asyncflow.graph.op import KernelContext, Op, define, find_op
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
+from asyncflow.ops.draws import DrawsForRows, RowContexts
+from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
+from asyncflow.values import Array, Kernel, Namespace, Value
+
+_WORD = 1 << 64
+
+FIRST = 2
+"""Numbers of a key that stand before those of its tag."""
+
+
+def _key(context: KernelContext) -> Array:
+    seed = (context.seed + _WORD // 2) % _WORD - _WORD // 2  # as many bits, with a sign
+    return np.array([seed, context.run, *context.tag], int64)
+
+
+class _Again:
+    """The kernel of `RANDOM_AGAIN`.
+
+    Args:
+        draw: the kernel of the op that draws.
+        inside: how many loops are around it since the key was taken.
+        is_by_row: rows differ in their keys alone; else a key has row axes, for the op itself.
+    """
+
+    __slots__ = ("_draw", "_inside", "_is_by_row")
+
+    def __init__(self, draw: Kernel, inside: int, *, is_by_row: bool) -> None:
+        self._draw, self._inside, self._is_by_row = draw, inside, is_by_row
+
+    def __call__(self, context: KernelContext, key: Array, *inputs: Array) -> Value:
+        keys = key.reshape(-1, key.shape[-1])  # of rows, whose numbers are all that they differ in
+        seed, number, *tag = keys[0].tolist() if len(keys) else [0] * key.shape[-1]
+        loops = context.tag[len(context.tag) - self._inside :]
+        return self._draw(KernelContext(seed=seed, run=number, tag=(*tag, *loops)), *inputs)
+
+    def of_rows(
+        self, contexts: Callable[[], RowContexts], inputs: Sequence[Array], has_rows: Sequence[bool]
+    ) -> Array | list[Value] | None:
+        """See `DrawsForRows`."""
+        keys, *rest = inputs
+        if not (self._is_by_row and has_rows[0] and hasattr(self._draw, "of_rows")):
+            return None
+
+        def told() -> RowContexts:
+            tags = keys[:, FIRST:]
+            if self._inside:
+                loops = contexts().tags
+                tags = np.concatenate([tags, loops[:, loops.shape[1] - self._inside :]], axis=1)
+            return RowContexts(keys[:, 0], keys[:, 1], tags)
+
+        return cast("DrawsForRows", self._draw).of_rows(told, rest, has_rows[1:])
+
+
+def _again_kernel(
+    xp: Namespace, *, draws: str, arguments: Attrs, axes: int, inside: int, specs: Spec | tuple[Spec, ...]
+) -> Kernel:
+    op = find_op(draws)
+    assert op.kernel is not None
+    return _Again(op.kernel(xp, **_replacing(arguments, axes)), inside, is_by_row=not axes)
+
+
+RANDOM_KEY = define(
+    "random_key",
+    lambda *, depth: Spec(int64, (None if depth is None else FIRST + depth,)),
+    lambda xp, *, depth: _key,
+    needs_context=True,
+    is_random=True,
+    rows="row by row",
+    flops=free,
+    runs_on_host=True,
+)
+RANDOM_AGAIN = define(
+    "random_again",
+    lambda key, *inputs, specs, **attrs: specs,
+    _again_kernel,
+    needs_context=True,
+    rows="row by row",
+    runs_on_host=True,
+)
+"""What an op draws, by a key; the same for all rows if the key is."""
+
+
+def random_key(depth: int | None = None) -> Tensor:
+    """Return the key of the iteration that the current graph or body runs, in `depth` loops, if that is known."""
+    return apply(RANDOM_KEY, depth=depth)[0]
+
+
+def draws_numbers(op: Op) -> bool:
+    """Return True if what an op gives depends on the seed, the run and the iteration alone, beside its inputs."""
+    return (op.needs_context and op.is_random and op.effects is None and op.rows == "row by row") or op is BY_ROW_DRAWN
+
+
+def draw_by_key(node: Node, key: Tensor, inside: int) -> None:
+    """Change a node that draws random numbers into one that draws them by a key.
+
+    Args:
+        node: it.
+        key: of the firing in which, or around which, it draws.
+        inside: how many loops are around it since the key was taken.
+    """
+    arguments, specs = node.attrs, node.specs
+    node.attrs = {"draws": node.op.name, "arguments": arguments, "axes": 0, "inside": inside, "specs": specs}
+    node.op, node.inputs = RANDOM_AGAIN, [key, *node.inputs]
+
+
+def _replacing(arguments: Attrs, axes: int) -> Attrs:
+    """Arguments of an op that draws row by row, by a key with row axes: numbers of rows replace those in its tags."""
+    if not axes:
+        return arguments
+    loops = list(arguments["loops"])
+    for place, (width, after, _) in enumerate(loops[:axes]):
+        deeper = sum(each for each, *_ in loops[place + 1 : axes])
+        loops[place] = (width, after + deeper, width)
+    return {**arguments, "loops": tuple(loops)}
