@@ -7,14 +7,16 @@ that its run would draw by itself. In a pooled loop the last number of a key cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from asyncflow.graph.build import as_tensor
+from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph, reopened
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.manipulation import concat
@@ -34,7 +36,7 @@ def capture_key(body: Subgraph) -> None:
         key = add_parameter(body, outer.spec, "key", outer.node.location, 0)
     body.inputs.append(key)
     body.captures[outer] = key
-    _draw_by_key(body, key, 0)
+    _draw_by_key(body.nodes, key, 0)
 
 
 def carry_key(condition: Subgraph, body: Subgraph, n_vars: int) -> Tensor:
@@ -45,7 +47,7 @@ def carry_key(condition: Subgraph, body: Subgraph, n_vars: int) -> Tensor:
     for part in (condition, body):
         key = add_parameter(part, first.spec, "key", first.node.location, 0)
         part.inputs.insert(n_vars, key)
-        _draw_by_key(part, key, 0)
+        _draw_by_key(part.nodes, key, 0)
     with body:
         body.results.append(_next_key(body.inputs[n_vars]))
     return first
@@ -64,9 +66,23 @@ def _next_key(key: Tensor) -> Tensor:
     return concat([key[:-1], add(key[-1:], 1)])
 
 
-def _draw_by_key(body: Subgraph, key: Tensor, inside: int) -> None:
-    """Change what draws in a body; `inside`: how many loops are around it since the key was taken."""
-    for node in body.nodes:
+def draw_by_parameter(body: Subgraph, nodes: Sequence[Node]) -> Tensor | None:
+    """Have some nodes of a body draw by a key that is a new parameter, and return it; None if none of them draws."""
+    if not any(draws_numbers(each.op) for node in nodes for each in (node, *_inside(node))):
+        return None
+    with reopened(body):
+        key = add_parameter(body, Spec(int64, (None,)), "key", nodes[0].location, 0)
+    _draw_by_key(nodes, key, 0)
+    return key
+
+
+def _inside(node: Node) -> Iterator[Node]:
+    return (each for part in node.subgraphs for each in part.walk())
+
+
+def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int) -> None:
+    """Change what draws among nodes; `inside`: how many loops are around them since the key was taken."""
+    for node in nodes:
         if isinstance(node, StructuredNode):
             if draws(*node.subgraphs):
                 with ExitStack() as opened:
@@ -75,7 +91,7 @@ def _draw_by_key(body: Subgraph, key: Tensor, inside: int) -> None:
                     node.add_capture(key, node.subgraphs[0])
                 for part in node.subgraphs:
                     part.captures[key] = part.inputs[-1]
-                    _draw_by_key(part, part.inputs[-1], inside + isinstance(node, WhileNode))
+                    _draw_by_key(part.nodes, part.inputs[-1], inside + isinstance(node, WhileNode))
         elif draws_numbers(node.op):
             draw_by_key(node, key, inside)
 

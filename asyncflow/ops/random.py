@@ -536,13 +536,16 @@ def _category(logits: Array, uniforms: Array, axis: int) -> Array:
     """The categories that numbers from 0 to 1 stand for, which get lost; of one row the bits are those of many."""
     if not uniforms.shape[axis]:
         raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
-    largest = logits.max(axis=axis if axis < 0 or logits.ndim == uniforms.ndim else axis - 1)
-    _require(np.isfinite(largest), largest, "the largest logit along the axis is finite")
     # The largest of the logits plus Gumbel noise falls on a category with just its probability. Noise is finite.
     noise = np.maximum(uniforms, 2.0**-53, out=uniforms)
     np.subtract(1.0, noise, out=noise)
     np.negative(np.log(noise, out=noise), out=noise)
-    return np.argmax(np.subtract(logits, np.log(noise, out=noise), out=noise), axis=axis)
+    np.subtract(logits, np.log(noise, out=noise), out=noise)
+    found: Array = noise.argmax(axis)
+    largest = noise[found] if noise.ndim == 1 else noise.max(axis)
+    if not np.isfinite(largest).all():
+        _require(np.isfinite(largest), largest, "the largest logit along the axis is finite")
+    return found
 
 
 CATEGORICAL = _random_op("categorical", _categorical_spec, _categorical_draw, _categorical_rows)

@@ -151,7 +151,7 @@ def _traced(
     traced = function.trace(graph, graph.unique_name(function.name), specs)
     if lift_parts:
         join_products(traced)
-    # Most is gained where all is computed with other runs, but draws and effects are each run's own.
+    # Most is gained where all is computed with other runs, but effects are each run's own.
     is_all_shared = share and why_not_shareable(traced.body.walk()) is None
     return traced, split(traced, all_in_core=not lift_parts or is_all_shared)
 
@@ -378,9 +378,10 @@ class _VertexMap:
     def _shared_sets(self, kind: _VertexKind, before: dict[Tensor, LiftedValue]) -> tuple[Sequence[Tensor], _Stores]:
         """The states of the roots, and what the lazy part needs."""
         label, arity = f"{self.label}/{kind.function.name}", kind.function.children
-        shared = SharedSets(label, kind.traced, kind.parts, kind.kept, before, self.initial, self.graph, arity)
-        spread = self._all(kind).rows.spread
-        roots, rows = add_shared_sets(shared, self.graph, self.initial, spread, lambda: self._numbers(kind.vertices))
+        axis = self._all(kind).rows
+        parts = kind.traced, kind.parts, kind.kept
+        shared = SharedSets(label, *parts, before, self.initial, self.graph, arity, axis.numbers)
+        roots, rows = add_shared_sets(shared, self.graph, self.initial, axis.spread, axis.numbers)
         states, kept = self._new_stores([kind])
         if rows:
             count = len(states)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from asyncflow.graph.build import as_tensor, graph_for, identity, placeholder
+from asyncflow.graph.build import apply, as_tensor, graph_for, identity, placeholder
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
@@ -28,11 +28,14 @@ from asyncflow.lift.batched import (
     shared_constants,
     why_not_shareable,
 )
+from asyncflow.lift.keyed import draw_by_parameter, draws
 from asyncflow.lift.lifting import Lifting
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
+from asyncflow.ops.manipulation import concat
+from asyncflow.ops.random_again import random_key
+from asyncflow.ops.rows.rule import SPREAD_ROWS, CannotLift, LiftedValue, no_row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
-from asyncflow.vertex.function import TracedFunction
+from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction
 from asyncflow.vertex.input_graph import InputGraph, named_parts
 from asyncflow.vertex.schedule import schedules
 from asyncflow.vertex.split import FunctionParts
@@ -83,6 +86,7 @@ class SharedSets(SharedCode):
         states: Sequence[LiftedValue],
         graph: InputGraph,
         arity: int | None,
+        numbers: Callable[[], Tensor],
     ) -> None:
         super().__init__(label, traced.body)
         self.traced, self._parts, self._arity = traced, parts, arity
@@ -95,6 +99,7 @@ class SharedSets(SharedCode):
         if (fault := why_not_shareable(core)) is not None:
             raise CannotLift(f"{label} cannot be shared: {fault}")
         self.is_repeatable = is_repeatable(core)
+        known = {**known, **self._keys(numbers)}
         read = {*wanted, *(x for node in parts.core for x in node.inputs)}
         given = {x: value for x, value in known.items() if x in read}
         self._constants = shared_constants({x: y.tensor for x, y in given.items() if not y.has_rows})
@@ -122,6 +127,19 @@ class SharedSets(SharedCode):
     def programs(self) -> tuple[BodyProgram, ...]:
         """See the class."""
         return (self.order, self.program)
+
+    def _keys(self, numbers: Callable[[], Tensor]) -> dict[Tensor, LiftedValue]:
+        """Have the core draw by the keys of vertices, and return these."""
+        core = self._parts.core
+        if any(node.op is REDUCE_CHILDREN and draws(node.attrs["each"]) for node in core):
+            raise CannotLift(f"{self.label} cannot be shared: it draws random numbers for each child in gather_all")
+        nodes = [node for node in self.traced.body.nodes if node in core]
+        key = draw_by_parameter(self.traced.body, nodes)
+        if key is None:
+            return {}
+        places = numbers()
+        of_run = apply(SPREAD_ROWS, random_key(), shape(places)[0], extent=None)[0]
+        return {key: LiftedValue(concat([of_run, places], axis=1), has_rows=True)}
 
     def _ordering(self, data: InputGraph) -> BodyProgram:
         with Graph() as graph:
