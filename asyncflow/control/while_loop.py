@@ -106,11 +106,11 @@ def while_loop(
             those that are of one shape. What the loop captures is one value for all if it depends on constants alone,
             else each activation's own, and so are TensorArrays and RowStores among the loop variables; those with
             equally many entries are stepped together where the body stacks or slices them. The loop may read variables,
-            which it does in each step. One that changes them, draws random numbers, awaits, or is cut over devices is
-            not pooled: a warning, and `Plan.explain`, say why. No gradient goes through a pooled loop. Results are the
-            same within rounding. What `Session.stream` hands out of the
-            body comes from each activation by itself: one whose consumer is `parallel_iterations` behind is set aside,
-            and the others go on.
+            which it does in each step. One that changes them, awaits, or is cut over devices is not pooled: a warning,
+            and `Plan.explain`, say why. Random numbers do not depend on who shares a step: each request draws the bits
+            that it would draw alone. No gradient goes through a pooled loop. Results are the same within rounding. What
+            `Session.stream` hands out of the body comes from each activation by itself: one whose consumer is
+            `parallel_iterations` behind is set aside, and the others go on.
         name: of the node.
 
     Raises:

@@ -420,7 +420,7 @@ def batched(
     Args:
         fn: takes tensors, or nests of them, and returns a tensor or a nest. It may have branches and loops, read
             variables, and check with `assert_that`, which fails only the members at fault. It may not change
-            variables, draw random numbers, or await.
+            variables or await. What it draws by `af.random` does not depend on who shares the call.
         max_size: most members of a call.
         max_delay_s: seconds that a member may wait for others although nothing else is left to do, but no more than
             half of the time until its deadline.
@@ -576,7 +576,10 @@ def _trace(
     if (fault := why_not_shareable(body.walk())) is not None:
         raise GraphError(f"{label} cannot be batched: {fault}")
     if draws(body):
-        capture_key(body)
+        try:
+            capture_key(body)
+        except CannotLift as reason:
+            raise GraphError(f"{label} cannot be batched: {reason}") from None
     return body, returned
 
 

@@ -81,8 +81,15 @@ def _inside(node: Node) -> Iterator[Node]:
 
 
 def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int) -> None:
-    """Change what draws among nodes; `inside`: how many loops are around them since the key was taken."""
+    """Change what draws among nodes; `inside`: how many loops are around them since the key was taken.
+
+    Raises:
+        CannotLift: they are of a branch or loop of rows, which is lifted anew, as it was written for one of them.
+    """
     for node in nodes:
+        parted = node.graph.parted.get(node)
+        if parted is not None and draws(*parted.node.subgraphs):
+            raise CannotLift(f"{parted.node.name} draws random numbers where each row of vmap decides", node.location)
         if isinstance(node, StructuredNode):
             if draws(*node.subgraphs):
                 with ExitStack() as opened:
@@ -108,7 +115,12 @@ def left_as_written(outer: Graph, *bodies: Subgraph) -> Iterator[None]:
     except CannotLift:
         for node, op, attrs, inputs in nodes:
             node.op, node.attrs, node.inputs = op, attrs, inputs
-        for part, inside, given, results, captures in lists:
-            part.nodes, part.inputs, part.results, part.captures = inside, given, results, captures
+        for part, written, given, results, captures in lists:
+            known = set(written)
+            part.nodes = [*written, *(node for node in part.nodes if node not in known)]
+            part.take_back(len(written))
+            part.inputs, part.results, part.captures = given, results, captures
+        for part in bodies:
+            part.closed = False
         outer.take_back(count)
         raise

@@ -30,6 +30,7 @@ from asyncflow.ops.utility import all as all_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Tensor
     from asyncflow.lift.lifting import Lifting
     from asyncflow.values import Nest
@@ -93,8 +94,7 @@ def _back(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flag
 
     In each it works on the rows that the other had then, in their order, and leaves the others as they are.
     """
-    inside = (each.op for part in node.subgraphs for level in levels(part) for each in level.nodes)
-    if any(op.is_random and op.needs_context for op in inside):  # other ops of that kind make stores, or hold back
+    if any(_counts_iterations(part) for part in node.subgraphs):
         raise CannotLift(f"{node.name} draws random numbers, in iterations of each row's own")
     stores = {x for x in node.body.inputs[node.n_vars :] if x.dtype == VARIANT}
     if any(not stores.isdisjoint(each.inputs) for each in node.body.nodes if isinstance(each, StructuredNode)):
@@ -124,6 +124,17 @@ def _back(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flag
     return [LiftedValue(x, True) for x in (minimum(counts, 0), *last)]
 
 
+def _counts_iterations(body: Subgraph, depth: int = 0) -> bool:
+    """Return True if something in the body of a loop draws by the loop's iterations; `depth`: loops around it there."""
+    for node in body.nodes:
+        op = node.op
+        if op.needs_context and (op.is_random or node.attrs.get("inside", 0) > depth):  # others do not need a context
+            return True
+        if any(_counts_iterations(part, depth + isinstance(node, WhileNode)) for part in node.subgraphs):
+            return True
+    return False
+
+
 class _RowsLoop:
     """A loop that each row leaves for itself: what it carries is for the rows that go on.
 
@@ -142,7 +153,8 @@ class _RowsLoop:
         for spec, first in zip(specs, inputs, strict=False):
             if spec.shape != first.shape and is_static(first.shape):
                 raise CannotLift(f"{node.name} is left by each row for itself, with values of different shapes")
-        if any(each.op.is_random for level in levels(node.predicate) for each in level.nodes):
+        # It is computed for the next iteration within one, and before the first.
+        if any(each.op.is_random or each.op.needs_context for level in levels(node.predicate) for each in level.nodes):
             raise CannotLift(f"{node.name} draws whether it goes on, for each row by itself")
         stores = [place for place, spec in enumerate(specs) if spec.dtype == VARIANT]
         carried = any(x.has_rows and x.tensor.dtype == VARIANT for x in inputs[node.n_vars :])

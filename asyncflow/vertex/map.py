@@ -95,8 +95,8 @@ def vertex_map(
             card, which loses by it.
         share: whether sets of this run are computed with those of other runs of the session that are under way, set 7
             of one and set 0 of another as rows of one call: for many requests of one graph or a few each. It takes one
-            function and one stream; no gradient goes through it; and in what a gather reaches nothing may draw random
-            numbers.
+            function and one stream, and no gradient goes through it. What the functions of ``gather_all`` compute for
+            each child may not draw random numbers then.
         name: what names of its nodes begin with.
 
     Raises:

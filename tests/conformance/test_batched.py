@@ -835,6 +835,36 @@ def test_its_graph_has_no_text_and_says_why() -> None:
         print_graph(graph)
 
 
+def _drawing_by_row(x: af.Tensor) -> af.Tensor:
+    return af.cond(x > 0, lambda: af.random.normal(()), lambda: x)
+
+
+async def test_random_numbers_do_not_depend_on_who_shares_a_call(open_session: OpenSession) -> None:
+    """Nor on being batched at all: each member draws what its run draws by itself, or its own seed says."""
+
+    def noisy(x: af.Tensor, seed: af.Tensor) -> af.Tensor:
+        def again(i: af.Tensor, y: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            return i + 1, y + af.random.gamma(alpha=2.0, seed=3) * af.random.integers(high=9, seed=(seed, 4))
+
+        x = af.while_loop(lambda i, _: i < 2, again, (0, x))[1]
+        x = af.cond(x > 12, lambda: x + af.random.normal(seed=5), lambda: x - af.random.uniform(seed=(seed, 6)))
+        return x + af.sum(af.vmap(lambda y: y * af.random.normal(seed=7))(af.ones(3)))
+
+    with af.Graph(seed=1) as graph:
+        x, seed = af.placeholder("float64", ()), af.placeholder("int64", ())
+        shared = af.batched(noisy)
+        pairs = [
+            af.while_loop(lambda i, _: i < 2, lambda i, y, f=f: (i + 1, f(y, seed)), (0, f(x, seed)))[1]  # type: ignore[misc]
+            for f in (noisy, shared)
+        ]
+    async with open_session(graph) as session:
+        feeds = [{x: float(k), seed: k % 3} for k in range(7)]
+        for alone, together in await asyncio.gather(*(session.run(pairs, each) for each in feeds)):
+            assert alone == together
+        (counts,) = {counts.largest > 1 for counts in session.statistics().batches.values()}
+        assert counts
+
+
 def test_what_cannot_be_batched_is_named() -> None:
     total = af.Variable(0.0, name="total")
     with af.Graph():
@@ -842,7 +872,7 @@ def test_what_cannot_be_batched_is_named() -> None:
         array = af.TensorArray("float64", 1).write(0, x)
         for fn, message in [
             (total.assign_add, "total/assign_add"),
-            (lambda x: x + af.random.normal(()), "draws random numbers"),
+            (lambda x: x + af.vmap(_drawing_by_row)(af.reshape(x, (1,)))[0], "where each row of vmap decides"),
             (lambda x: (), "it gives nothing"),
             (lambda x: x + array.read(0), "captures, is a TensorArray or RowStore"),
             (lambda x: af.batched(lambda y: af.nonzero(af.reshape(y, (1,)))[0])(x) + 1, "nonzero"),

@@ -221,12 +221,15 @@ async def test_85_a_deadline_between_sets(open_session: OpenSession) -> None:
 
 
 async def test_random_numbers_are_those_of_the_run() -> None:
-    """Draws that no gather reaches do not depend on who shares a call."""
+    """What a vertex draws does not depend on who shares a call, be it before its children are done or behind."""
 
     @af.vertex_function(state=af.spec("float64", (H,)), children=2)
     def noisy(v: Any) -> None:
         kept = af.random.uniform((H,), dtype="float64") < 0.5
-        v.scatter(af.tanh(af.where(kept, af.sum(v.pull()), 0.0) + v.gather(0) @ WEIGHTS + v.gather(1)))
+        first = v.gather(0)
+        first = af.cond(af.sum(first) > 0, lambda: first + af.random.normal((H,)), lambda: first)
+        v.scatter(af.tanh(af.where(kept, af.sum(v.pull()), 0.0) + first @ WEIGHTS + v.gather(1)))
+        v.push(af.random.normal(seed=3), "noise")
 
     found: list[list[Any]] = []
     for program, at_once in ((Program(noisy), 12), (Program(noisy), 1), (Program(noisy, share=False), 1)):
@@ -239,6 +242,7 @@ async def test_random_numbers_are_those_of_the_run() -> None:
     for together, alone, unshared in zip(*found, strict=True):
         np.testing.assert_allclose(together[0], alone[0], rtol=1e-9)
         np.testing.assert_allclose(together[0], unshared[0], rtol=1e-9)
+        np.testing.assert_allclose(together[1], unshared[1], rtol=1e-9)
 
 
 async def test_variables_are_read_by_each_run() -> None:
@@ -263,12 +267,11 @@ async def test_variables_are_read_by_each_run() -> None:
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    @af.vertex_function(state=af.spec("float64", (H,)), children=1)
+    @af.vertex_function(state=af.spec("float64", (H,)))
     def noisy(v: Any) -> None:
-        h = v.gather(0)
-        v.scatter(h + af.cond(af.sum(h) > 0, lambda: af.random.uniform((H,), dtype="float64"), lambda: h))
+        v.scatter(v.gather_all(lambda h: h * af.random.uniform((H,), dtype="float64")))
 
-    with pytest.raises(af.GraphError, match=r"(?s)noisy cannot be shared: .*draws random numbers"):
+    with pytest.raises(af.GraphError, match=r"noisy cannot be shared: it draws random numbers for each child"):
         Program(noisy)
     with pytest.raises(af.GraphError, match="one function, and streams=1"):
         Program(slotted, streams=2)

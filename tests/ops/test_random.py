@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from functools import partial
 from random import Random
-from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,23 +121,6 @@ def test_one_integer_is_that_of_a_generator(dtype: str) -> None:
             KernelContext(3, run, (0,), None), np.int64(low), np.int64(low + span)
         )
         assert (found, type(found)) == (expected, type(expected))
-
-
-@pytest.mark.parametrize("layout", ["=i44x6Q", "=i52x5Q8x", "=i4x6Q200x"])
-def test_a_start_in_place_is_that_of_a_fresh_generator(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where NumPy's generator lies otherwise in memory than we know it, its own way is taken."""
-    monkeypatch.setattr(random, "_STATE", Struct(layout))
-    monkeypatch.setattr(random, "_idle", [])
-    made = random._Restarted()
-    assert isinstance(made.restart, partial) == (layout == "=i44x6Q"), np.__version__
-    chance = Random(layout)
-    for _ in range(100):
-        words = np.array([chance.choice((0, 1, 2**64 - 1, chance.randrange(2**64))) for _ in range(6)], np.uint64)
-        made.restart(*words.tolist())
-        fresh = np.random.Generator(np.random.Philox(key=words[:2], counter=words[2:]))
-        assert made.rng.integers(2**20, dtype=np.int32) == fresh.integers(2**20, dtype=np.int32)
-        assert made.rng.random(5).tolist() == fresh.random(5).tolist()
-        assert made.bits.state["has_uint32"] == fresh.bit_generator.state["has_uint32"]
 
 
 def test_a_draw_that_fails_spoils_no_other() -> None:
@@ -330,3 +311,36 @@ def test_gamma_and_poisson_draw_one_number_for_each_parameter() -> None:
         assert (values[1] > 1e3).all()
         x = placeholder("float64", (None, 2))
         assert build(x).shape == (None, 2)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_request_draws_by_its_own_seed(name: str) -> None:
+    """And by the op and the iteration, but neither by the session's seed nor by the run."""
+    seed = placeholder("int64", ())
+    x, y, fixed = ALL[name](seed=seed), ALL[name](seed=seed), ALL[name](seed=(seed, 3), name="other")
+    first = draw(x, {seed: np.int64(-5)})
+    assert np.array_equal(first, draw(x, {seed: np.int64(-5)}, seed=9, run=4))
+    others = [draw(y, {seed: np.int64(-5)}), draw(x, {seed: np.int64(5)}), draw(x, {seed: np.int64(-5)}, tag=(0,))]
+    assert not any(np.array_equal(first, other) for other in others)
+    assert np.array_equal(draw(fixed, {seed: np.int64(1)}), draw(ALL[name](seed=(seed, 3)), {seed: np.int64(1)}))
+    assert not np.array_equal(draw(fixed, {seed: np.int64(1)}), draw(ALL[name](seed=(seed, 4)), {seed: np.int64(1)}))
+
+
+def test_seeds_of_requests_are_integers() -> None:
+    with pytest.raises(
+        GraphError, match=r"the seed of random_normal is an int, or an integer tensor of rank 0.*float32"
+    ):
+        random.normal(seed=placeholder("float32", ()))
+    with pytest.raises(GraphError, match=r"the seed of random_uniform is an int, or an integer tensor of rank 0"):
+        random.uniform(seed=placeholder("int64", (2,)))
+    with pytest.raises(GraphError, match="seed must be an int known while the graph is built"):
+        random.uniform(seed=(placeholder("int64", ()), 1.5))  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="seed must be an int known while the graph is built"):
+        random.uniform(seed=1.5)  # type: ignore[arg-type]
+
+
+def test_seeded_draws_have_the_gradients_of_others() -> None:
+    seed, alpha = placeholder("int64", ()), placeholder("float64", ())
+    assert gradients(random.normal(std=alpha, seed=seed), [alpha])[0] is not None
+    with pytest.raises(GraphError, match="random_gamma has no gradient with respect to"):
+        gradients(random.gamma(alpha=alpha, seed=seed), [alpha])

@@ -1,6 +1,7 @@
 """Pooled loops drawn at random: whoever is stepped together, each request has what the plain loop gives it, to the bit.
 
 Each run computes the loop twice, with and without ``pool=``, from the same captures and draws. Values are integers.
+Random numbers that the bodies draw are equal: they depend on the request, its iteration and the op's seed alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Program:
         self.dice = dice
         with af.Graph(seed=dice.randrange(100)) as self.graph:
             self.x, self.n = af.placeholder("int64", (None, WIDTH)), af.placeholder("int64", ())
-            self.own = af.placeholder("int64", (WIDTH,))
+            self.own, self.seed = af.placeholder("int64", (WIDTH,)), af.placeholder("int64", ())
             self.vector = af.Variable(np.array([3, -1, 2]), name="vector")
             matrix = af.Variable(np.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) - 4, name="matrix")
             self.new = af.placeholder("int64", (WIDTH,))
@@ -57,6 +58,9 @@ class Program:
                 lambda i, s: s + self.own * i,
                 lambda i, s: af.cond(af.sum(s) % 2 == 0, lambda: s + self.own, lambda: s * 3 - i),
                 lambda i, s: af.while_loop(lambda j, _: j < i % 3, lambda j, t: (j + 1, t + vector), (0, s))[1],
+                self.drawing,
+                self.drawing_in_branches,
+                self.drawing_in_loops,
             ]
             # Who fails is found out by another run, so it does not depend on what that may see anew.
             self.may_fail = dice.random() < 0.4
@@ -68,6 +72,32 @@ class Program:
             pool = af.Pool(dice.choice((1, 2, 3, 8)))
             self.plain = self.loop({})
             self.pooled = self.loop({"pool": pool})
+
+    def seed_of(self, op: int) -> Any:
+        """The seed of an op that draws; where another run is to draw the same, with that of the request."""
+        return (self.seed, op) if self.may_fail else op
+
+    def drawing(self, i: af.Tensor, s: af.Tensor) -> af.Tensor:
+        chances = af.astype(af.abs(s) % 5, "float64") / 4
+        own = af.random.poisson(rate=chances, seed=(self.seed, 11)) + af.random.integers(
+            (WIDTH,), high=9, seed=self.seed_of(12)
+        )
+        return s + own * af.astype(af.random.bernoulli(chances, seed=self.seed_of(13)), "int64")
+
+    def drawing_in_branches(self, i: af.Tensor, s: af.Tensor) -> af.Tensor:
+        logits = af.stack([af.astype(s[0] % (k + 2), "float32") for k in range(4)], axis=-1)
+        return af.cond(
+            af.sum(s) % 2 == 0,
+            lambda: s + af.random.categorical(logits, seed=(self.seed, 14)),
+            lambda: s - af.random.permutation(WIDTH, seed=self.seed_of(15)),
+        )
+
+    def drawing_in_loops(self, i: af.Tensor, s: af.Tensor) -> af.Tensor:
+        def again(j: af.Tensor, t: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            drawn = af.vmap(lambda x: x + af.random.integers(high=9, seed=(self.seed, 16)))(s[0])
+            return j + 1, t + drawn * af.random.integers(high=3, seed=self.seed_of(17))
+
+        return af.while_loop(lambda j, _: j < i % 3, again, (0, s))[1]
 
     def rows(self, store: Any, i: af.Tensor, s: af.Tensor) -> tuple[Any, af.Tensor]:
         if store is None:
@@ -124,6 +154,7 @@ async def serve(seed: int, devices: list[str] | None) -> None:
             program.x: np.array([[own.randrange(-50, 50)] * WIDTH] * own.choice((1, 1, 2))),
             program.n: own.randrange(MOST),
             program.own: np.array([number, 1, -number]),
+            program.seed: own.randrange(-9, 2**40),
         }
         run = asyncio.ensure_future(session.run([program.pooled, program.plain], feeds))
         if own.random() < 0.15:

@@ -1,0 +1,125 @@
+"""Random draws of bodies that runs share: by the keys of rows, or as they were written if the body cannot be shared."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.lift.keyed import capture_key, carry_key, draws
+from asyncflow.ops.random_again import RANDOM_AGAIN, RANDOM_KEY
+
+
+def loops(condition: Any, body: Any, start: Any) -> tuple[af.Graph, af.Tensor, list[af.Tensor]]:
+    """A loop from a placeholder, plain and pooled, with draws of equal seeds."""
+    with af.Graph(seed=2) as graph:
+        n = af.placeholder("int64", ())
+        found = [
+            af.while_loop(lambda *v: condition(n, *v), lambda *v: body(n, *v), start, pool=pool, name="loop")
+            for pool in (None, af.Pool())
+        ]
+    return graph, n, [each[-1] for each in found]
+
+
+async def asked(graph: af.Graph, n: af.Tensor, fetches: list[af.Tensor], count: int = 5) -> None:
+    """Both give the same for any number of requests."""
+    async with af.Session(graph) as session:
+        for plain, pooled in await asyncio.gather(*(session.run(fetches, {n: k}) for k in range(count))):
+            assert np.array_equal(plain, pooled)
+
+
+async def test_a_predicate_draws_for_its_own_iteration() -> None:
+    """Also before the first one; and every row ends by a draw of its own."""
+    graph, n, fetches = loops(lambda n, i: af.random.uniform(seed=(n, 1)) < 0.9, lambda n, i: [i + 1 + n * 0], (0,))
+    assert all(isinstance(y.node.attrs.get("shared"), object) for y in fetches)
+    await asked(graph, n, fetches, 9)
+
+
+async def test_a_pool_in_a_loop_counts_both() -> None:
+    """Its key has the iteration of the loop around; the number of loops is not known where a body is built."""
+
+    def outer(pool: af.Pool | None, n: af.Tensor) -> af.Tensor:
+        def again(k: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            step = lambda i, y: (i + 1, y + af.random.normal((2,), seed=3))  # noqa: E731
+            return k + 1, af.while_loop(lambda i, _: i < k + n, step, (0, x), pool=pool)[1]
+
+        return af.while_loop(lambda k, _: k < 3, again, (0, np.zeros(2)))[1]
+
+    with af.Graph(seed=2) as graph:
+        n = af.placeholder("int64", ())
+        fetches = [outer(pool, n) for pool in (None, af.Pool())]
+    await asked(graph, n, fetches)
+
+
+@pytest.mark.parametrize("reason", ["nonzero", "a predicate inside"])
+async def test_what_cannot_be_pooled_draws_as_it_was_written(reason: str) -> None:
+    def body(n: af.Tensor, i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        x = x + af.cond(i % 2 == 0, lambda: af.random.normal(seed=4), lambda: af.random.uniform(seed=5))
+        if reason == "nonzero":
+            return i + 1, x + af.shape(af.nonzero(af.random.bernoulli(af.full((4,), 0.5), seed=6))[0])[0]
+        chance = lambda j, y: af.random.uniform(seed=6) < y / 9 + n * 0  # noqa: E731
+        return i + 1, af.while_loop(chance, lambda j, y: (j + 1, y - 1.0), (0, x + 5))[1]
+
+    with pytest.warns(UserWarning, match="is not pooled"):
+        graph, n, fetches = loops(lambda n, i, _: i < n, body, (0, 0.0))
+    assert all(node.op not in (RANDOM_AGAIN, RANDOM_KEY) for node in graph.walk())
+    await asked(graph, n, fetches)
+
+
+async def test_a_stream_of_drawn_values_is_that_of_the_loop() -> None:
+    drawn: list[af.Tensor] = []
+
+    def body(n: af.Tensor, i: af.Tensor) -> tuple[af.Tensor]:
+        drawn.append(af.random.integers(high=100, seed=(n, 4)))
+        return (i + 1,)
+
+    graph, n, _ = loops(lambda n, i: i < 4, body, (0,))
+    async with af.Session(graph) as session:
+
+        async def streamed(x: af.Tensor, k: int) -> list[int]:
+            return [int(value) async for value in session.stream(x, {n: k})]
+
+        plain = [await streamed(drawn[0], k) for k in range(3)]
+        assert await asyncio.gather(*(streamed(drawn[1], k) for k in range(3))) == plain
+        assert len({*map(tuple, plain)}) == 3
+
+
+def test_keys_go_into_bodies() -> None:
+    """To those in which something draws, and with how many loops are between."""
+    with af.Graph() as graph:
+        body = Subgraph(graph, "body")
+        with body:
+            x = af.random.normal()
+            af.while_loop(lambda y: y < 1, lambda y: y + af.random.uniform(), x)
+            af.cond(x > 0, lambda: x, lambda: x + 1)
+        assert draws(body)
+        capture_key(body)
+        plain = Subgraph(graph, "plain")
+    by_key = [node for node in body.walk() if node.op is RANDOM_AGAIN]
+    assert [node.attrs["inside"] for node in by_key] == [0, 1]
+    (key,) = body.captures
+    assert key.node.op is RANDOM_KEY
+    assert by_key[0].inputs[0] is body.inputs[0] is body.captures[key]
+    assert not draws(plain)
+    (branch,) = (node for node in body.nodes if node.name.endswith("cond"))
+    assert len(branch.inputs) == 2
+
+
+def test_a_loop_carries_its_key_behind_its_variables() -> None:
+    with af.Graph() as graph:
+        condition, body = Subgraph(graph, "cond"), Subgraph(graph, "body")
+        variables: list[Tensor] = []
+        for part in (condition, body):
+            with part:
+                variables.append(part.add_input(af.spec("float64", ()), "x"))
+                part.results.append(variables[-1] + af.random.normal())
+        first = carry_key(condition, body, 1)
+    assert first.shape == (3,)
+    assert [part.inputs[0] for part in (condition, body)] == variables
+    assert [part.inputs[1].spec for part in (condition, body)] == [first.spec] * 2
+    assert [len(part.results) for part in (condition, body)] == [1, 2]
