@@ -12,12 +12,12 @@ import struct
 from functools import partial
 from hashlib import blake2b
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from asyncflow.graph.op import KernelContext
     from asyncflow.values import Array, Value
@@ -193,7 +193,7 @@ class Drawing(Generic[T]):
             found = self._draw_rows(filled, len(told.tags), inputs, has_rows)
         if found is None:
             found = []
-            columns: list[Any] = [x if own else repeat(x) for x, own in zip(inputs, has_rows, strict=True)]
+            columns: list[Iterable[Value]] = [x if own else repeat(x) for x, own in zip(inputs, has_rows, strict=True)]
             for start, *values in zip(words, *columns, strict=False):
                 restart(*start)
                 found.append(self._draw(rng, *values))

@@ -854,7 +854,7 @@ async def test_random_numbers_do_not_depend_on_who_shares_a_call(open_session: O
         x, seed = af.placeholder("float64", ()), af.placeholder("int64", ())
         shared = af.batched(noisy)
         pairs = [
-            af.while_loop(lambda i, _: i < 2, lambda i, y, f=f: (i + 1, f(y, seed)), (0, f(x, seed)))[1]  # type: ignore[misc]
+            af.while_loop(lambda i, _: i < 2, lambda i, y, f=f: (i + 1, f(y, seed)), (0, f(x, seed)))[1]
             for f in (noisy, shared)
         ]
     async with open_session(graph) as session:

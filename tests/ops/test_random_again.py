@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ def test_a_key_draws_what_its_firing_draws(seed: int, inside: int) -> None:
     value = make(np, **key.node.attrs)(KernelContext(seed, 8, (4,)))
     loops = (6,) * inside
     expected = draw(KernelContext(seed, 8, (4, *loops)))
-    by_key = again(np, **node.attrs)
+    by_key: Any = again(np, **node.attrs)
     assert np.array_equal(by_key(KernelContext(1, 1, (9, 9, *loops)), value), expected)
     rows = by_key.of_rows(
         lambda: RowContexts(1, 1, np.array([[9, *loops]] * 2)), [np.stack([value, value + 1])], [True]
@@ -40,7 +42,8 @@ def test_a_key_draws_what_its_firing_draws(seed: int, inside: int) -> None:
 def test_a_key_that_is_the_same_for_all_rows_draws_the_same_for_all() -> None:
     """Which is known of each of them, not of all at once."""
     attrs = {"draws": "random_uniform", "arguments": {"seed": 1, "shape": (), "dtype": np.dtype("f8")}}
-    draw = RANDOM_AGAIN.kernel(np, **attrs, axes=0, inside=0, specs=())  # type: ignore[misc]
+    make: Any = RANDOM_AGAIN.kernel
+    draw = make(np, **attrs, axes=0, inside=0, specs=())
     assert draw.of_rows(lambda: RowContexts(1, 1, np.zeros((2, 0))), [np.arange(3)], [False]) is None
 
 
