@@ -67,6 +67,21 @@ async def test_71_random_numbers_feeds_and_open_variables(open_session: OpenSess
         np.testing.assert_array_equal(value, fetched[[fetch.name for fetch in fetches].index(name)])
 
 
+async def test_71_numbers_and_strings_are_fed_in_the_dtype_of_their_tensors(
+    open_session: OpenSession, tmp_path: Path
+) -> None:
+    """CONFORMANCE 71: Python's numbers, strings and lists are no arrays of NumPy's default dtypes."""
+    with af.Graph() as graph:
+        x, words = af.placeholder("float32", (None,), name="x"), af.placeholder("string", (), name="words")
+        fetches = [x * 2, af.identity(words)]
+    async with open_session(graph) as session:
+        fetched = await session.run(fetches, {x: [1.5, 2], words: "a ü"}, record=tmp_path / "run.json")
+    numbers, text = (await af.replay(tmp_path / "run.json")).values()
+    assert np.asarray(numbers).dtype == np.float32
+    assert text == "a ü"
+    np.testing.assert_array_equal(np.asarray(numbers), fetched[0])
+
+
 async def test_84_what_was_stopped_stops_where_it_was(open_session: OpenSession, tmp_path: Path) -> None:
     """CONFORMANCE 84: a cancelled run is written down, and done again as far as it came."""
     started = asyncio.Event()

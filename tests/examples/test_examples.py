@@ -15,9 +15,11 @@ import pytest
 import asyncflow as af
 from asyncflow.cli.main import main as command
 from examples import (
+    agent,
     coroutine_nodes,
     data_flow,
     goes_on,
+    ilqr,
     ngram_beam_search,
     pagerank,
     pipeline,
@@ -35,11 +37,13 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 def test_every_example_is_tested() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {
+        "agent",
         "character_lstm",  # in a file of its own
         "coroutine_nodes",
         "data_flow",
         "dqn",  # in a file of its own
         "goes_on",
+        "ilqr",
         "ngram_beam_search",
         "pagerank",
         "pipeline",
@@ -225,3 +229,37 @@ def test_training_that_is_killed_ends_as_if_nobody_had(
     assert told.count("killed\n") == 3
     assert re.findall(r"begins after step (\d+)", told)[0] == "0"
     assert told.endswith("the same loss, to the bit\n")
+
+
+def test_the_pole_is_swung_up_and_each_iteration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ilqr.main([]) == 0
+    printed = capsys.readouterr().out
+    costs = [float(found) for found in re.findall(r"costs +([0-9.]+)", printed)]
+    assert 10 < len(costs) < 60
+    assert costs[-1] < 8 < 150 < costs[0]
+    assert printed.count("PASS") == 3
+
+
+def test_a_pole_that_does_not_stand_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ilqr, "simulated", lambda forces: np.zeros(4))
+    assert ilqr.main(["--moments", "8", "--iterations", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL: the pole stands" in printed
+    assert "FAIL: plain Python agrees" in printed
+
+
+def test_agents_share_limits_and_a_replay_sends_no_mail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert agent.main(["--tasks", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("PASS") == 4
+    assert "sent 0 mails and asked 0 times" in printed
+
+
+def test_agents_that_answer_wrongly_are_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "decide", lambda task, notes: (agent.DONE, "42"))
+    assert agent.main(["--tasks", "2", "--chance", "0"]) == 1
+    assert "FAIL: every answer is right" in capsys.readouterr().out

@@ -220,13 +220,16 @@ async def _recorded(
     finally:
         await log.copied()
         text, why = _text_of(graph, resources.values())
+        # What is fed as a number or a string has its tensor's dtype in the run.
+        pairs = zip(call.request.feeds, values, strict=True)
+        feeds = {tensor.name: np.asarray(value, tensor.dtype) for tensor, value in pairs}
         leaves = [] if status != "ok" else nest.flatten_like(call.structure, results, nested_leaves=True)
         record = Record(
             graph=text,
             why_no_graph=why,
             lines={node.name: str(node.location) for node in graph.walk()},
             fetches=[_name(fetch, resources) for fetch in call.request.fetches],
-            feeds={tensor.name: np.asarray(value) for tensor, value in zip(call.request.feeds, values, strict=True)},
+            feeds=feeds,
             variables=before,
             tables=tables,
             devices=about.devices,
