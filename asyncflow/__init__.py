@@ -282,6 +282,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.utility import nan_to_num as nan_to_num
     from asyncflow.ops.windows import dynamic_slice as dynamic_slice
     from asyncflow.runtime.loop import run as run
+    from asyncflow.runtime.run.admission import SessionLoad as SessionLoad
     from asyncflow.runtime.run.batches import BatchStatistics as BatchStatistics
     from asyncflow.runtime.scheduler.limited_calls import LimitStatistics as LimitStatistics
     from asyncflow.runtime.session.calls import Prepared as Prepared
@@ -404,6 +405,7 @@ _HOMES = {
     "ops.utility": "all any diff nan_to_num",
     "ops.windows": "dynamic_slice",
     "runtime.loop": "run",
+    "runtime.run.admission": "SessionLoad",
     "runtime.run.batches": "BatchStatistics",
     "runtime.scheduler.limited_calls": "LimitStatistics",
     "runtime.session.calls": "Prepared",

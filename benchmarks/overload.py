@@ -30,6 +30,7 @@ P99: Final = Figure("latency p99 of those", "ms")
 IMPORTANT: Final = Figure("latency p99 of important ones", "ms")
 REFUSAL: Final = Figure("p90 until a refusal is known", "µs")
 SEMAPHORE: Final = "semaphore"
+DEFAULT: Final = "asyncflow, max_runs='auto'"
 UNLIMITED: Final = "asyncflow, no limit"
 PATIENCE: Final = 10
 """An answer is of use within so many times what one takes alone."""
@@ -56,7 +57,7 @@ async def measure(
     wait_ms: float = 20.0,
     alone: int = 40,
 ) -> list[Result]:
-    """Goodput and latencies at `times` what can be done, by admission, by hand, and without a limit.
+    """Goodput and latencies at `times` what can be done, by admission, by its default, by hand, and without a limit.
 
     What can be done is told from `alone` requests a client.
     """
@@ -79,14 +80,22 @@ async def measure(
         (f"a product of {extent}, {cores} at a time", cores, product, {x: fed}),
         (f"{wait_ms:g} ms of waiting, 8 at a time", 8, waited, {}),
     ):
-        limits = {"max_runs": servers, "max_queued": QUEUED * servers}
-        async with af.Session(graph, **limits) as limited, af.Session(graph) as unlimited:  # type: ignore[arg-type]
+        async with (
+            af.Session(graph, max_runs=servers, max_queued=QUEUED * servers) as limited,
+            af.Session(graph) as default,
+            af.Session(graph, max_runs=None) as unlimited,
+        ):
 
             def ask(session: af.Session, fetch: Any = fetch, feeds: Any = feeds) -> Ask:
                 return lambda priority, timeout: session.run(fetch, feeds, priority=priority, timeout=timeout)
 
             alone_s, capacity = await _calibrated(ask(limited), servers, alone)
-            asks = {ASYNCFLOW: ask(limited), SEMAPHORE: _by_hand(ask(unlimited), servers), UNLIMITED: ask(unlimited)}
+            asks = {
+                ASYNCFLOW: ask(limited),
+                DEFAULT: ask(default),
+                SEMAPHORE: _by_hand(ask(unlimited), servers),
+                UNLIMITED: ask(unlimited),
+            }
             for each in times:
                 trials = {
                     system: _trial(call, each * capacity, alone_s, capacity, seconds) for system, call in asks.items()

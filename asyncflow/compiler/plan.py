@@ -325,6 +325,7 @@ class Plan:
         takes: it takes elements of queues or inputs.
         waits: it may wait in line of a resource, such as a queue.
         awaits: it has coroutines of the user's, which may be calls of functions with limits.
+        gathers: it has firings that are computed with those of other runs, in batches or pools.
         cost: what runs of it take.
         used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
@@ -344,6 +345,7 @@ class Plan:
     takes: bool = False
     waits: bool = False
     awaits: bool = False
+    gathers: bool = False
     cost: RunCost = field(default_factory=RunCost)
     used: int = 0
     saved: tuple[Saved, ...] = ()

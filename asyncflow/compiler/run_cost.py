@@ -31,12 +31,14 @@ class RunCost:
     Attributes:
         recent_s: what the last ones took.
         mean_s: what they take on average; 0 before the first.
+        is_known: True once a few runs have ended.
         nbytes: what one needs of a device's memory at a time, beside what is there without it; 0 if that is not known.
     """
 
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     mean_s: float = 0.0
     nbytes: int = 0
+    is_known: bool = False
     _deviation_s: float = 0.0
     _longest_s: float = 0.0
     _observed: int = 0
@@ -59,6 +61,7 @@ class RunCost:
         mean_s = self.mean_s
         if self._observed < _COLD or not mean_s:
             self._observed += 1
+            self.is_known = self._observed >= _COLD
             self.mean_s = self._longest_s = min(mean_s or taken_s, taken_s)
         else:
             off_s = min(taken_s, _FAR * mean_s) - mean_s

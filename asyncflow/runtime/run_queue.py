@@ -17,6 +17,7 @@ event        state                                                        what h
 `come_back`  there is room, and no run waits                              it is in flight again
 `come_back`  else                                                         it waits, and is never refused
 `end`        it has stepped aside, or waits to be in flight again         its memory is free
+`let_go`     it has been in flight for too long                           there is room; it goes on
 `decide`     there is room, and some wait                                 the first of the line whose turn it is starts
 `decide`     as above, and it would end too late now                      it is not started: `DeadlineExceeded`
 ============ ============================================================ ==============================================
@@ -37,6 +38,12 @@ A run that comes back stands in its line by its deadline and by when it was firs
 have not started come behind it. It counts as what its last stay took, and not for `max_queued`. Runs that stepped aside
 do not count for `max_queued` either, but against runs of their own kind: these would wait at the same queue. So no more
 than `max_runs` and `max_queued` runs of a kind are there together, while runs of other kinds find the places free.
+
+**Runs that take too long.** A run may wait for others in a way that the session cannot see, such as a lock that a
+function of the user's takes. `let_go` therefore has runs count no longer that are in flight `_OVERDUE` times as long as
+their kind takes. For example, four runs of 10 ms hold all four places, and wait for a fifth. After 80 ms the queue
+lets go of them, and the fifth run starts. While no run ends, the next runs have `_OVERDUE` times as long as those had,
+so a burst of runs of unknown length does not start all at once.
 """
 
 from __future__ import annotations
@@ -53,6 +60,12 @@ from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError
 from asyncflow.runtime.shares import SHARE, PriorityShares, share_of
 
 _LEAST_RETRY_S = 0.01
+
+_OVERDUE = 8
+"""A run takes too long after so many times the mean of its kind; one of exponential ones in 3,000 does."""
+
+_LEAST_OVERDUE_S = 0.016
+"""No run takes too long before this."""
 
 _UNKNOWN_S = 1e-6
 """What a run counts as while no run has told how long one takes."""
@@ -161,9 +174,11 @@ class RunQueue(Generic[R]):
         max_queued: most that wait; None for no limit.
         max_queued_bytes: most bytes of what is fed to those that wait; None for no limit.
         memory_limit: bytes that those in flight may need, with those that stepped aside; None for no matter how many.
+        is_auto: True if the session chose `max_runs`.
 
     Attributes:
         aside: runs that have stepped aside, or wait to come back.
+        overdue: runs that took too long: they go on, and count no longer.
         queued: number of runs that wait and have never started.
         queued_bytes: of what is fed to these.
     """
@@ -172,8 +187,10 @@ class RunQueue(Generic[R]):
     max_queued: int | None = None
     max_queued_bytes: int | None = None
     memory_limit: int | None = None
+    is_auto: bool = False
     in_flight: dict[R, None] = field(default_factory=dict, init=False)
     aside: dict[R, None] = field(default_factory=dict, init=False)
+    overdue: dict[R, None] = field(default_factory=dict, init=False)
     queued: int = field(default=0, init=False)
     queued_bytes: int = field(default=0, init=False)
     _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict, init=False)
@@ -185,6 +202,8 @@ class RunQueue(Generic[R]):
     _offered: int = field(default=0, init=False)
     _mean_s: float = field(default=0.0, init=False)
     """Of all runs, for those of which nothing is known."""
+    _held_s: float = field(default=0.0, init=False)
+    """How long the last one that took too long had been in flight; 0 once a run has ended."""
     _kinds_aside: Counter[RunCost | None] = field(default_factory=Counter, init=False)
     """Number of `aside` of each kind."""
 
@@ -201,7 +220,7 @@ class RunQueue(Generic[R]):
     @property
     def is_idle(self) -> bool:
         """True if no run has started that has not ended."""
-        return not (self.in_flight or self.aside)
+        return not (self.in_flight or self.aside or self.overdue)
 
     def offer(self, run: R, now_s: float) -> bool:
         """Whether a run starts; else it waits for what `decide` will say.
@@ -254,7 +273,11 @@ class RunQueue(Generic[R]):
 
     def step_aside(self, run: R, now_s: float) -> None:
         """Take the place of a run in flight, which waits for others, but not its memory."""
-        del self.in_flight[run]
+        if run in self.in_flight:
+            del self.in_flight[run]
+            self._held_s = 0.0
+        else:
+            self.overdue.pop(run, None)
         self.aside[run] = None
         self._kinds_aside[run.cost] += 1
         run.is_aside = True
@@ -272,19 +295,38 @@ class RunQueue(Generic[R]):
 
     def has_started(self, run: R) -> bool:
         """Return True if a run is in flight, or has stepped aside."""
-        return run in self.in_flight or run.is_aside
+        return run in self.in_flight or run.is_aside or run in self.overdue
 
     def end(self, run: R, taken_s: float | None = None) -> None:
         """Note that a run has ended, and how long it took; None if that says nothing of others."""
-        if run.is_aside:
+        if run in self.in_flight:
+            del self.in_flight[run]
+            self._held_s = 0.0
+        elif run.is_aside:
             self.withdraw(run)
             self._is_aside_no_more(run)
         else:
-            del self.in_flight[run]
+            self.overdue.pop(run, None)
         self._reserved -= run.reserved
         if taken_s is not None and run.cost is not None:
             run.cost.observe(taken_s)
             self._mean_s += (taken_s - self._mean_s) / 8
+
+    def let_go(self, now_s: float) -> None:
+        """Have runs that take too long count no longer."""
+        for run in list(self.in_flight):
+            if self._overdue_s(run) <= now_s:
+                del self.in_flight[run]
+                self.overdue[run] = None
+                self._held_s = max(self._held_s, now_s - run.started_s)
+
+    def next_overdue_s(self) -> float:
+        """Return when the next run in flight will have taken too long."""
+        return min(map(self._overdue_s, self.in_flight), default=inf)
+
+    def _overdue_s(self, run: R) -> float:
+        kind_s = 0.0 if run.cost is None else run.cost.mean_s
+        return run.started_s + max(_OVERDUE * max(self._charge_s(run), kind_s, self._held_s), _LEAST_OVERDUE_S)
 
     def reserved_by_others(self, run: R) -> int:
         """Bytes that others count as."""
@@ -331,6 +373,16 @@ class RunQueue(Generic[R]):
         before_s = (before_s + own_s) / (1 - behind * share)
         with_share_s = own_s / share + self._charge_s(run) * (1 / share - 1)
         return (left_s + min(before_s, with_share_s)) / self.max_runs
+
+    def next_wait_s(self, probe: R, now_s: float) -> float:
+        """Return how long a run like `probe` would wait if it came now; 0 where there is room."""
+        probe.arrival = self._offered + 1
+        return 0.0 if self.has_room else self.wait_s(probe, now_s)
+
+    @property
+    def is_full(self) -> bool:
+        """True if there is no room for one more run, nor a place to wait."""
+        return not self.has_room and self._part(self.queued + 1, self.queued_bytes) > 1
 
     def _charge_s(self, run: R) -> float:
         return run.charge_s or self._mean_s or _UNKNOWN_S
@@ -420,9 +472,10 @@ class RunQueue(Generic[R]):
     def _overloaded(self, wait_s: float, why: str) -> OverloadedError:
         retry_after_s = max(wait_s, _LEAST_RETRY_S)
         runs = len(self.in_flight)
+        most = f'max_runs="auto", here {self.max_runs}' if self.is_auto else f"max_runs={self.max_runs}"
         return OverloadedError(
-            f"the session is busy with {runs} run{'' if runs == 1 else 's'} (max_runs={self.max_runs}), and this one "
-            f"{why}; it did not start; "
+            f"the session is busy with {runs} run{'' if runs == 1 else 's'} ({most}), and this one {why}; it did not "
+            "start; "
             f"ask again in {retry_after_s:.2g} s, or ask another",
             retry_after_s=retry_after_s,
             runs=runs,

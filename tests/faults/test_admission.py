@@ -22,7 +22,7 @@ every_loop = pytest.mark.every_loop
 def assert_nobody_waits(session: af.Session) -> None:
     """Nothing is counted as in flight, or as waiting, and nothing reserved."""
     assert session._runs.admission is not None
-    queue = session._runs.admission.queue
+    queue = session._runs.admission.queues[0]
     assert (queue.in_flight, queue.waiting(), queue.queued, queue.queued_bytes) == ({}, [], 0, 0)
     assert (queue._lines, queue._refused, queue._reserved) == ({}, [], 0)
     assert_baseline(session)

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.hardware import usable_cores
+from asyncflow.runtime.run import admission
 from asyncflow.state import queue as queue_module
 from asyncflow.state import queue_ops
 from asyncflow.state.waiting import awaiting
@@ -223,7 +225,7 @@ def test_runs_in_hundreds_of_schedules() -> None:
         on_virtual_time(_runs(seed))
 
 
-async def _limited(seed: int) -> None:
+async def _limited(seed: int, max_runs: Any = None) -> None:
     """Runs that take, put and pass on, in a session for few at a time: whoever is not cancelled ends, in any order."""
     draw = random.Random(seed)
     first, second = (af.FIFOQueue(draw.randint(1, 3), INT, name=name) for name in ("first", "second"))
@@ -234,7 +236,7 @@ async def _limited(seed: int) -> None:
         two = af.while_loop(lambda i: i < 2, lambda i: (second.enqueue(first.dequeue()), i + 1)[1], 0)
         taken = second.dequeue() + 0
     got: list[int] = []
-    options: dict[str, Any] = {"regions": draw.random() < 0.5, "max_runs": draw.randint(1, 3)}
+    options: dict[str, Any] = {"regions": draw.random() < 0.5, "max_runs": max_runs or draw.randint(1, 3)}
     async with af.Session(graph, devices=["cpu:0"], seed=seed, **options) as session:
 
         async def ask(fetch: Any, feeds: Any = None) -> None:
@@ -262,13 +264,15 @@ async def _limited(seed: int) -> None:
         assert all(task.exception() is None for task in done)
         assert len(set(got)) == len(got) >= 30 - lost
         assert session._runs.admission is not None
-        assert not session._runs.admission.queue.aside
+        assert not any(queue.aside or queue.overdue for queue in session._runs.admission.queues.values())
         assert_baseline(session)
 
 
-def test_runs_that_wait_in_a_session_for_few_at_a_time() -> None:
+@pytest.mark.parametrize("max_runs", [None, "auto"])
+def test_runs_that_wait_in_a_session_for_few_at_a_time(max_runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_SPARE_PLACES", 1 - usable_cores())  # one place with "auto"
     for seed in range(10):
-        on_virtual_time(_limited(seed))
+        on_virtual_time(_limited(seed, max_runs))
 
 
 @pytest.mark.slow

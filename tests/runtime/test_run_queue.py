@@ -150,7 +150,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 
 def made(
-    limits: dict[str, int], kinds: list[dict[str, Any]], events: tuple[tuple[str, int], ...], asides: int = 0
+    limits: dict[str, Any], kinds: list[dict[str, Any]], events: tuple[tuple[str, int], ...], asides: int = 0
 ) -> World:
     runs = [Caller(**({"cost": cost()} | kind)) for kind in kinds]
     world = World(RunQueue(**limits), runs, asides=[asides] * len(runs))
@@ -218,6 +218,35 @@ def test_runs_aside_hold_their_memory_and_no_places() -> None:
     assert not queue.come_back(first, 3.0)  # it was there before the fourth, which does not fit
     assert [run for run, _ in queue.decide(3.0)] == [first]
     assert first.spent_s == 1.0
+
+
+def test_runs_that_take_too_long_make_room() -> None:
+    """Eight times as long as their kind takes, or as those before had when no run has ended since."""
+    queue: RunQueue[Caller] = RunQueue(max_runs=2)
+    known, unknown = cost(), cost()
+    known.observe(1.0)
+    first, *others = (Caller(known if k < 3 else unknown) for k in range(5))
+    assert queue.offer(first, 0.0)
+    for run in others:
+        queue.offer(run, 1.0)
+    assert queue.next_overdue_s() == 8.0
+    queue.let_go(7.9)
+    assert list(queue.overdue) == []
+    queue.let_go(8.0)
+    assert [run for run, _ in queue.decide(8.0)] == others[1:2]
+    assert list(queue.overdue) == [first]
+    # The second came at 1.0, and gets eight times the 8.0 that the first had.
+    assert queue.next_overdue_s() == 65.0
+    queue.end(others[0], 1.0)
+    assert [run for run, _ in queue.decide(9.0)] == others[2:3]
+    assert queue.next_overdue_s() == 16.0
+    for run in (first, *others[1:3]):
+        assert queue.has_started(run)
+        queue.end(run)
+    assert [run for run, _ in queue.decide(9.0)] == others[3:]
+    queue.step_aside(others[3], 9.0)
+    queue.end(others[3])
+    assert queue.is_idle and not queue.overdue
 
 
 def test_f46_a_loop_that_comes_back_again_and_again_leaves_others_their_share() -> None:

@@ -22,6 +22,7 @@ class Survey(NamedTuple):
         takes: it takes elements of queues or inputs.
         waits: it may wait in line of a resource, such as a queue.
         awaits: it has coroutines of the user's, which may be calls of functions with limits.
+        gathers: it has firings that are computed with those of other runs, in batches or pools.
     """
 
     states: frozenset[Hashable]
@@ -31,6 +32,7 @@ class Survey(NamedTuple):
     takes: bool
     waits: bool
     awaits: bool
+    gathers: bool
 
 
 def survey(
@@ -47,10 +49,11 @@ def survey(
     states: dict[Hashable, str | None] = {}
     shared: dict[int, VariableState] = {}
     is_repeatable = True
-    takes = waits = has_users = False
+    takes = waits = has_users = gathers = False
     written: set[Hashable] = set()
     for node in graph.walk():
         op = node.op
+        gathers = gathers or op.waits_in_line
         writes = op.effects is not None and has_side_effect(node)
         # A body that several runs share says for itself whether it only computes.
         awaits = op.is_async and not getattr(node.attrs.get("shared"), "is_repeatable", False)
@@ -71,4 +74,5 @@ def survey(
                     shared[id(state)] = state
     if homes is not None:
         homes.update((key, device) for key, device in states.items() if device is not None)
-    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written), takes, waits, has_users)
+    kinds = (takes, waits, has_users, gathers)
+    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), frozenset(written), *kinds)

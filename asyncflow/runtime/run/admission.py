@@ -3,6 +3,12 @@
 Which run that is, and when its turn comes, says `asyncflow.runtime.run_queue`. Runs asked for by a run of the same
 session are part of that one: they never wait here, where they might wait for themselves.
 
+With ``max_runs="auto"`` runs wait for others of about their own length alone, so each length has a queue of its own: a
+run of 5 ms does not wait behind one of a minute. A plan that has never been run has a queue for itself. A place is for
+a run that computes. A run has none while all that is left of it waits, be it in a coroutine or for the consumer of its
+stream, or once it takes too long (`RunQueue.let_go`). Runs that share batches or pools need none at all: the more there
+are, the less each costs.
+
 A run steps aside when all that is left of it waits in lines of queues, inputs, mutexes and barriers (`Run.look_aside`),
 and comes back before a kernel of it goes on. It claims its element, or whatever else it was called for, before it has
 its place again: others may stand behind it in the line of the queue. While a run is aside, runs that wait for atomic
@@ -14,9 +20,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
 from asyncflow.runtime.run_queue import QueuedRun, RunQueue, too_late
@@ -25,11 +31,21 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.run_cost import RunCost
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.runtime.session.session_options import SessionOptions
     from asyncflow.values import Value
 
 T = TypeVar("T")
+
+_SPARE_PLACES = 2
+"""With ``max_runs="auto"``, so many more runs have places than there are threads."""
+
+_WAITING_S = 0.000_2
+"""A run that has coroutines and computes for less than this is one that only waits."""
+
+_SHORTEST_S = 0.004
+"""Runs that take less are of one length; others are where they take up to four times as long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +56,10 @@ class AdmissionTicket(QueuedRun):
         admission: that gave it; None after the end.
         turn: done when it may start, or never will; None for one that never had to wait.
         go_on: is called when it comes back after it has stepped aside; None where that is not waited for.
+        queue: that it stands in, or has its place of.
     """
 
+    queue: RunQueue[AdmissionTicket] = field(kw_only=True)
     admission: Admission | None = None
     turn: asyncio.Future[None] | None = None
     go_on: Callable[[], None] | None = None
@@ -61,31 +79,83 @@ class AdmissionTicket(QueuedRun):
         return self.turn is not None and self.turn.done()
 
 
+class SessionLoad(NamedTuple):
+    """How busy a session is at one moment, for a server that decides whether to take a request (`Session.load`).
+
+    With ``max_runs="auto"``, runs of each length have places of their own; `wait_s` and `is_full` then tell of the
+    length that waits longest. Without a limit nothing waits: `queued` and `wait_s` are 0.
+
+    Attributes:
+        running: runs that have a place: those in flight, but for runs that wait themselves and those that share
+            batches or pools with ``max_runs="auto"``; without a limit all that are in flight.
+        queued: runs that wait for a place.
+        wait_s: seconds that a run would wait for its place if it came now, as far as earlier runs tell.
+        is_full: True if such a run would be refused, as `max_queued` or `max_queued_bytes` are reached.
+    """
+
+    running: int = 0
+    queued: int = 0
+    wait_s: float = 0.0
+    is_full: bool = False
+
+
 class Admission:
     """Lets runs in.
 
     Args:
         options: of the session.
         accounts: of the memory of its devices.
+        threads: how many long kernels its devices compute at a time.
 
     Attributes:
-        queue: who is in flight, and who waits.
+        is_auto: True with ``max_runs="auto"``.
+        queues: which runs are in flight, and which wait; with `is_auto` by their length, or for those whose length is
+            not known by what they cost, else there is one.
         refused: how many runs were not started.
         late: how many of these because their time was up before their turn.
     """
 
-    def __init__(self, options: SessionOptions, accounts: Sequence[MemoryAccount] = ()) -> None:
+    def __init__(self, options: SessionOptions, accounts: Sequence[MemoryAccount] = (), threads: int = 1) -> None:
         assert options.max_runs is not None
-        self.queue: RunQueue[AdmissionTicket] = RunQueue(
-            options.max_runs, options.max_queued, options.max_queued_bytes, options.memory_limit
-        )
+        self.is_auto = options.max_runs == "auto"
+        # Two more than there are threads: each of a CPU's lanes may have one, and the event loop, too.
+        self.max_runs = threads + _SPARE_PLACES if options.max_runs == "auto" else options.max_runs
+        memory_limit = None if self.is_auto else options.memory_limit
+        self._limits = options.max_queued, options.max_queued_bytes, memory_limit, self.is_auto
+        self.queues: dict[int | RunCost, RunQueue[AdmissionTicket]] = {0: RunQueue(self.max_runs, *self._limits)}
         self.refused = 0
         self.late = 0
-        self._accounts = accounts if options.memory_limit is not None else ()
+        self._accounts = accounts if memory_limit is not None else ()
         self._held: list[int] = []
         """Bytes of each that are there without runs."""
         self._held_up: dict[AdmissionTicket, None] = {}
         """Tickets of runs that wait for atomic ones."""
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        """For each queue in which runs wait, when one in flight will have taken too long."""
+
+    def spares(self, plan: Plan, calls: int, number: int) -> bool:
+        """Return True if a run needs no place with `is_auto`, which costs it 5 µs, or 15 µs with a coroutine.
+
+        That is so while few `calls` are in progress, and for runs that wait and hardly compute. One run in 64
+        has a place all the same, from which the queue learns what runs of this plan take now.
+        """
+        cost = plan.cost
+        if not (number & 63 and cost.is_known):
+            return False
+        return 2 * calls <= self.max_runs or (plan.awaits and cost.mean_s < _WAITING_S)
+
+    def _queue_for(self, cost: RunCost | None) -> RunQueue[AdmissionTicket]:
+        if not self.is_auto or cost is None:
+            return self.queues[0]
+        # Each length is up to four times the one before.
+        length = (int(cost.mean_s / _SHORTEST_S).bit_length() + 1) // 2 if cost.mean_s else cost
+        queue = self.queues.get(length)
+        if queue is None:
+            if length is cost:
+                for key in [key for key, each in self.queues.items() if key and each.is_idle and not each.has_waiting]:
+                    del self.queues[key]
+            queue = self.queues[length] = RunQueue(self.max_runs, *self._limits)
+        return queue
 
     def apply(
         self, plan: Plan | None, deadline_s: float, now_s: float, priority: int = 0, values: Sequence[Value] = ()
@@ -102,8 +172,9 @@ class Admission:
         Raises:
             OverloadedError: it may not even wait.
         """
-        ticket = AdmissionTicket(None if plan is None else plan.cost, priority, deadline_s, admission=self)
-        queue = self.queue
+        cost = None if plan is None else plan.cost
+        queue = self._queue_for(cost)
+        ticket = AdmissionTicket(cost, priority, deadline_s, queue=queue, admission=self)
         if queue.max_queued_bytes is not None and not queue.has_room:
             ticket.nbytes = _held_bytes(values)
         if self._accounts and queue.is_idle:
@@ -111,7 +182,7 @@ class Admission:
         try:
             if not queue.offer(ticket, now_s):
                 ticket.turn = asyncio.get_running_loop().create_future()
-                self._settle(now_s)
+                self._settle(queue, now_s)
         except OverloadedError:
             self.refused += 1
             raise
@@ -140,7 +211,7 @@ class Admission:
 
     def leave(self, ticket: AdmissionTicket, now_s: float, *, is_whole: bool = False) -> None:
         """A run has ended, or will not start; `is_whole` says that it came to its end."""
-        queue = self.queue
+        queue = ticket.queue
         ticket.admission = ticket.go_on = None
         if not queue.has_started(ticket):
             queue.withdraw(ticket)
@@ -157,21 +228,25 @@ class Admission:
             if self._accounts and queue.is_idle:
                 self._look_at_idle()
         if queue.has_waiting:
-            self._settle(now_s)
+            self._settle(queue, now_s)
 
     def step_aside(self, ticket: AdmissionTicket) -> None:
         """Give the place of a run to other runs, which it waits for."""
         now_s = asyncio.get_running_loop().time()
         for each in (ticket, *self._held_up):
             if not each.is_aside:
-                self.queue.step_aside(each, now_s)
-        if self.queue.has_waiting:
-            self._settle(now_s)
+                each.queue.step_aside(each, now_s)
+                if each.queue.has_waiting:
+                    self._settle(each.queue, now_s)
 
     def come_back(self, ticket: AdmissionTicket, go_on: Callable[[], None]) -> bool:
         """Return True if a run that stepped aside has a place now; else ``go_on()`` is called when it has."""
         is_in_line, ticket.go_on = ticket.go_on is not None, go_on
-        if is_in_line or not self.queue.come_back(ticket, asyncio.get_running_loop().time()):
+        if is_in_line:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        if not ticket.queue.come_back(ticket, now_s):
+            self._watch(ticket.queue)
             return False
         ticket.go_on = None
         return True
@@ -181,7 +256,7 @@ class Admission:
         if ticket is None:
             return await wait()
         loop = asyncio.get_running_loop()
-        if self.queue.aside:
+        if self.is_auto or ticket.queue.aside:
             # In the next turn: there may be nothing to wait for.
             loop.call_soon(lambda: self.step_aside(ticket) if ticket in self._held_up else None)
         self._held_up[ticket] = None
@@ -202,20 +277,31 @@ class Admission:
     def _needed(self, ticket: AdmissionTicket) -> int:
         """Bytes that a run needed of the device on which that was most: what was there beside what others reserve."""
         most = max(account.lap("runs")[0] - held for account, held in zip(self._accounts, self._held, strict=True))
-        return max(0, most - self.queue.reserved_by_others(ticket))
+        return max(0, most - ticket.queue.reserved_by_others(ticket))
 
     def counts(self) -> tuple[int, int, int, int, int]:
         """Return `queued`, `refused`, `late`, `queued_bytes` and `aside` of `SessionStatistics`."""
-        return self.queue.queued, self.refused, self.late, self.queue.queued_bytes, len(self.queue.aside)
+        queues = self.queues.values()
+        queued, nbytes = sum(each.queued for each in queues), sum(each.queued_bytes for each in queues)
+        return queued, self.refused, self.late, nbytes, sum(len(each.aside) for each in queues)
+
+    def load(self, now_s: float) -> SessionLoad:
+        """Return what `Session.load` does."""
+        queues = self.queues.values()
+        wait_s = max(each.next_wait_s(AdmissionTicket(None, queue=each), now_s) for each in queues)
+        running, queued = sum(len(each.in_flight) for each in queues), sum(each.queued for each in queues)
+        return SessionLoad(running, queued, wait_s, any(each.is_full for each in queues))
 
     def close(self, reason: str) -> None:
         """Ends all waiting."""
-        for ticket in self.queue.waiting():
+        for ticket in [ticket for queue in self.queues.values() for ticket in queue.waiting()]:
             if ticket.turn is not None and not ticket.turn.done():
                 ticket.turn.set_exception(SessionClosedError(reason))
+        for timer in self._timers.values():
+            timer.cancel()
 
-    def _settle(self, now_s: float) -> None:
-        for ticket, error in self.queue.decide(now_s):
+    def _settle(self, queue: RunQueue[AdmissionTicket], now_s: float) -> None:
+        for ticket, error in queue.decide(now_s):
             if ticket.go_on is not None:
                 go_on, ticket.go_on = ticket.go_on, None
                 go_on()
@@ -225,6 +311,25 @@ class Admission:
                 ticket.turn.set_result(None)
             elif not ticket.turn.done():
                 ticket.turn.set_exception(error)
+        self._watch(queue)
+
+    def _watch(self, queue: RunQueue[AdmissionTicket]) -> None:
+        """While runs wait, with `is_auto`, have those in flight count no longer once they take too long."""
+        if not self.is_auto:
+            return
+        timer = self._timers.get(id(queue))
+        if not queue.has_waiting:
+            if timer is not None:
+                self._timers.pop(id(queue)).cancel()
+        elif timer is None:
+            loop = asyncio.get_running_loop()
+            self._timers[id(queue)] = loop.call_at(queue.next_overdue_s(), self._look, queue)
+
+    def _look(self, queue: RunQueue[AdmissionTicket]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        del self._timers[id(queue)]
+        queue.let_go(now_s)
+        self._settle(queue, now_s)
 
 
 def _held_bytes(values: Sequence[Value]) -> int:

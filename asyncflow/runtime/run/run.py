@@ -129,7 +129,9 @@ class Run:
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
         if self.ticket is not None:
-            self.part.on_wait, self.part.back = self.look_aside, self.back
+            self.part.on_wait = self.look_aside
+            if not self.ticket.queue.is_auto:  # else a coroutine needs no place
+                self.part.back = self.back
         if plan.takes:
             self.taken = Taken()
             self.context.run(own_taken, self.taken)

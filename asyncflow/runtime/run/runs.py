@@ -97,7 +97,11 @@ class Runs:
         self.begun = 0
         self.copies = CopyThread()
         accounts = [device.memory for device in devices.values()]
-        self.admission = None if options.max_runs is None else Admission(options, accounts)
+        self.admission = (
+            None
+            if options.max_runs is None
+            else Admission(options, accounts, sum(device.threads for device in devices.values()))
+        )
         self.memory_turns = None if options.memory_limit is None else MemoryTurns()
         self._devices = devices
         self._plans = plans
@@ -170,12 +174,11 @@ class Runs:
         self._calls += 1
         try:
             # Before anything is copied; a run that is part of another needs no leave.
-            if self.admission is not None and not is_within(self._turn):
-                end_s = inf if timeout is None else asked_s + timeout
-                ticket = self.admission.apply(call.plan, end_s, asked_s, priority, values)
+            if begun is None and self.admission is not None:
+                ticket = self._apply(self.admission, call.plan, timeout, asked_s, priority, values)
             if checked is None:
                 checked, waits = call.check(values)
-            if ticket is not None and self.admission is not None and ticket.turn is not None:
+            if ticket is not None and ticket.turn is not None and self.admission is not None:
                 checked = as_of_now(checked)
                 await self.admission.wait(ticket)
             if plan is None or plan.read_on_host or waits:
@@ -185,11 +188,16 @@ class Runs:
                     if type(found) is list:
                         return call.result(plan, found, allow_dead=allow_dead)
                     begun = cast("Begun | None", found)
+                if ticket is None and begun is None and self.admission is not None and self.admission.is_auto:
+                    ticket = self._apply(self.admission, plan, timeout, asked_s, priority, checked)
+                    if ticket is not None and ticket.turn is not None:
+                        checked = as_of_now(checked)
+                        await self.admission.wait(ticket)
             if atomic or self._atomic.claims:
                 checked = as_of_now(checked)
                 claim = await self._claimed(plan, atomic, timeout, asked_s, ticket)
-            if ticket is not None and self.admission is not None:
-                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
+            if ticket is not None:
+                ticket.queue.begin(ticket, plan.cost, self._turn.loop.time())
             staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
             start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
             start = partial(start, priority=priority, begun=begun, ticket=ticket)
@@ -281,14 +289,14 @@ class Runs:
         try:
             plan, checked = await self._ready(call, None, checked, waits, timeout, asked_s, recorder)
             checked = as_of_now(checked)
-            if self.admission is not None and not is_within(self._turn):
-                end_s = inf if timeout is None else asked_s + timeout
-                ticket = self.admission.apply(plan, end_s, self._turn.loop.time(), priority, values)
-                await self.admission.wait(ticket)
+            if self.admission is not None:
+                ticket = self._apply(self.admission, plan, timeout, asked_s, priority, values)
+                if ticket is not None:
+                    await self.admission.wait(ticket)
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s, ticket)
-            if ticket is not None and self.admission is not None:
-                self.admission.queue.begin(ticket, plan.cost, self._turn.loop.time())
+            if ticket is not None:
+                ticket.queue.begin(ticket, plan.cost, self._turn.loop.time())
             run = self._start(plan, checked, timeout, asked_s, recorder, channel, priority=priority, ticket=ticket)
             while (items := await channel.get()) is not None:
                 # The loop goes on with the same arrays, so the consumer gets copies.
@@ -318,6 +326,28 @@ class Runs:
         """Raises SessionClosedError, but for what a run of the drained session asks for: it is part of that one."""
         if not is_within(self._turn):
             raise SessionClosedError(self.closed or self.drained)
+
+    def _apply(
+        self,
+        admission: Admission,
+        plan: Plan | None,
+        timeout: float | None,
+        asked_s: float,
+        priority: int,
+        values: Sequence[Value],
+    ) -> AdmissionTicket | None:
+        """Return the leave of a run to start, or its place among those that wait; None where it needs none.
+
+        Raises:
+            OverloadedError: it may not even wait.
+        """
+        # With "auto" a plan says whether its runs need a place; it is compiled first.
+        if admission.is_auto and (plan is None or plan.gathers or admission.spares(plan, self._calls, self.begun)):
+            return None
+        if is_within(self._turn):
+            return None
+        end_s = inf if timeout is None else asked_s + timeout
+        return admission.apply(plan, end_s, self._turn.loop.time(), priority, values)
 
     async def _ready(
         self,
@@ -434,7 +464,8 @@ class Runs:
         device = self._devices[plan.partitions[0].device]
         if call.node.is_user:
             # What is begun is neither refused nor begun anew, and an observer sees the calls of a function in its run.
-            if is_part or any(x is not None for x in (self.observers, self.admission, self.memory_turns)):
+            is_limited = self.admission is not None and not self.admission.is_auto
+            if is_part or is_limited or self.observers is not None or self.memory_turns is not None:
                 return None
             made = run_user_call(call, device, values)
             if type(made) is list:
@@ -482,6 +513,9 @@ class Runs:
             raise SessionClosedError(self.closed or self.drained)
         self.begun += 1
         plan.used = self.begun
+        if ticket is not None and not (plan.waits or plan.takes or plan.awaits):
+            # With max_runs="auto" a run gives its place away while it waits for the consumer of its stream, too.
+            ticket = ticket if ticket.queue.is_auto and channel is not None else None
         run = Run(
             plan,
             number=self.begun + self.numbered_from if number is None else number,
@@ -495,7 +529,7 @@ class Runs:
             on_end=self._forget if on_end is None else partial(self._forget, then=on_end),
             has_age=has_age,
             name=name,
-            ticket=ticket if plan.waits or plan.takes or plan.awaits else None,
+            ticket=ticket,
             context=copy_context() if self.observers is None else start_observed(self.observers.now()),
         )
         run.part.priority = priority

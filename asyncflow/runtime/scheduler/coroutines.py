@@ -88,7 +88,9 @@ class Coroutines:
 
     @property
     def in_line(self) -> int:
-        """Number of firings that wait for other runs, or for elements of inputs."""
+        """Number of firings that wait for other runs, or for elements of inputs; with ``max_runs="auto"``, all."""
+        if self._executor.is_auto:
+            return len(self._tasks)
         in_line = self._executor.run.part.in_line
         if self._executor.asynchronous is None:
             return sum(node.source.op.is_undone or task in in_line for task, (node, _) in self._tasks.items())

@@ -429,14 +429,24 @@ class Executor:
 
     @property
     def is_in_line(self) -> bool:
-        """True if all that is left waits in lines of queues and the like, for other runs."""
+        """True if all that is left waits in lines of queues and the like, for other runs.
+
+        With ``max_runs="auto"`` that includes coroutines, and the consumer of what is streamed.
+        """
         scheduler, ports = self.scheduler, self._ports
         if self.is_driven or self.stopped or scheduler.ready or scheduler.ended or self._has_suspended:
             return False
-        if ports is not None and (ports.untaken or ports.incoming):
+        untaken = 0 if ports is None else ports.untaken
+        if (ports is not None and ports.incoming) or (untaken and not self.is_auto):
             return False
         kinds = (self._waits, self._regions, self._coroutines)
-        return 0 < self.in_flight == sum(kind.in_line for kind in kinds if kind is not None)
+        in_line = sum(kind.in_line for kind in kinds if kind is not None)
+        return in_line == self.in_flight and in_line + untaken > 0
+
+    @property
+    def is_auto(self) -> bool:
+        """True if the run gives its place to others for whatever it waits for."""
+        return self.run.ticket is not None and self.run.ticket.queue.is_auto
 
     @property
     def _has_suspended(self) -> bool:

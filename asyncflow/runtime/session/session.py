@@ -31,6 +31,7 @@ from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.observer import Observers, RunObserver, check_observer
 from asyncflow.runtime.options import as_seconds
+from asyncflow.runtime.run.admission import SessionLoad
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared, label_of
 from asyncflow.runtime.session.checkpointed import CheckpointedSession
@@ -319,6 +320,15 @@ class Session(CheckpointedSession, NotPickled):
             running, len(self._plans), completed, used, memory, queued, refused, batches, late, nbytes, aside, limits
         )
 
+    def load(self) -> SessionLoad:
+        """Return how busy the session is; costs a few microseconds, so a server may ask for each request.
+
+        Raises:
+            RuntimeError: there is no event loop.
+        """
+        loop, admission = self._bind(), self._runs.admission
+        return SessionLoad(len(self._runs.in_flight)) if admission is None else admission.load(loop.time())
+
     def observe(self, observer: RunObserver) -> Callable[[], None]:
         """Tells an observer of every run and batch from now on, until what is returned is called.
 
@@ -564,12 +574,13 @@ class Session(CheckpointedSession, NotPickled):
             FeedError, FetchError, KernelError: as in `run`.
         """
         self._bind()
-        most = self._options.max_runs
+        limit = self._options.max_runs
+        most = limit if isinstance(limit, int) else None
         given: object = sizes  # which callers may get wrong
         counts = given if isinstance(given, Sequence) else ()
         if not counts or any(type(n) is not int or n < 1 or (most is not None and n > most) for n in counts):
-            limit = "" if most is None else f" up to max_runs={most}"
-            raise ValueError(f"warm_up: sizes has positive integers{limit}, how many run at a time; got {brief(sizes)}")
+            upto = "" if most is None else f" up to max_runs={most}"
+            raise ValueError(f"warm_up: sizes has positive integers{upto}, how many run at a time; got {brief(sizes)}")
         return await self._runs.warm_up(*self._calls.of_run(fetches, feeds), sizes)
 
     # -- plans ---------------------------------------------------------------------------------------------------

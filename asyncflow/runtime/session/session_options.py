@@ -7,7 +7,7 @@ import numbers
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Concatenate, Final, ParamSpec, TypeVar, get_args
+from typing import Concatenate, Final, Literal, ParamSpec, TypeVar, get_args
 
 import numpy as np
 
@@ -96,9 +96,11 @@ class SessionOptions:
         plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
             graph goes when the graph does.
         max_runs: most runs in flight at once; others wait their turn, with a `memory_limit` also for as much memory as
-            runs of their kind needed before. None for no limit. Not counted are runs that need no scheduler, as they
-            are over at once, those that a run asks for, and runs that wait for other runs at a queue, an input, a mutex
-            or a barrier, until they go on.
+            runs of their kind needed before. Not counted are runs that need no scheduler, as they are over at once,
+            those that a run asks for, and runs that wait for other runs at a queue, an input, a mutex or a barrier,
+            until they go on. ``"auto"`` allows two more runs of about the same length than the devices have threads, so
+            that short runs never wait for long ones. It counts no run that waits in any way, be it in a coroutine, none
+            that shares batches or pools, and none that takes eight times as long as usual. None for no limit.
         max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
             are refused (`OverloadedError`). None for no limit. Of runs of several priorities (`Session.run`) the less
             important ones give way.
@@ -136,7 +138,7 @@ class SessionOptions:
     check_numerics: bool = False
     max_iterations: int | None = None
     plans: int = 256
-    max_runs: int | None = None
+    max_runs: int | Literal["auto"] | None = "auto"
     max_queued: int | None = None
     max_queued_bytes: int | None = None
     restore: str | os.PathLike[str] | Saver | None = None
@@ -148,6 +150,9 @@ class SessionOptions:
             value = getattr(self, field.name)
             if field.type == "bool":
                 _check_flag(value, field.name)
+            elif field.name == "max_runs" and isinstance(value, str):
+                if value != "auto":
+                    raise ValueError(f"max_runs is 'auto', an integer, or None for no limit; got {value!r}")
             elif field.name in _LEAST and (value is not None or field.type == "int"):
                 _check_integer(value, field.name, _LEAST[field.name])
         for name in ("max_queued", "max_queued_bytes"):
