@@ -1,8 +1,16 @@
-"""Writes one checkpoint, on a thread: all of it is on the disk before it has its name."""
+"""Writes one checkpoint, on a thread: all of it is on the disk before it has its name.
+
+Large files bypass the kernel's page cache where the file system allows it (direct I/O, on Linux). Through the cache, the
+kernel copies every page and flushes it later, on a processor that it does not share meanwhile. With two processors the
+event loop then waited for up to 33 ms while 500 MB were saved, and each save took twice as long.
+"""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +27,15 @@ from asyncflow.graph.dtypes import dtype_name
 from asyncflow.streams.beside import giving_way
 from asyncflow.values import Array
 
+if sys.platform == "linux":
+    from fcntl import F_GETFL, F_SETFL, fcntl
+
 CHUNK: Final = BLOCK
 """Bytes that are written at a time, while the processor has them at hand from making their checksum."""
+DIRECT: Final = 8 << 20
+"""Files of at least this many bytes bypass the page cache. Small ones cost the event loop nothing either way."""
+_ALIGNMENT: Final = mmap.PAGESIZE
+"""Direct I/O takes addresses, positions and lengths that are multiples of the disk's sector size, at most a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +128,9 @@ def _write_arrays(
 ) -> dict[str, int]:
     """Writes a file of arrays; their checksums by name."""
     sums: dict[str, int] = {}
-    with _Durable(path) as file:
-        file.write(header(records))
+    head = header(records)
+    with _Durable(path, len(head) + sum(record.nbytes for record in records)) as file:
+        file.write(head)
         for record in records:
             data, crc32 = raw[record.name].data, 0
             for begin in range(0, len(data), CHUNK):
@@ -127,15 +143,51 @@ def _write_arrays(
 
 
 class _Durable:
-    """A new file, which is on the disk when it is closed without an error."""
+    """A new file, which is on the disk when it is closed without an error.
 
-    __slots__ = ("_descriptor",)
+    Direct I/O needs aligned memory, so a large file is gathered in an aligned buffer of `CHUNK` bytes. Whatever the file
+    system refuses, and a last part that is no whole page, goes through the page cache instead.
+    """
 
-    def __init__(self, path: Path) -> None:
+    __slots__ = ("_buffer", "_descriptor", "_filled")
+
+    def __init__(self, path: Path, nbytes: int = 0) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        self._filled = 0
+        self._buffer: Array | None = None
+        if nbytes >= DIRECT and _set_direct(self._descriptor, True):
+            self._buffer = np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)  # starts at a page
 
     def write(self, data: bytes | memoryview) -> None:
+        """Write `data`, or keep it in the buffer until that is full."""
         view = memoryview(data)
+        while self._buffer is not None and view:
+            part = view[: CHUNK - self._filled]
+            # NumPy copies without the GIL, and memoryviews with it.
+            self._buffer[self._filled : self._filled + len(part)] = np.frombuffer(part, np.uint8)
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == CHUNK:
+                self._empty(self._buffer)
+        self._put(view)
+
+    def _empty(self, buffer: Array) -> None:
+        view, self._filled = buffer.data[: self._filled], 0
+        while view and self._buffer is not None:
+            whole = len(view) // _ALIGNMENT * _ALIGNMENT
+            try:
+                written = os.write(self._descriptor, view[:whole]) if whole else 0
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                written = 0
+            view = view[written:]
+            if not written or written % _ALIGNMENT:
+                _set_direct(self._descriptor, False)
+                self._buffer = None
+        self._put(view)
+
+    def _put(self, view: memoryview) -> None:
         while view:
             view = view[os.write(self._descriptor, view) :]
 
@@ -145,6 +197,20 @@ class _Durable:
     def __exit__(self, kind: object, *exc: object) -> None:
         try:
             if kind is None:
+                if self._buffer is not None:
+                    self._empty(self._buffer)
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
+
+
+def _set_direct(descriptor: int, is_direct: bool) -> bool:
+    """Turn direct I/O on or off for a file; return False where its file system has none."""
+    if sys.platform != "linux":
+        return False
+    try:
+        flags = fcntl(descriptor, F_GETFL)
+        fcntl(descriptor, F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+    except OSError:  # tmpfs, among others
+        return False
+    return True

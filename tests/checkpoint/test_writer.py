@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import subprocess
@@ -139,3 +140,75 @@ def test_f53_a_step_has_its_files_before_its_name(tmp_path: Path, monkeypatch: p
     in_step = happened.index(("fsync", step))
     files = [happened.index(("fsync", name)) for name in os.listdir(published)]
     assert max(files) < in_step < named < happened.index(("fsync", tmp_path.name))
+
+
+class Disk:
+    """A file system with direct I/O: what it is asked to write, and what it answers instead of writing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.flags: dict[int, int] = {}
+        self.direct: list[int] = []
+        """Bytes of each write that bypassed the cache."""
+        self.cached = 0
+        self.answers: list[int] = []
+        """Instead of what the next direct writes would do: a number of bytes that they take, or minus an errno."""
+        self.has_direct = True
+        self.write = os.write
+        monkeypatch.setattr(writer, "DIRECT", 1)
+        monkeypatch.setattr(writer, "fcntl", self.control, raising=False)
+        monkeypatch.setattr(os, "write", self.written)
+
+    def control(self, descriptor: int, command: int, flags: int = 0) -> int:
+        if command == writer.F_SETFL:
+            if not self.has_direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            self.flags[descriptor] = flags
+        return self.flags.get(descriptor, os.O_WRONLY)
+
+    def written(self, descriptor: int, data: memoryview) -> int:
+        if self.flags.get(descriptor, 0) & os.O_DIRECT:
+            assert np.frombuffer(data, np.uint8).ctypes.data % mmap.PAGESIZE == 0
+            assert len(data) % mmap.PAGESIZE == 0
+            answer = self.answers.pop(0) if self.answers else len(data)
+            if answer < 0:
+                raise OSError(-answer, os.strerror(-answer))
+            data = data[:answer]
+            self.direct.append(len(data))
+        else:
+            self.cached += len(data)
+        return self.write(descriptor, data)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct I/O is Linux's")
+@pytest.mark.parametrize("answers", [[], [-errno.EINVAL], [1 << 20, -errno.EINVAL], [100], [mmap.PAGESIZE, 5000]])
+def test_large_files_bypass_the_page_cache(
+    answers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever direct I/O refuses or leaves, and the last part of a page, goes through the cache."""
+    disk = Disk(monkeypatch)
+    disk.answers += answers
+    large = np.arange(300_001)
+    found = read(write(tmp_path, 0, x=large, y=np.arange(3, dtype=np.int8)))
+    np.testing.assert_array_equal(found["x"], large)
+    assert disk.answers == []
+    if not answers:
+        assert disk.cached < 2 * mmap.PAGESIZE  # the manifest, too, would be small
+        assert max(disk.direct) == writer.CHUNK
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct I/O is Linux's")
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    disk.has_direct = False
+    np.testing.assert_array_equal(read(write(tmp_path, 0, x=np.arange(9_999)))["x"], np.arange(9_999))
+    assert disk.direct == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct I/O is Linux's")
+def test_f54_a_disk_that_is_full_behind_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F54."""
+    disk = Disk(monkeypatch)
+    disk.answers += [mmap.PAGESIZE, -errno.ENOSPC]
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
+        write(tmp_path, 0, x=np.arange(300_000))
+    assert os.listdir(tmp_path) == []
