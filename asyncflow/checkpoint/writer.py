@@ -30,8 +30,12 @@ from asyncflow.values import Array
 if sys.platform == "linux":
     from fcntl import F_GETFL, F_SETFL, fcntl
 
-CHUNK: Final = BLOCK
-"""Bytes that are written at a time, while the processor has them at hand from making their checksum."""
+CHUNK: Final = 32 * BLOCK
+"""Bytes that are written at a time.
+
+After each call that sums, copies or writes them, the thread takes the GIL again. In chunks of 1 MiB, training steps of
+1 ms took 4 % longer beside a save, in chunks of 16 MiB 1.6 % longer, and in chunks of 32 MiB less than 1 %.
+"""
 DIRECT: Final = 8 << 20
 """Files of at least this many bytes bypass the page cache. Small ones cost the event loop nothing either way."""
 _ALIGNMENT: Final = mmap.PAGESIZE
@@ -42,7 +46,7 @@ _ALIGNMENT: Final = mmap.PAGESIZE
 class Content:
     """The content of a checkpoint: kinds and arrays of states, by their names."""
 
-    states: Mapping[str, tuple[str, Mapping[str, Array]]]
+    states: dict[str, tuple[str, Mapping[str, Array]]]
     random: RandomState | None
     graph: Callable[[], str] | None
 
@@ -145,7 +149,7 @@ def _write_arrays(
 class _Durable:
     """A new file, which is on the disk when it is closed without an error.
 
-    Direct I/O needs aligned memory, so a large file is gathered in an aligned buffer of `CHUNK` bytes. Whatever the file
+    Direct I/O needs aligned memory, so a large file is gathered in an aligned buffer of at most `CHUNK` bytes. Whatever the file
     system refuses, and a last part that is no whole page, goes through the page cache instead.
     """
 
@@ -156,18 +160,19 @@ class _Durable:
         self._filled = 0
         self._buffer: Array | None = None
         if nbytes >= DIRECT and _set_direct(self._descriptor, True):
-            self._buffer = np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)  # starts at a page
+            pages = -(-min(nbytes, CHUNK) // mmap.PAGESIZE)
+            self._buffer = np.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE), np.uint8)
 
     def write(self, data: bytes | memoryview) -> None:
         """Write `data`, or keep it in the buffer until that is full."""
         view = memoryview(data)
         while self._buffer is not None and view:
-            part = view[: CHUNK - self._filled]
+            part = view[: len(self._buffer) - self._filled]
             # NumPy copies without the GIL, and memoryviews with it.
             self._buffer[self._filled : self._filled + len(part)] = np.frombuffer(part, np.uint8)
             self._filled += len(part)
             view = view[len(part) :]
-            if self._filled == CHUNK:
+            if self._filled == len(self._buffer):
                 self._empty(self._buffer)
         self._put(view)
 

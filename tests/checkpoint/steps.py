@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 from asyncflow.checkpoint.manifest import RandomState, read_manifest
 from asyncflow.checkpoint.reader import read_arrays
 from asyncflow.checkpoint.writer import Content, write_checkpoint
+from asyncflow.values import Array
 
 
 def content(**values: object) -> Content:
     """Variables with these values."""
-    states = {name: ("variable", {"": np.asarray(value)}) for name, value in values.items()}
+    states: dict[str, tuple[str, Mapping[str, Array]]] = {
+        name: ("variable", {"": np.asarray(value)}) for name, value in values.items()
+    }
     return Content(states, RandomState(3, 7), None)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
+import weakref
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import pytest
 import asyncflow as af
 from asyncflow.checkpoint import checkpoints
 from asyncflow.checkpoint.manifest import read_manifest
+from asyncflow.checkpoint.writer import write_checkpoint
 from tests.conftest import small_cards
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
@@ -127,6 +130,30 @@ async def test_some_variables_alone(tmp_path: Path) -> None:
         for variables in (model.w, [model.w, "n"], "w"):
             with pytest.raises(TypeError, match="variables is a list of variables"):
                 await session.save(tmp_path, variables)  # type: ignore[arg-type]
+
+
+async def test_values_of_a_save_are_freed_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing keeps the GIL, and by the end of a save a session that trains has replaced every value that it wrote."""
+    freed: list[str] = []
+    began, replaced = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def written(root: Path, step: int | None, content: Any, *args: Any) -> Path:
+        weakref.finalize(content.states["w"][1][""], lambda: freed.append(threading.current_thread().name))
+        loop.call_soon_threadsafe(began.set)
+        assert replaced.wait(PATIENCE_S)
+        return write_checkpoint(root, step, content, *args)
+
+    monkeypatch.setattr(checkpoints, "write_checkpoint", written)
+    model = Model()
+    async with af.Session(model.graph) as session:
+        await session.run(model.step)
+        saving = asyncio.create_task(session.save(tmp_path))
+        await began.wait()
+        await session.run(model.step)
+        replaced.set()
+        await saving
+    assert freed == ["asyncflow:written"]
 
 
 async def test_variables_of_one_name_are_refused(tmp_path: Path) -> None:

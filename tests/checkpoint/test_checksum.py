@@ -18,6 +18,7 @@ SUM = column_sums_crc32(CONTENT.data, 0)
 def test_chunks_make_no_difference() -> None:
     first = column_sums_crc32(CONTENT.data[:BLOCK], 0)
     assert column_sums_crc32(CONTENT.data[BLOCK:], first) == SUM
+    assert column_sums_crc32(CONTENT.data[: 2 * BLOCK], 0) == column_sums_crc32(CONTENT.data[BLOCK : 2 * BLOCK], first)
     assert column_sums_crc32(memoryview(b""), SUM) == SUM
     assert column_sums_crc32(memoryview(b"abc"), 0) == zlib.crc32(b"abc")
 

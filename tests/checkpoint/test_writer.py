@@ -155,11 +155,12 @@ class Disk:
         self.has_direct = True
         self.write = os.write
         monkeypatch.setattr(writer, "DIRECT", 1)
+        monkeypatch.setattr(writer, "CHUNK", 1 << 20)
         monkeypatch.setattr(writer, "fcntl", self.control, raising=False)
         monkeypatch.setattr(os, "write", self.written)
 
-    def control(self, descriptor: int, command: int, flags: int = 0) -> int:
-        if command == writer.F_SETFL:
+    def control(self, descriptor: int, command: int, flags: int | None = None) -> int:
+        if flags is not None:
             if not self.has_direct:
                 raise OSError(errno.EINVAL, "Invalid argument")
             self.flags[descriptor] = flags
@@ -181,9 +182,7 @@ class Disk:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="direct I/O is Linux's")
 @pytest.mark.parametrize("answers", [[], [-errno.EINVAL], [1 << 20, -errno.EINVAL], [100], [mmap.PAGESIZE, 5000]])
-def test_large_files_bypass_the_page_cache(
-    answers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_bypass_the_page_cache(answers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever direct I/O refuses or leaves, and the last part of a page, goes through the cache."""
     disk = Disk(monkeypatch)
     disk.answers += answers

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import asyncflow as af
@@ -18,6 +23,8 @@ class Glibc:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
+        self.given_back: list[tuple[int, int]] = []
+        """Addresses and bytes of pages."""
 
     def mallopt(self, parameter: int, value: int, /) -> int:
         self.calls.append((parameter, value))
@@ -26,6 +33,11 @@ class Glibc:
     def malloc_trim(self, pad: int, /) -> int:
         self.calls.append((pad,))
         return 1
+
+    def madvise(self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, advice: int, /) -> int:
+        assert advice == mmap.MADV_DONTNEED
+        self.given_back.append((address.value or 0, nbytes.value))
+        return 0
 
 
 def test_the_first_user_keeps_and_the_last_gives_back() -> None:
@@ -65,6 +77,33 @@ def test_old_values_are_given_back_bit_by_bit_the_last_first() -> None:
     values = [1, 2]
     heap.drop(values)
     assert values == [] and len(glibc.calls) == told + 3  # nothing is kept any more
+
+
+def test_pages_of_a_large_array_are_given_back_before_it_is_freed() -> None:
+    """Freeing it keeps the GIL for as long as the kernel takes for its pages."""
+    glibc = Glibc()
+    heap = Heap(glibc)
+    size = LARGEST + 10 * mmap.PAGESIZE
+    dropped: list[Any] = [np.empty(size, np.uint8)]
+    address = dropped[0].ctypes.data
+    heap.drop(dropped)
+    ((begin, nbytes),) = glibc.given_back
+    assert dropped == []
+    assert begin % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0
+    assert address <= begin and begin + nbytes <= address + size
+    assert nbytes >= size - 2 * mmap.PAGESIZE
+
+
+def test_pages_stay_of_what_is_small_or_in_use() -> None:
+    glibc = Glibc()
+    heap = Heap(glibc)
+    read, watched, around = (np.empty(LARGEST + 1, np.uint8) for _ in range(3))
+    reference = weakref.ref(watched)
+    values: list[Any] = [np.empty(LARGEST, np.uint8), read, watched, around[:], "text"]
+    del watched
+    heap.drop(values)
+    assert glibc.given_back == []
+    assert reference() is None
 
 
 def test_another_allocator_is_left_alone() -> None:
