@@ -63,7 +63,7 @@ async def measure(
             async def cleared() -> None:
                 for path in (root, plain):
                     await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
-                plain.mkdir()
+                await asyncio.to_thread(plain.mkdir)
 
             async def save(work: Callable[[], Awaitable[object]]) -> Sample:
                 await cleared()
