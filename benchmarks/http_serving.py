@@ -1,8 +1,13 @@
-"""One model behind HTTP, beside other servers: eight LSTM steps over a vector of 512 numbers, for 1 and 32 clients.
+"""One model behind HTTP, beside other servers: eight LSTM steps over a vector of 512 numbers.
 
-``python -m benchmarks.http_serving``: requests a second and times, one server after the other, each with one BLAS
-thread. ``--python`` names an interpreter that has uvicorn and the others (Mosec, LitServe, BentoML, Ray Serve); those
-that it has not are left out. All batch up to 32 requests, and those that want a time to wait for others get 2 ms.
+``python -m benchmarks.http_serving``: answers a second and times, each with one BLAS thread, for 1, 8 and 32 clients
+that ask again once they are answered, and for 256: eight times what is computed together. Servers run at the same
+time, and are asked in turn; ratios are of neighbouring windows. ``--python`` names an interpreter that has uvicorn and
+the others (Mosec, LitServe, BentoML, Ray Serve); those that it has not are left out. All batch up to 32 requests, and
+those that want a time to wait for others get 2 ms.
+
+Systems that are "limited" have 32 requests in flight and as many in line. They refuse the rest, and clients ask again
+at once: in the application, with `Lifespan.shed`, or with uvicorn's own limit.
 """
 
 from __future__ import annotations
@@ -10,24 +15,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from benchmarks.http_servers.lstm import SIZE, model
 
-WARM_S, MEASURED_S = 1.0, 4.0
+WARM_S, MEASURED_S = 0.5, 1.5
 START_S = 60.0
 SYSTEMS = {
     "asyncflow": ["asyncflow"],
     "asyncflow, unbatched": ["asyncflow", "unbatched"],
+    "asyncflow, limited": ["asyncflow", "limited"],
+    "asyncflow, limited, shed": ["asyncflow", "limited", "shed"],
+    "asyncflow, limited by uvicorn": ["asyncflow", "limited-by-uvicorn"],
     "mosec": ["mosec"],
     "litserve": ["litserve"],
     "bentoml": ["bentoml"],
@@ -51,13 +62,31 @@ def request(system: str, row: Any) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def answer(reader: asyncio.StreamReader) -> bytes:
-    """The body of a response."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    if " 200 " not in head.partition("\r\n")[0]:
-        raise RuntimeError(head)
-    length = next(line for line in head.split("\r\n") if line.startswith("content-length:"))
-    return await reader.readexactly(int(length.partition(":")[2]))
+class Connection:
+    """A client's connection, which is opened when it is needed and the server has closed the one before."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, sent: bytes) -> tuple[int, bytes]:
+        """Return the status and the body of the response to a request."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
+        writer.write(sent)
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines if line)
+        body = await reader.readexactly(int(headers["content-length"]))
+        if headers.get("connection") == "close":
+            self.close()
+        return int(first.split()[1]), body
+
+    def close(self) -> None:
+        """Closes it."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
 
 
 def numbers(system: str, body: bytes) -> Any:
@@ -68,88 +97,157 @@ def numbers(system: str, body: bytes) -> Any:
     return np.asarray(found["y"] if system == "litserve" else found[0], np.float32)
 
 
-async def load(system: str, port: int, clients: int) -> tuple[float, float, float]:
-    """Requests a second, and the median and 99th percentile of their times in milliseconds."""
+class Load(NamedTuple):
+    """What clients got.
+
+    Attributes:
+        rate: answers a second.
+        median_ms: of the times of these.
+        late_ms: their 99th percentile.
+        refused: refusals a second.
+    """
+
+    rate: float
+    median_ms: float
+    late_ms: float
+    refused: float
+
+
+async def load(system: str, port: int, clients: int) -> Load:
+    """Have clients ask again as soon as they are answered or refused, and count."""
     rows = np.random.default_rng(1).normal(size=(clients, SIZE)).astype(np.float32)
     expected = model(rows)
     begin = perf_counter() + WARM_S
     end = begin + MEASURED_S
     times: list[float] = []
+    refused = 0
 
     async def client(number: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        nonlocal refused
+        connection = Connection(port)
         sent = request(system, rows[number])
-        body = b""
         while (asked := perf_counter()) < end:
-            writer.write(sent)
-            body = await answer(reader)
-            if asked >= begin:
+            try:
+                status, body = await connection.ask(sent)
+            except (OSError, EOFError):  # it closes connections under load
+                connection.close()
+                status, body = 503, b""
+            if status == 200:
+                np.testing.assert_allclose(numbers(system, body), expected[number], rtol=1e-4, atol=1e-5)
+            elif status not in (429, 503):
+                raise RuntimeError(f"{system} answers {status}: {body!r}")
+            if begin <= asked and status == 200:
                 times.append(perf_counter() - asked)
-        np.testing.assert_allclose(numbers(system, body), expected[number], rtol=1e-4, atol=1e-5)
-        writer.close()
+            elif begin <= asked:
+                refused += 1
+        connection.close()
 
     await asyncio.gather(*map(client, range(clients)))
-    ordered = sorted(times)
-    return len(times) / MEASURED_S, 1e3 * statistics.median(ordered), 1e3 * ordered[int(0.99 * len(ordered))]
+    ordered = sorted(times) or [math.inf]
+    late = ordered[int(0.99 * len(ordered))]
+    return Load(len(times) / MEASURED_S, 1e3 * statistics.median(ordered), 1e3 * late, refused / MEASURED_S)
 
 
-def measure(system: str, python: str, clients: list[int]) -> dict[int, tuple[float, float, float]] | None:
-    """The figures of one server, by clients; None if it does not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    threads = {f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL")}
-    module, *options = SYSTEMS[system]
-    command = [python, "-m", f"benchmarks.http_servers.{module}_server", str(port), *options]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **threads},
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        return asyncio.run(_measure(process, system, port, clients))
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=START_S)
+class Server:
+    """One system as a program, from `__enter__` to `__exit__`."""
 
+    def __init__(self, system: str, python: str) -> None:
+        self.system = system
+        self._python = python
 
-async def _measure(
-    process: subprocess.Popen[bytes], system: str, port: int, clients: list[int]
-) -> dict[int, tuple[float, float, float]] | None:
-    limit = perf_counter() + START_S
-    while process.poll() is None and perf_counter() < limit:
-        try:
-            await load_once(system, port)
-            return {number: await load(system, port, number) for number in clients}
-        except (OSError, RuntimeError, EOFError):
-            await asyncio.sleep(0.1)
-    return None
+    def __enter__(self) -> Self:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        threads = {f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL")}
+        module, *options = SYSTEMS[self.system]
+        self._process = subprocess.Popen(
+            [self._python, "-m", f"benchmarks.http_servers.{module}_server", str(self.port), *options],
+            env={**os.environ, **threads},
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=START_S)
+
+    def has_started(self) -> bool:
+        """Wait until it answers; False if it ended, or took too long."""
+        return asyncio.run(self._answers())
+
+    async def _answers(self) -> bool:
+        limit = perf_counter() + START_S
+        while self._process.poll() is None and perf_counter() < limit:
+            try:
+                await load_once(self.system, self.port)
+            except (OSError, RuntimeError, EOFError):
+                await asyncio.sleep(0.1)
+            else:
+                return True
+        return False
 
 
 async def load_once(system: str, port: int) -> None:
-    """One request, to see whether it is there."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request(system, np.zeros(SIZE, np.float32)))
-    await answer(reader)
-    writer.close()
+    """Ask for one answer, to see whether the server is there."""
+    connection = Connection(port)
+    try:
+        status, _ = await connection.ask(request(system, np.zeros(SIZE, np.float32)))
+    finally:
+        connection.close()
+    if status != 200:
+        raise RuntimeError(f"{system} answers {status}")
+
+
+def measure(
+    systems: Sequence[str], python: str, clients: Sequence[int], rounds: int
+) -> dict[tuple[str, int], list[Load]]:
+    """Windows of each system that starts, for each number of clients, in turn: one of each in a round."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(Server(system, python)) for system in systems]
+        cells = [(server, number) for server in servers if server.has_started() for number in clients]
+        taken: dict[tuple[str, int], list[Load]] = {(server.system, number): [] for server, number in cells}
+        for turn in range(rounds if cells else 0):
+            for server, number in cells[turn % len(cells) :] + cells[: turn % len(cells)]:
+                taken[server.system, number].append(asyncio.run(load(server.system, server.port, number)))
+    return taken
+
+
+def table(taken: Mapping[tuple[str, int], Sequence[Load]]) -> Iterator[str]:
+    """Medians, and ratios of rates: to the first system, and to the fewest clients of the same system."""
+    for (system, clients), loads in taken.items():
+        of_system = [each for name, each in taken if name == system]
+        first = taken.get((next(iter(taken))[0], clients), loads)
+        fewest = taken[system, of_system[0]]
+        rate, median_ms, late_ms, refused = (statistics.median(values) for values in zip(*loads, strict=True))
+        told = f"{system:28s}{clients:4d} clients {rate:6.0f}/s, p50 {median_ms:6.1f} ms, p99 {late_ms:6.1f} ms"
+        told += f", {_ratio(loads, first):5.2f}x"
+        if clients != of_system[0]:
+            told += f", {_ratio(loads, fewest):5.2f}x of {of_system[0]} clients"
+        yield told + (f", {refused:.0f} refused/s" if refused else "")
+
+
+def _ratio(loads: Sequence[Load], others: Sequence[Load]) -> float:
+    """The median of the ratios of windows of one round."""
+    return statistics.median(each.rate / max(other.rate, 1e-9) for each, other in zip(loads, others, strict=True))
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("systems", nargs="*", default=list(SYSTEMS))
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    taken = measure(options.systems, options.python, options.clients, options.rounds)
     for system in options.systems:
-        found = measure(system, options.python, options.clients)
-        told = "does not start here" if found is None else ""
-        for number, (rate, median_ms, late_ms) in (found or {}).items():
-            told += f"   {number:3d} clients: {rate:6.0f} requests/s, p50 {median_ms:6.1f} ms, p99 {late_ms:6.1f} ms"
-        print(f"{system:22s}{told}", flush=True)
+        if not any(name == system for name, _ in taken):
+            print(f"{system:28s} does not start here")
+    print(*table(taken), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import uvicorn
 from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -378,6 +379,7 @@ def build(most_files: int = 80) -> Starlette:
             Route("/readyz", serving.readyz(life)),
         ],
         exception_handlers={af.AsyncflowError: serving.respond},
+        middleware=[Middleware(life.shed, passes=[*serving.HEALTH, "/", "/live", "/clients/*"])],
     )
 
 

@@ -245,6 +245,25 @@ class RunQueue(Generic[R]):
         self._insert(run)
         return False
 
+    def refusal(self, run: R, now_s: float, coming: int = 0) -> OverloadedError | None:
+        """Return the error that `offer` would raise for a run of an unknown kind, after `coming` other runs; or None.
+
+        Nothing changes. `offer` may still refuse a run of a kind that takes longer than most.
+        """
+        free = 0 if self._lines else max(0, self.max_runs - len(self.in_flight))
+        if coming < free:
+            return None
+        run.arrival = self._offered + 1
+        if run.deadline_s < inf:
+            wait_s = self.wait_s(run, now_s) + coming * self._mean_s / self.max_runs
+            if now_s + wait_s + self._mean_s > run.deadline_s:
+                return self._overloaded(wait_s, "would have to wait too long to end in time")
+        try:
+            self._giving_way(run, now_s, coming - free)
+        except OverloadedError as error:
+            return error
+        return None
+
     def withdraw(self, run: R) -> None:
         """A run no longer waits; nothing happens to one that does not."""
         line = self._lines.get(run.priority)
@@ -427,9 +446,20 @@ class RunQueue(Generic[R]):
         Raises:
             OverloadedError: nobody does.
         """
-        count, nbytes = self.queued + 1, self.queued_bytes + run.nbytes
+        for other_run in self._giving_way(run, now_s):
+            self.withdraw(other_run)
+            why = f"had to give way to one of priority {run.priority}, as many wait"
+            self._refused.append((other_run, self._overloaded(self.wait_s(other_run, now_s), why)))
+
+    def _giving_way(self, run: R, now_s: float, coming: int = 0) -> list[R]:
+        """Return the runs that would have to give way, so that a run may wait after `coming` others.
+
+        Raises:
+            OverloadedError: others do not.
+        """
+        count, nbytes = self.queued + coming + 1, self.queued_bytes + run.nbytes
         if self._part(count, nbytes) <= 1:
-            return
+            return []
         line = self._lines.get(run.priority)
         held, held_bytes = (0, 0) if line is None else (line.new, line.nbytes)
         own_part = self._part(held + 1, held_bytes + run.nbytes)
@@ -451,10 +481,7 @@ class RunQueue(Generic[R]):
                 limits.append(f"max_queued_bytes={self.max_queued_bytes}, of {self.queued_bytes} + {run.nbytes}")
             why = f"would have to wait, as {self.queued} do ({'; '.join(limits)})"
             raise self._overloaded(self.wait_s(run, now_s), why)
-        for other_run in giving:
-            self.withdraw(other_run)
-            why = f"had to give way to one of priority {run.priority}, as many wait"
-            self._refused.append((other_run, self._overloaded(self.wait_s(other_run, now_s), why)))
+        return giving
 
     def _check_kind(self, run: R, now_s: float) -> None:
         """Refuse a run that would wait where so many of its kind do already, as if those had kept their places.

@@ -1,4 +1,4 @@
-"""Serve a session: its life in a server, runs that end with their requests, errors as responses, health, metrics.
+"""Serve a session: its life in a server, runs that end with their requests, overload, errors, health, metrics.
 
 Works in any ASGI application; Starlette and FastAPI take its parts as they are::
 
@@ -9,6 +9,7 @@ Works in any ASGI application; Starlette and FastAPI take its parts as they are:
         lifespan=life,
         routes=[Route("/predict", predict, methods=["POST"]), Route("/readyz", serving.readyz(life))],
         exception_handlers={af.AsyncflowError: serving.respond},
+        middleware=[Middleware(life.shed)],
     )
 """
 
@@ -20,6 +21,7 @@ from asyncflow.foreign_names import facade as _facade
 from asyncflow.runtime.observer import ObservedBatch as ObservedBatch
 from asyncflow.runtime.observer import ObservedRun as ObservedRun
 from asyncflow.runtime.observer import RunObserver as RunObserver
+from asyncflow.serving.edge import HEALTH as HEALTH
 from asyncflow.serving.health import HealthEndpoint as HealthEndpoint
 from asyncflow.serving.health import livez as livez
 from asyncflow.serving.health import readyz as readyz

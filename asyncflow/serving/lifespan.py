@@ -7,7 +7,7 @@ import inspect
 import logging
 import signal
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Final, Literal, TypeAlias
@@ -16,6 +16,7 @@ from asyncflow.errors import brief
 from asyncflow.runtime.options import as_seconds
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_kind
+from asyncflow.serving.edge import HEALTH, Edge, HeldRefusals, answer_or_cut
 from asyncflow.serving.responses import Application, Message, Receive, Send
 
 Phase: TypeAlias = Literal["starting", "warming", "ready", "draining", "closed"]
@@ -53,6 +54,7 @@ class Lifespan:
         self._grace_s = grace_s
         self._drain_on = drain_on
         self._draining: asyncio.Task[None] | None = None
+        self._held = HeldRefusals()
 
     def __call__(self, app: object = None) -> AbstractAsyncContextManager[None]:
         """A context in which the session is open."""
@@ -64,15 +66,63 @@ class Lifespan:
         async def application(scope: Message, receive: Receive, send: Send) -> None:
             if scope["type"] == "lifespan":
                 await self._serve_lifespan(receive, send)
+            elif scope["type"] == "http":
+                await answer_or_cut(app, scope, receive, send)
             else:
                 await app(scope, receive, send)
 
         return application
 
+    def shed(
+        self,
+        app: Application,
+        *,
+        passes: Collection[str] = HEALTH,
+        timeout: float | None = None,
+        priority: Callable[[Message], int] | None = None,
+        hold_s: float = 2.0,
+    ) -> Application:
+        """An ASGI application that refuses requests before it reads them, as long as the session would refuse a run.
+
+        The other one answers the rest, and everything that is no HTTP request. A refusal is that of `error_response`,
+        and closes the connection. Refusals go out at 100 a second, and are held for so long, as clients that ask again
+        at once would take the time of others. Each is held for `hold_s` at most, and 1,000 at a time.
+
+        For Starlette and FastAPI, ``middleware=[Middleware(life.shed)]``.
+
+        Args:
+            app: whose requests each ask for a run.
+            passes: paths that are never refused; ``/static/*`` stands for all below ``/static/``.
+            timeout: what the application gives its runs as ``timeout=``, if the estimate of `Session` is to count too.
+            priority: gives the ``priority=`` of its run from the scope of a request; None for 0.
+            hold_s: the longest time that a refusal is held; 0 to send all at once, for a load balancer that tries
+                another server then.
+
+        Raises:
+            TypeError, ValueError: an argument is not that.
+        """
+        given: object = passes  # which callers may get wrong
+        if isinstance(given, str) or not isinstance(given, Collection) or not all(type(each) is str for each in given):
+            raise TypeError(f"passes is a list of paths, such as ['/livez', '/static/*']; got {brief(given)}")
+        if not callable(app):
+            raise TypeError(f"shed takes an ASGI application; got {brief(app)}")
+        if priority is not None and not callable(priority):
+            raise TypeError(f"priority is a function of a request's scope; got {brief(priority)}")
+        return Edge(
+            app,
+            self.session,
+            self._held,
+            passes=passes,
+            timeout=None if timeout is None else as_seconds(timeout, "timeout"),
+            priority=priority,
+            hold_s=as_seconds(hold_s, "hold_s"),
+        )
+
     def start_drain(self) -> None:
         """Refuses what is asked for from now on, and lets runs in flight end; on the session's event loop."""
         if self._draining is None and self.phase != "closed":
             self.phase = "draining"
+            self._held.end()
             self._draining = asyncio.get_running_loop().create_task(self.session.drain(self._grace_s))
 
     @asynccontextmanager

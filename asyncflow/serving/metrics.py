@@ -268,6 +268,9 @@ class Metrics:
         now = self._session.statistics()
         yield _gauge("inflight_runs", "Runs in flight.", now.runs)
         yield _gauge("queue_depth", "Runs that wait for their turn.", now.queued)
+        refused = (Sample(MappingProxyType({}), now.refused),)
+        text = "Runs that were not started, and requests that were refused before they were read."
+        yield Metric("asyncflow_refused_total", "counter", text, refused)
         yield _gauge("queue_bytes", "What is fed to runs that wait, in bytes.", now.queued_bytes)
         yield _gauge("plans", "Compiled plans that are kept.", now.plans)
         yield _gauge(

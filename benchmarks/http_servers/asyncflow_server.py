@@ -1,6 +1,7 @@
 """A plain ASGI application on uvicorn, with httptools and uvloop where they are installed.
 
-``unbatched`` behind the port has every request computed by itself.
+Words behind the port: ``unbatched`` has every request computed by itself, ``limited`` limits the runs in flight and in
+line, ``shed`` refuses those above before they are read, and ``limited-by-uvicorn`` has uvicorn count requests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> None:
     with af.Graph() as graph:
         x = af.placeholder("float32", (SIZE,))
         y = lstm(x) if "unbatched" in sys.argv else af.batched(lstm, max_size=MOST)(x)
-    session = af.Session(graph)
+    limits: dict[str, Any] = {"max_runs": MOST, "max_queued": MOST} if "limited" in sys.argv else {}
+    session = af.Session(graph, **limits)
     predict = session.prepare(y, [x])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -41,11 +43,22 @@ def main() -> None:
         while more:
             message = await receive()
             body, more = body + message["body"], message["more_body"]
-        found = await serving.run_or_disconnect(receive, predict(np.frombuffer(body, np.float32)))
+        try:
+            found = await serving.run_or_disconnect(receive, predict(np.frombuffer(body, np.float32)))
+        except af.AsyncflowError as error:
+            await serving.error_response(error)(scope, receive, send)
+            return
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         await send({"type": "http.response.body", "body": np.asarray(found).tobytes()})
 
-    uvicorn.run(serving.lifespan(session).around(app), port=int(sys.argv[1]), log_level="error", access_log=False)
+    life = serving.lifespan(session)
+    uvicorn.run(
+        life.around(life.shed(app) if "shed" in sys.argv else app),
+        port=int(sys.argv[1]),
+        log_level="critical",
+        access_log=False,
+        limit_concurrency=2 * MOST if "limited-by-uvicorn" in sys.argv else None,
+    )
 
 
 if __name__ == "__main__":

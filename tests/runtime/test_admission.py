@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.memory import MemoryAccount
-from asyncflow.runtime.run.admission import Admission
+from asyncflow.runtime.run.admission import Admission, AdmissionTicket
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.testing import virtual_clock
 from benchmarks.walks import walk_of
@@ -500,3 +500,23 @@ async def test_what_runs_leave_behind_is_not_reserved_for_ever(graph: af.Graph) 
             run(400_000)
         assert plan.cost.nbytes == pytest.approx(400_000, rel=0.02)
         assert account.used == kept.nbytes == 500_000
+
+
+async def test_with_auto_a_request_is_refused_where_runs_of_all_lengths_would_be(program: Program) -> None:
+    admission = Admission(SessionOptions(max_runs="auto", max_queued=0))
+    async with af.Session() as session:
+        plans = [session.plan(fetch, [program.x]) for fetch in (program.slow, program.quick)]
+    plans[0].cost.observe(1.0)
+    plans[1].cost.observe(0.001)
+    tickets: list[AdmissionTicket] = []
+    for plan in plans:
+        with admission.expect(inf, 0.0), suppress(af.OverloadedError):
+            while True:
+                tickets.append(admission.apply(plan, inf, 0.0))
+    assert len(tickets) == 2 * admission.max_runs and not admission.expected
+    with pytest.raises(af.OverloadedError, match='max_runs="auto"'):
+        admission.expect(inf, 0.0)
+    assert admission.refused == len(plans) + 1
+    admission.leave(tickets[0], 1.0)
+    with admission.expect(inf, 1.0):
+        assert not admission.expected, "the run may need no place"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any
 
@@ -74,9 +75,14 @@ class World:
     def do(self, event: str, index: int) -> None:
         run = self.runs[index]
         if event == "offer":
+            refusal = self.queue.refusal(Caller(None, run.priority), self.now_s)
             self.states[index] = "refused"
             with suppress(af.OverloadedError):
                 self.states[index] = "running" if self.queue.offer(run, self.now_s) else "waiting"
+            is_refused = self.states[index] == "refused"
+            assert is_refused or not refusal
+            if not (run.nbytes or run.reserved or self.queue.aside) and run.deadline_s == inf:
+                assert is_refused == bool(refusal)
         elif event == "withdraw":
             self.queue.withdraw(run)
             self.queue.withdraw(run)  # the second time nothing happens
@@ -201,6 +207,24 @@ def test_every_interleaving_of_three_runs_that_step_aside(limits: int, kinds: st
                 seen.add(state)
                 paths.append((*path, event))
     assert any("back" in state for state in seen) == (LIMITS[limits]["max_runs"] < 3)
+
+
+def test_a_refusal_is_told_ahead_for_runs_that_come_behind_others_and_changes_nothing() -> None:
+    queue: RunQueue[Caller] = RunQueue(max_runs=2, max_queued=1)
+    assert [queue.refusal(Caller(None), 0.0, coming) is None for coming in range(4)] == [True, True, True, False]
+    runs = [Caller(cost(4.0)) for _ in range(3)]
+    assert [queue.offer(run, 0.0) for run in runs] == [True, True, False]
+    queue._mean_s = 4.0
+    refusal = queue.refusal(Caller(None), 1.0)
+    assert refusal is not None and "max_queued=1" in str(refusal) and refusal.retry_after_s == (3 + 3 + 4) / 2
+    assert queue.refusal(Caller(None, -1), 1.0) is None  # the one that waits would give way
+    assert queue.waiting() == [runs[2]]
+    queue.withdraw(runs[2])
+    assert queue.refusal(Caller(None, deadline_s=8.0), 1.0) is None  # after 3 s, for 4 s
+    late = queue.refusal(Caller(None, deadline_s=7.5), 1.0)
+    assert late is not None and "in time" in str(late)
+    queue.end(runs[0])
+    assert queue.refusal(Caller(None, deadline_s=1.5), 1.0) is None  # a run that starts at once shows what it takes
 
 
 def test_runs_aside_hold_their_memory_and_no_places() -> None:

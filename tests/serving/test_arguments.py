@@ -30,6 +30,20 @@ async def async_nothing() -> None:
         pytest.param(lambda s: parts.lifespan(s, warm_up=3), TypeError, "warm_up is a coroutine .* 3", id="warm_up"),
         pytest.param(lambda s: parts.lifespan(s, beside=3), TypeError, "beside is a list of .*; got 3", id="beside"),
         pytest.param(lambda s: parts.lifespan(s, beside=[s, 3]), TypeError, "beside is .*; got .*, 3", id="beside 3"),
+        pytest.param(
+            lambda s: parts.lifespan(s).shed(3), TypeError, "shed takes an ASGI application; got 3", id="shed"
+        ),
+        pytest.param(
+            lambda s: parts.lifespan(s).shed(print, passes="/livez"),
+            TypeError,
+            "passes is a list .* got '/l",
+            id="passes",
+        ),
+        pytest.param(
+            lambda s: parts.lifespan(s).shed(print, timeout=-1), ValueError, "timeout is .* got -1", id="late"
+        ),
+        pytest.param(lambda s: parts.lifespan(s).shed(print, priority=1), TypeError, "priority is a func", id="prior"),
+        pytest.param(lambda s: parts.lifespan(s).shed(print, hold_s="a"), TypeError, "hold_s is .* 'a'", id="hold"),
         pytest.param(lambda s: parts.livez(None), TypeError, "livez is made for a Lifespan; got None", id="livez"),
         pytest.param(parts.readyz, TypeError, "readyz is made for a Lifespan; got Session", id="readyz"),
         pytest.param(

@@ -20,15 +20,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeVar
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
 from asyncflow.runtime.run_queue import QueuedRun, RunQueue, too_late
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.run_cost import RunCost
@@ -46,6 +48,40 @@ _WAITING_S = 0.000_2
 
 _SHORTEST_S = 0.004
 """Runs that take less are of one length; others are where they take up to four times as long."""
+
+_KEPT_S: Final = 1.0
+"""The time for which a place is kept for an expected run: clients that send a body slowly must not fill the queue."""
+
+
+class ExpectedRun:
+    """A place in the line of a session for a run that a request will ask for.
+
+    Inside ``with``, the first run that this context asks for takes the place. Without it, all requests that arrive in
+    one pass of the event loop would be let in to the last free place.
+    """
+
+    __slots__ = ("_admission", "_token", "until_s")
+
+    def __init__(self, admission: Admission | None, until_s: float) -> None:
+        self._admission = admission
+        self.until_s = until_s
+
+    def __enter__(self) -> Self:
+        self._token: Token[ExpectedRun | None] = _expected.set(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+        _expected.reset(self._token)
+
+    def release(self) -> None:
+        """Give up the place: the run has come, or never will."""
+        if self._admission is not None:
+            self._admission.expected.pop(self, None)
+            self._admission = None  # contexts that are copied from this one may outlive the session
+
+
+_expected: ContextVar[ExpectedRun | None] = ContextVar("asyncflow_expected_run", default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +149,7 @@ class Admission:
             not known by what they cost, else there is one.
         refused: how many runs were not started.
         late: how many of these because their time was up before their turn.
+        expected: runs that requests will ask for, in the order of the requests.
     """
 
     def __init__(self, options: SessionOptions, accounts: Sequence[MemoryAccount] = (), threads: int = 1) -> None:
@@ -125,6 +162,7 @@ class Admission:
         self.queues: dict[int | RunCost, RunQueue[AdmissionTicket]] = {0: RunQueue(self.max_runs, *self._limits)}
         self.refused = 0
         self.late = 0
+        self.expected: dict[ExpectedRun, None] = {}
         self._accounts = accounts if memory_limit is not None else ()
         self._held: list[int] = []
         """Bytes of each that are there without runs."""
@@ -156,6 +194,39 @@ class Admission:
                     del self.queues[key]
             queue = self.queues[length] = RunQueue(self.max_runs, *self._limits)
         return queue
+
+    def expect(self, deadline_s: float, now_s: float, priority: int = 0) -> ExpectedRun:
+        """Keep a place for a run that a request will ask for.
+
+        With `is_auto` nobody knows how long the run is, nor whether it needs a place. It is refused where runs of all
+        lengths would be, and no place is kept.
+
+        Raises:
+            OverloadedError: as far as can be told before the run is known, `apply` would raise it.
+        """
+        while self.expected and (first := next(iter(self.expected))).until_s <= now_s:
+            first.release()
+        busy = [queue for queue in self.queues.values() if queue.has_waiting or not queue.is_idle]
+        refusal: OverloadedError | None = None
+        for queue in busy or self.queues.values():
+            run = AdmissionTicket(None, priority, deadline_s, queue=queue)
+            refusal = queue.refusal(run, now_s, len(self.expected))
+            if refusal is None:
+                break
+        if refusal is not None:
+            self.refused += 1
+            raise refusal
+        if self.is_auto:
+            return ExpectedRun(None, inf)
+        expected = ExpectedRun(self, now_s + _KEPT_S)
+        self.expected[expected] = None
+        return expected
+
+    def arrived(self) -> None:
+        """Note that a run of this context is asked for."""
+        expected = _expected.get()
+        if expected is not None:
+            expected.release()
 
     def apply(
         self, plan: Plan | None, deadline_s: float, now_s: float, priority: int = 0, values: Sequence[Value] = ()

@@ -20,7 +20,7 @@ from asyncflow.errors import AsyncflowError, OutOfMemoryError, SessionClosedErro
 from asyncflow.lift.batched import BodyProgram, SharedCode
 from asyncflow.runtime.observer import Observers, start_observed
 from asyncflow.runtime.options import as_priority, as_timeout, check_trace
-from asyncflow.runtime.run.admission import Admission, AdmissionTicket, in_time
+from asyncflow.runtime.run.admission import Admission, AdmissionTicket, ExpectedRun, in_time
 from asyncflow.runtime.run.atomic import AtomicRuns, Claim
 from asyncflow.runtime.run.batches import Batches
 from asyncflow.runtime.run.channel import Channel
@@ -240,6 +240,17 @@ class Runs:
             taken.settle(None)
         return call.result(plan, fetched, allow_dead=allow_dead)
 
+    def expect(self, timeout: float | None, priority: int) -> ExpectedRun:
+        """Does what `Session.expect_run` promises."""
+        if self.closed is not None:
+            raise SessionClosedError(self.closed)
+        if self.drained is not None:
+            self._check_drained()
+        if self.admission is None:
+            return ExpectedRun(None, inf)
+        now_s = asyncio.get_running_loop().time()
+        return self.admission.expect(inf if timeout is None else now_s + timeout, now_s, priority)
+
     def _hand_over(self, fetched: Sequence[Value]) -> None:
         """Has results count no longer: they are the caller's, as what he feeds is."""
         own = [x for x in fetched if type(x) is np.ndarray and x.nbytes >= TRACKED_BYTES and is_fresh(x)]
@@ -341,6 +352,8 @@ class Runs:
         Raises:
             OverloadedError: it may not even wait.
         """
+        if admission.expected:
+            admission.arrived()
         # With "auto" a plan says whether its runs need a place; it is compiled first.
         if admission.is_auto and (plan is None or plan.gathers or admission.spares(plan, self._calls, self.begun)):
             return None

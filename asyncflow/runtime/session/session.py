@@ -31,7 +31,7 @@ from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.observer import Observers, RunObserver, check_observer
 from asyncflow.runtime.options import as_seconds
-from asyncflow.runtime.run.admission import SessionLoad
+from asyncflow.runtime.run.admission import ExpectedRun, SessionLoad
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared, label_of
 from asyncflow.runtime.session.checkpointed import CheckpointedSession
@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
+
+_INTERNAL = ("expect_run", "run_again", "run_call", "run_function")
+"""Methods that other rooms call."""
 
 _current: Entered[Session] = Entered("asyncflow_session")
 _forked: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -183,7 +186,7 @@ class Session(CheckpointedSession, NotPickled):
 
     def __dir__(self) -> list[str]:
         """Names for completion: methods that other rooms of the library call are left out."""
-        return [name for name in super().__dir__() if name not in ("run_again", "run_call", "run_function")]
+        return [name for name in super().__dir__() if name not in _INTERNAL]
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """The event loop, after checking that this is it and that the session is open."""
@@ -477,6 +480,18 @@ class Session(CheckpointedSession, NotPickled):
         self._bind()
         work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority, is_wanted)
         return work if self._runs.observers is None else self._runs.observers.watch(call.label, work)
+
+    def expect_run(self, *, timeout: float | None = None, priority: int = 0) -> ExpectedRun:
+        """Keep a place for a run that a request will ask for; inside ``with``, the first run of this context takes it.
+
+        Args:
+            timeout: as the run will have it.
+            priority: as the run will have it.
+
+        Raises:
+            OverloadedError, SessionClosedError: the run would be refused.
+        """
+        return self._runs.expect(timeout, priority)
 
     def run_function(
         self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value], *, atomic: bool = False

@@ -51,7 +51,8 @@ class SessionStatistics(NamedTuple):
             keep count too, and results that a caller has got count no longer.
         memory: of each device, by its name.
         queued: with `max_runs`, runs that wait for their turn.
-        refused: with `max_runs`, runs that were not started, because there were too many or it was too late.
+        refused: with `max_runs`, runs that were not started, because there were too many or it was too late, and
+            requests that a server refused ahead (`asyncflow.serving`).
         batches: of each batched function that runs have called, by its name in the graph.
         late: of those that were not started, the ones that had waited, and whose turn came too late.
         queued_bytes: with `max_queued_bytes`, what is fed to those that wait.
