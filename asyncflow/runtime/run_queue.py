@@ -181,6 +181,7 @@ class RunQueue(Generic[R]):
         overdue: runs that took too long: they go on, and count no longer.
         queued: number of runs that wait and have never started.
         queued_bytes: of what is fed to these.
+        offered_s: when the last run was offered.
     """
 
     max_runs: int
@@ -193,6 +194,7 @@ class RunQueue(Generic[R]):
     overdue: dict[R, None] = field(default_factory=dict, init=False)
     queued: int = field(default=0, init=False)
     queued_bytes: int = field(default=0, init=False)
+    offered_s: float = field(default=-inf, init=False)
     _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict, init=False)
     _shares: PriorityShares = field(default_factory=PriorityShares, init=False)
     """Of the time."""
@@ -232,6 +234,7 @@ class RunQueue(Generic[R]):
         if cost is not None:
             run.charge_s, run.reserved = cost.mean_s, cost.nbytes
         run.arrival = self._offered = self._offered + 1
+        self.offered_s = now_s
         if self.aside:
             self._check_kind(run, now_s)
         if not self._lines and self._fits(run):

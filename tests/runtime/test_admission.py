@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.memory import MemoryAccount
-from asyncflow.runtime.run.admission import Admission, AdmissionTicket
+from asyncflow.runtime.run.admission import Admission
 from asyncflow.runtime.session.session_options import SessionOptions
 from asyncflow.testing import virtual_clock
 from benchmarks.walks import walk_of
@@ -506,17 +506,19 @@ async def test_with_auto_a_request_is_refused_where_runs_of_all_lengths_would_be
     admission = Admission(SessionOptions(max_runs="auto", max_queued=0))
     async with af.Session() as session:
         plans = [session.plan(fetch, [program.x]) for fetch in (program.slow, program.quick)]
-    plans[0].cost.observe(1.0)
-    plans[1].cost.observe(0.001)
-    tickets: list[AdmissionTicket] = []
-    for plan in plans:
-        with admission.expect(inf, 0.0), suppress(af.OverloadedError):
-            while True:
-                tickets.append(admission.apply(plan, inf, 0.0))
-    assert len(tickets) == 2 * admission.max_runs and not admission.expected
-    with pytest.raises(af.OverloadedError, match='max_runs="auto"'):
-        admission.expect(inf, 0.0)
-    assert admission.refused == len(plans) + 1
-    admission.leave(tickets[0], 1.0)
+    for plan, taken_s in zip(plans, (1.0, 0.001), strict=True):
+        plan.cost.observe(taken_s)
+        admission.leave(admission.apply(plan, inf, 0.0), 0.0)
+    slow = [admission.apply(plans[0], inf, 0.0) for _ in range(admission.max_runs)]
     with admission.expect(inf, 1.0):
-        assert not admission.expected, "the run may need no place"
+        assert not admission.expected, "it may be a quick one, and may need no place"
+    with pytest.raises(af.OverloadedError, match='max_runs="auto"'):
+        admission.expect(inf, 11.0)  # none was quick of late
+    quick = [admission.apply(plans[1], inf, 11.0) for _ in range(admission.max_runs)]
+    with pytest.raises(af.OverloadedError, match='max_runs="auto"'):
+        admission.expect(inf, 12.0)
+    assert admission.refused == 2
+    for ticket in (slow[0], quick[0]):
+        admission.leave(ticket, 12.0)
+        admission.expect(inf, 12.0)
+        admission.apply(plans[ticket is quick[0]], inf, 12.0)

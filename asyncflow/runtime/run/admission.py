@@ -52,6 +52,9 @@ _SHORTEST_S = 0.004
 _KEPT_S: Final = 1.0
 """The time for which a place is kept for an expected run: clients that send a body slowly must not fill the queue."""
 
+_LATELY_S: Final = 10.0
+"""With ``max_runs="auto"``, a length for which no run has come for this time tells nothing of requests."""
+
 
 class ExpectedRun:
     """A place in the line of a session for a run that a request will ask for.
@@ -199,16 +202,17 @@ class Admission:
         """Keep a place for a run that a request will ask for.
 
         With `is_auto` nobody knows how long the run is, nor whether it needs a place. It is refused where runs of all
-        lengths would be, and no place is kept.
+        lengths of late would be, and no place is kept.
 
         Raises:
             OverloadedError: as far as can be told before the run is known, `apply` would raise it.
         """
         while self.expected and (first := next(iter(self.expected))).until_s <= now_s:
             first.release()
-        busy = [queue for queue in self.queues.values() if queue.has_waiting or not queue.is_idle]
+        queues = self.queues.values()
+        used = [queue for queue in queues if not queue.is_idle or queue.offered_s > now_s - _LATELY_S]
         refusal: OverloadedError | None = None
-        for queue in busy or self.queues.values():
+        for queue in used or queues:
             run = AdmissionTicket(None, priority, deadline_s, queue=queue)
             refusal = queue.refusal(run, now_s, len(self.expected))
             if refusal is None:
