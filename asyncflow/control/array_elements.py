@@ -1,7 +1,8 @@
-"""Shapes common to the elements of a TensorArray, read off the graph that wrote them.
+"""What is known of a TensorArray behind a loop or branch, read off the graph that made and wrote it.
 
 A handle that comes out of a loop or branch is a new tensor, of which Python knows nothing yet. Its elements were
-written before the loop, or in its body: what the shapes of those writes have in common holds for every element.
+written before the loop, or in its body: what the shapes of those writes have in common holds for every element. The
+array was made before the loop, too, unless the body replaces it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import Shape, merge
-from asyncflow.graph.structured import CondNode, WhileNode
+from asyncflow.graph.structured import CondNode, PooledNode, WhileNode
 
 ElementRule: TypeAlias = "Callable[[Node], Shape]"
 """The shape of the elements that a node writes into an array."""
 
 
-def elements_of(handle: Tensor, declared: Shape, writers: Mapping[Op, ElementRule]) -> Common:
-    """The elements of an array, as far as they are known.
+def elements_of(handle: Tensor, declared: Shape, writers: Mapping[Op, ElementRule]) -> tuple[Common, Node | None]:
+    """Return the shape of the elements of an array, and the node that made it, as far as they are known.
 
     Args:
         handle: carries the array.
@@ -31,7 +32,9 @@ def elements_of(handle: Tensor, declared: Shape, writers: Mapping[Op, ElementRul
         writers: the ops that write elements into the array that is their first input, and which.
     """
     written = _Written(declared, writers)
-    return written.common if written.follow(handle, None) else (declared,)
+    if not written.follow(handle, None):
+        return (declared,), None
+    return written.common, next(iter(written.makers)) if len(written.makers) == 1 else None
 
 
 class _Written:
@@ -41,6 +44,7 @@ class _Written:
         self._declared = declared
         self._writers = writers
         self.common: Common = None
+        self.makers: set[Node] = set()
 
     def follow(self, handle: Tensor, start: Tensor | None) -> bool:
         """Adds the writes from `start`, or from where the array was made, to `handle`; whether all were found."""
@@ -57,7 +61,7 @@ class _Written:
                 if outer is None:
                     return False  # a variable of a loop around this one: anything may be in it
                 handle = outer
-            elif isinstance(node, WhileNode):
+            elif isinstance(node, WhileNode | PooledNode):
                 variable, result = node.carried[handle.index]
                 if not self.follow(result, variable):
                     return False
@@ -65,7 +69,8 @@ class _Written:
             elif isinstance(node, CondNode):
                 return all(self.follow(branch.results[handle.index], start) for branch in node.subgraphs)
             else:
-                return all(tensor.dtype != VARIANT for tensor in node.inputs)  # where it was made
+                self.makers.add(node)
+                return all(tensor.dtype != VARIANT for tensor in node.inputs)
         return True
 
 

@@ -195,7 +195,7 @@ class TensorArray(Handle):
     Methods that write return the new array and leave this one as it is. Each element is written once on the way to
     any array; writing in a loop costs no copies. Arrays may be loop variables, branch results and parts of any nest.
     In the body of a loop, what is known of them is `dtype` and `element_shape` as given here; behind the loop, also the
-    shape that all writes have in common.
+    shape that all writes have in common, and the number of elements if `size` is a constant.
 
     Args:
         dtype: of the elements.
@@ -230,7 +230,7 @@ class TensorArray(Handle):
     )
 
     _kind: ArrayKind
-    # Known of this very handle, and forgotten where it passes through a loop or branch: the size, and the elements.
+    # Known of this very handle, and behind a loop or branch read off the graph again: the size, and the elements.
     _length: int | Tensor | None
     _common: Common
 
@@ -258,7 +258,7 @@ class TensorArray(Handle):
         }
         self._carry(apply(TENSOR_ARRAY, tensor, name=name, **attrs)[0])
         self._kind = kind
-        self._length = tensor if fixed is not None and fixed.shape == () and not kind.dynamic_size else None
+        self._length = _fixed_length(self.handle.node)
         self._common = None
 
     @classmethod
@@ -442,8 +442,17 @@ def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
     assert isinstance(kind, ArrayKind)
     array = TensorArray.from_handle(children[0], kind)
     if isinstance(array.handle, Tensor):  # nests are also made of names and paths
-        array._common = elements_of(array.handle, kind.element_shape, _WRITERS)
+        array._common, maker = elements_of(array.handle, kind.element_shape, _WRITERS)
+        array._length = None if maker is None else _fixed_length(maker)
     return array
+
+
+def _fixed_length(maker: Node) -> Tensor | None:
+    """Return the size that a node gives the array it makes, if it is a constant and the array does not grow."""
+    if maker.op is not TENSOR_ARRAY or maker.attrs["dynamic_size"]:
+        return None
+    fixed = default_value(maker.inputs[0])
+    return None if fixed is None or fixed.shape != () else maker.inputs[0]
 
 
 nest.register(TensorArray, _unpack, _pack)

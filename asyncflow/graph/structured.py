@@ -27,6 +27,12 @@ class PooledNode(Node):
 
     __slots__ = ()
 
+    @property
+    def carried(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of loop variables: as the body gets each, and as it returns each. Its initial value is an input."""
+        _, body = self.attrs["shared"].bodies
+        return list(zip(body.inputs, body.results, strict=False))
+
 
 def bodies_in(node: Node) -> Sequence[Graph]:
     """The bodies of a node, in whichever way it runs them."""

@@ -450,7 +450,7 @@ def test_what_writes_show_is_known_behind_loops_and_branches(graph: af.Graph) ->
     assert array.write(0, [1]).write(1, [1, 2]).element_shape == (None,)
     _, after = af.while_loop(lambda i, array: i < 4, lambda i, array: (i + 1, array.write(i, [1, 2])), (0, array))
     assert after.element_shape == (2,)
-    assert after.stack().shape == (None, 2)
+    assert after.stack().shape == (4, 2)
     _, more = af.while_loop(lambda i, array: i < 4, lambda i, array: (i + 1, array.write(i, [1])), (0, after))
     assert more.element_shape == (None,), "those written before the loop are still there"
     x = af.placeholder("int64", (None, 3))
@@ -468,6 +468,39 @@ def test_what_writes_show_is_known_behind_nested_loops(graph: af.Graph) -> None:
 
     _, array = af.while_loop(lambda i, _: i < 2, row, (0, af.TensorArray("int64", 4)))
     assert array.element_shape == (2,)
+
+
+def test_the_number_of_elements_is_known_behind_a_loop_if_it_is_a_constant(graph: af.Graph) -> None:
+    n = af.placeholder("int64", ())
+
+    def filled(array: af.TensorArray, start: af.TensorArray | None = None) -> af.Tensor:
+        body = (lambda i, a: (i + 1, a.write(i, 0.5))) if start is None else (lambda i, a: (i + 1, start.write(i, 0.5)))
+        return af.while_loop(lambda i, _: i < n, body, (0, array))[1].stack()
+
+    assert filled(af.TensorArray("float64", 4)).shape == (4,)
+    assert filled(af.TensorArray("float64", n)).shape == (None,)
+    assert filled(af.TensorArray("float64", 4, dynamic_size=True)).shape == (None,)
+    assert filled(af.TensorArray("float64", 4), af.TensorArray("float64", 3)).shape == (None,), (
+        "another takes its place"
+    )
+
+
+async def test_a_fed_size_agrees_with_a_shape_that_was_built_on_it_behind_a_loop(run: Run, graph: af.Graph) -> None:
+    size = af.constant(3)
+    array = af.TensorArray("int64", size)
+    stacked = af.while_loop(lambda i, _: i < 3, lambda i, a: (i + 1, a.write(i, i)), (0, array))[1].stack()
+    assert_same(await run(stacked), np.arange(3))
+    with pytest.raises(af.FeedError, match="constant"):
+        await run(stacked, {size: 4})
+
+
+async def test_elements_are_known_behind_a_pooled_loop(run: Run, graph: af.Graph) -> None:
+    x = af.placeholder("int64", (2,))
+    body = lambda i, a: (i + 1, a.write(i, x * i))  # noqa: E731
+    start = (0, af.TensorArray("int64", 3))
+    stacked = af.while_loop(lambda i, _: i < 3, body, start, pool=af.Pool(2))[1].stack()
+    assert stacked.shape == (3, 2)
+    assert_same(await run(stacked, {x: [1, 2]}), np.outer(np.arange(3), [1, 2]))
 
 
 def test_arrays_that_change_places_in_a_loop_stay_unknown(graph: af.Graph) -> None:
