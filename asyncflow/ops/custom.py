@@ -91,7 +91,7 @@ class CustomOp(Generic[P]):
             option = "rows=True" if batch is None else "batch="
             raise GraphError(f"@op: {self.name} is a coroutine function; {option} is for functions that do not await")
         self._is_stateful = self._has_effects(stateful)
-        self.limits = None if limits is None else self._limited(limits(self.name), is_async, rows)
+        self.limits = None if limits is None else self._limited(limits(self.name), is_async)
         if pure and self._is_stateful:
             raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
         calls = _Calls(function, is_async, self.name, self.limits)
@@ -199,13 +199,7 @@ class CustomOp(Generic[P]):
             self._require_outputs(self.outputs)
         return True
 
-    def _limited(self, limits: CallLimits, is_async: bool, rows: bool) -> CallLimits | None:
-        if limits.given and (rows or self._batch is not None):
-            option = "rows=True" if self._batch is None else "batch="
-            raise GraphError(
-                f"@op: {self.name} has {option}, and limits ({', '.join(limits.given)}) are of calls for one row each; "
-                f"leave out {option} or the limits"
-            )
+    def _limited(self, limits: CallLimits, is_async: bool) -> CallLimits | None:
         if limits.given and self._is_stateful and not is_async and limits.max_concurrency is None:
             return replace(limits, max_concurrency=1)  # calls of different runs take turns
         return limits if limits.given else None
@@ -264,12 +258,18 @@ class _Calls:
         """Return a function of rows as one of a single row."""
         of_rows = self.rows_kernel(xp, outputs=outputs, arguments=arguments)
 
-        def call(*values: Value) -> Value:
-            found = of_rows(*(np.asarray(value)[None] for value in values))
-            require_rows((found,) if isinstance(outputs, Spec) else found, 1)
-            return found[0] if isinstance(outputs, Spec) else tuple(x[0] for x in found)
+        def only_row(found: Array | tuple[Array, ...]) -> Value:
+            results = found if isinstance(found, tuple) else (found,)
+            require_rows(results, 1)
+            return results[0][0] if isinstance(outputs, Spec) else tuple(x[0] for x in results)
 
-        return call
+        def call(*values: Value) -> Value:
+            return only_row(of_rows(*(np.asarray(value)[None] for value in values)))
+
+        async def call_in_turn(*values: Value) -> Value:
+            return only_row(await of_rows(*(np.asarray(value)[None] for value in values)))
+
+        return call if self.limits is None else call_in_turn
 
 
 @overload
@@ -351,8 +351,8 @@ def op(
         batch: firings of several runs, iterations and branches share a call, as with `batched`; the function works on
             rows then, those of all members. Unless it is `pure`, a call that fails fails for all of them. With `pad`
             or `bucket` it gets their lengths as one more argument, and with ``ragged="packed"`` their offsets: a result
-            declared with an open first extent is then side by side, as the argument is. Coroutine functions and
-            functions with limits have neither `batch` nor `rows`.
+            declared with an open first extent is then side by side, as the argument is. Coroutine functions have
+            neither `batch` nor `rows`.
         timeout: seconds that one attempt of a call may take, without the time it waits for its turn. A coroutine
             function is cancelled then. A plain function cannot be stopped: its thread goes on, and its result is
             dropped. The same happens when its run is cancelled. None: any time.

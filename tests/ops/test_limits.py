@@ -35,8 +35,6 @@ def same(x: Any) -> Any:
         ({"retries": 1, "retry_on": "no"}, r"retry_on= of same is a class of errors, .*; got 'no'"),
         ({"rate": 1, "backoff": 2.0}, r"backoff= of same is for retries, and retries= is 0; got 2.0"),
         ({"rate": 1, "retry_on": OSError}, r"retry_on= of same is for retries, and retries= is 0; got <class"),
-        ({"rate": 1, "rows": True}, r"same has rows=True, and limits \(rate\) are of calls for one row"),
-        ({"rate": 1, "batch": af.Batch()}, r"same has batch=, and limits \(rate\) are of calls for one row"),
     ],
     ids=str,
 )

@@ -154,6 +154,53 @@ def test_rows_at_once_are_refused_with_the_reason() -> None:
             af.batched(calls)(x)
 
 
+async def test_a_call_for_many_rows_counts_as_one() -> None:
+    sizes: list[int] = []
+
+    @af.op(outputs=SCALAR, rows=True, max_concurrency=1)
+    def rows(x: Any) -> Any:
+        sizes.append(len(x))
+        return x + 1
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (None,))
+        fetches = [af.vmap(rows)(x), af.map_fn(rows, x), rows(x[0])]
+    async with af.Session(graph) as session:
+        at_once, one_by_one, single = await session.run(fetches, {x: np.arange(4.0)})
+        np.testing.assert_array_equal(at_once, np.arange(4) + 1)
+        np.testing.assert_array_equal(one_by_one, np.arange(4) + 1)
+        assert single == 1
+        assert sorted(sizes) == [1, 4, 4]
+        assert session.statistics().limits["rows"] == LimitStatistics(calls=3, attempts=3)
+
+
+async def test_a_batch_is_tried_again_as_a_whole(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    @af.op(outputs=SCALAR, batch=af.Batch(8, pad=0.0), retries=2, backoff=0, timeout=1000)
+    def total(x: Any, lengths: Any) -> Any:
+        sizes.append(len(x))
+        if len(sizes) < 3 or np.any(x < 0):
+            raise ConnectionError("busy")
+        return np.sum(x, axis=1)
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (None,))
+        y = total(x)
+    async with af.Session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {x: np.ones(k)}) for k in range(1, 5)))
+        assert tuple(found) == (1, 2, 3, 4)
+        assert sizes == [4, 4, 4]
+        counts = session.statistics().limits["total"]
+        assert (counts.calls, counts.attempts, counts.retries) == (1, 3, 2)
+        with pytest.raises(af.KernelError, match=r"ConnectionError: busy \(attempt 3 of 3\)"):
+            await session.run(y, {x: -np.ones(2)})
+        await session.run(y, {x: np.ones(2)}, record=tmp_path / "run.json")
+    before = len(sizes)
+    assert list((await af.replay(tmp_path / "run.json", graph)).values()) == [2.0]
+    assert len(sizes) == before
+
+
 def test_a_run_that_waits_for_its_turn_gives_its_place_to_others() -> None:
     async def main() -> None:
         async with af.Session(graph, max_runs=1, max_queued=10, devices=["cpu:0"]) as session:

@@ -56,7 +56,7 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         CannotLift: the kernel is a coroutine, or a user's, whose results may be of another shape for each row.
     """
     op = node.op
-    if op.is_async:
+    if op.is_async and op.rows_kernel is None:
         raise CannotLift(f"{node.name} ({op.name}) awaits, for each row by itself")
     if op.rows_kernel is not None:
         inputs = [LiftedValue(rows.spread(value), has_rows=True) for value in inputs]
@@ -80,7 +80,7 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
 
 def _calling(node: Node) -> Op:
     if node.op.is_user:
-        return _OF_USER[node.op.is_repeatable, node.op.takes_any_arrays]
+        return _OF_USER[node.op.is_repeatable, node.op.takes_any_arrays, node.op.is_async]
     if node.op.needs_context:
         return BY_ROW_DRAWN
     if node.op.effects is not None:
@@ -127,6 +127,14 @@ def _kernel(
         require_rows(results, len(numbers))
         return results
 
+    async def in_turn(numbers: Array, *inputs: Array) -> tuple[Array, ...]:
+        found = await of_rows(*inputs)
+        results: tuple[Array, ...] = (found,) if single else found
+        require_rows(results, len(numbers))
+        return results
+
+    if op.is_async:
+        return in_turn
     return _AtOnce(at_once) if op.is_user else at_once
 
 
@@ -376,8 +384,8 @@ BY_ROW_DRAWN = define(
     "draw_row_by_row", _infer, _drawing_kernel, flops=_flops, needs_context=True, is_random=True, runs_on_host=True
 )
 _OF_USER = {
-    (pure, anywhere): define(
-        f"user{'_pure' * pure}{'_anywhere' * anywhere}_row_by_row",
+    (pure, anywhere, waits): define(
+        f"user{'_pure' * pure}{'_anywhere' * anywhere}{'_waiting' * waits}_row_by_row",
         _infer,
         _kernel,
         host_inputs=_host,
@@ -385,10 +393,11 @@ _OF_USER = {
         is_user=True,
         is_repeatable=pure,
         takes_any_arrays=anywhere,
+        is_async=waits,
     )
-    for pure, anywhere in product((False, True), repeat=2)
+    for pure, anywhere, waits in product((False, True), repeat=3)
 }
-"""Those that call a user's function, by `Op.is_repeatable` and `Op.takes_any_arrays` of its op."""
+"""Those that call a user's function, by `is_repeatable`, `takes_any_arrays` and `is_async` of its op."""
 BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED, *_OF_USER.values())
 """The ops that call the kernel of another for each row; their first input are the numbers of rows, a vector each."""
 
