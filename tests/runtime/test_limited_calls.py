@@ -450,6 +450,30 @@ async def test_a_plain_function_may_ask_for_a_run_of_its_session() -> None:
         assert await asyncio.gather(*(session.run(y, {x: float(k)}) for k in range(3))) == [0, 2, 4]
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_function_that_waits_for_itself_is_told_so(is_async: bool) -> None:
+    if is_async:
+
+        @af.op(outputs=SCALAR, max_concurrency=2)
+        async def asks(x: Any) -> Any:
+            return x if x <= 0 else 1 + await session.run(y, {x_in: x - 1})
+
+    else:
+
+        @af.op(outputs=SCALAR, max_concurrency=2)
+        def asks(x: Any) -> Any:
+            return x if x <= 0 else 1 + session.run_threadsafe(y, {x_in: x - 1}).result(PATIENCE_S)
+
+    with af.Graph() as graph:
+        x_in = af.placeholder("float64", ())
+        y = asks(x_in)
+    async with af.Session(graph) as session:
+        assert await session.run(y, {x_in: 1.0}) == 1
+        with pytest.raises(af.KernelError, match=r"asks asked for a run that calls it again, .* max_concurrency=2"):
+            await session.run(y, {x_in: 2.0})
+        assert await session.run(y, {x_in: 1.0}) == 1
+
+
 def test_waiting_calls_leave_at_once_and_lose_nothing() -> None:
     async def main() -> None:
         async with af.Session(graph, devices=["cpu:0"]) as session:
@@ -508,6 +532,21 @@ def test_each_attempt_is_in_the_trace() -> None:
         ("tool (attempt 2)", 2, 1, "ok", 2 * second, 2 * second, 3 * second),
     ]
     assert sorted(run.retries for run in log.ended) == [0, 1]
+
+
+async def test_attempts_of_a_run_inside_are_not_those_of_the_function_that_asks_for_it() -> None:
+    @af.op(outputs=SCALAR, max_concurrency=2)
+    async def outer(x: Any) -> Any:
+        return await session.run(inner, {x_in: x})
+
+    tool = Tool()
+    with af.Graph() as graph:
+        x_in, x = af.placeholder("float64", ()), af.placeholder("float64", ())
+        inner, y = tool.op(max_concurrency=1)(x_in), outer(x)
+    trace = af.Trace()
+    async with af.Session(graph) as session:
+        assert await session.run(y, {x: 1.0}, trace=trace) == 2
+    assert [(firing.op, firing.attempt) for firing in trace.firings if firing.attempt] == [("outer", 1)]
 
 
 def test_a_record_has_the_last_result_and_a_replay_does_not_wait(tmp_path: Path) -> None:

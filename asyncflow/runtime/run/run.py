@@ -12,6 +12,7 @@ from asyncflow.errors import DeadlineExceeded, InternalError, OutOfMemoryError, 
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.ops.recorded_calls import call_log
 from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.scheduler.limited_calls import attempts_of
 from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan, Trace
@@ -126,6 +127,8 @@ class Run:
         self.context.run(leave_graphs)
         if self.context.get(call_log) is not None:
             self.context.run(call_log.set, None)  # a recorded function asked for this run, whose calls are its own
+        if self.context.get(attempts_of) is not None:
+            self.context.run(attempts_of.set, None)  # and a traced one
         self.context.run(own_context, self.part)
         self.part.emitter = self.emitter
         if self.ticket is not None:

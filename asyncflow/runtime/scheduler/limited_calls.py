@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from operator import add, attrgetter
 from random import Random
@@ -59,6 +60,18 @@ class Attempt(NamedTuple):
 
 attempts_of: ContextVar[list[Attempt] | None] = ContextVar("asyncflow_attempts", default=None)
 """The attempts of the current firing, for its trace; None where it has none."""
+
+
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """An attempt of a function, for the runs that it asks for."""
+
+    function: LimitedFunction
+    is_over: bool = False
+
+
+_within: ContextVar[tuple[_Begun, ...]] = ContextVar("asyncflow_limited_calls", default=())
+"""The attempts that the current context is part of."""
 
 
 class LimitStatistics(NamedTuple):
@@ -245,6 +258,8 @@ class LimitedFunction(LinedState):
         rank = min(part.deadline_s, self._loop.time() + PATIENCE_S), self._arrivals
         log, counts = attempts_of.get(), self._counts
         counts["calls"] += 1
+        within = _within.get()
+        self._refuse_to_wait_for_itself(within)
         attempt = partial(self._awaited if is_async else self._beside, limits, function, values)
         failed, earlier = 0, None
         try:
@@ -254,6 +269,8 @@ class LimitedFunction(LinedState):
                 counts["attempts"] += 1
                 counts["retries"] += failed > 0
                 started_ns, status = self._clock(), "cancelled"
+                begun = _Begun(self)
+                _within.set((*within, begun))
                 try:
                     found = await attempt()
                     status = "ok"
@@ -266,6 +283,7 @@ class LimitedFunction(LinedState):
                     if delay_s is None:
                         raise
                 finally:
+                    begun.is_over = True
                     if log is not None:
                         log.append(Attempt(asked_ns, started_ns, self._clock(), status))
                 note_retry()
@@ -275,6 +293,19 @@ class LimitedFunction(LinedState):
             raise
         finally:
             del earlier  # its traceback leads to this frame, and that would be a cycle
+
+    def _refuse_to_wait_for_itself(self, within: Sequence[_Begun]) -> None:
+        """Raise if every slot is taken by attempts that this call is part of.
+
+        Raises:
+            RuntimeError: they would wait for one another for ever.
+        """
+        around = sum(begun.function is self and not begun.is_over for begun in within)
+        if self._slots is not None and around >= self._slots:
+            raise RuntimeError(
+                f"{self._name} asked for a run that calls it again, which would wait for ever: its own "
+                f"call{'s' * (around > 1)} count for max_concurrency={self._slots}"
+            )
 
     def _delay_s(self, limits: CallLimits, part: RunPart, failed: int, error: Exception) -> float | None:
         """Return the seconds before the next attempt; None if there is none, which the error then says."""
