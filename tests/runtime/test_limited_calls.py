@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.scheduler import coroutines
+from asyncflow.runtime.scheduler import coroutines, limited_calls
 from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
@@ -434,6 +434,20 @@ async def test_a_plain_function_that_never_returns_holds_up_its_run_for_the_grac
         tool.release.set()
         assert await session.run(y, {x: 1.0}) == 2
     assert "tool cannot be stopped: 0.02 s after its run ended early, its function still works on a" in caplog.text
+
+
+async def test_a_thread_that_cannot_start_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    graph, x, y = graph_of(Blocking().op(max_concurrency=1))
+    async with af.Session(graph) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(limited_calls, "call_beside", full)
+            with pytest.raises(af.KernelError, match="can't start new thread"):
+                await session.run(y, {x: 1.0})
+        assert session.statistics().limits["tool"].running == 0
+        assert await session.run(y, {x: 1.0}) == 2
 
 
 async def test_a_plain_function_may_ask_for_a_run_of_its_session() -> None:

@@ -64,10 +64,17 @@ attempts_of: ContextVar[list[Attempt] | None] = ContextVar("asyncflow_attempts",
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """An attempt of a function, for the runs that it asks for."""
+    """An attempt of a function: for what gives its slot back, and for the runs that the function asks for.
+
+    Attributes:
+        function: that it calls.
+        is_over: True if it has given back its slot.
+        is_left: True if a thread goes on with it for nobody.
+    """
 
     function: LimitedFunction
     is_over: bool = False
+    is_left: bool = False
 
 
 _within: ContextVar[tuple[_Begun, ...]] = ContextVar("asyncflow_limited_calls", default=())
@@ -240,11 +247,12 @@ class LimitedFunction(LinedState):
             place.leave()
             raise
 
-    def _ended(self, *, was_left: bool = False) -> None:
+    def _ended(self, begun: _Begun) -> None:
         """Give back the slot of an attempt."""
+        begun.is_over = True
         with self.lock:
             self._counts["running"] -= 1
-            self._counts["left_behind"] -= was_left
+            self._counts["left_behind"] -= begun.is_left
             self._settle()
         self.wake_called()
 
@@ -272,7 +280,7 @@ class LimitedFunction(LinedState):
                 begun = _Begun(self)
                 _within.set((*within, begun))
                 try:
-                    found = await attempt()
+                    found = await attempt(begun)
                     status = "ok"
                     return found
                 except Exception as error:
@@ -283,7 +291,6 @@ class LimitedFunction(LinedState):
                     if delay_s is None:
                         raise
                 finally:
-                    begun.is_over = True
                     if log is not None:
                         log.append(Attempt(asked_ns, started_ns, self._clock(), status))
                 note_retry()
@@ -335,7 +342,9 @@ class LimitedFunction(LinedState):
 
     # -- attempts ------------------------------------------------------------------------------------------------
 
-    async def _awaited(self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value]) -> Nest:
+    async def _awaited(
+        self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value], begun: _Begun
+    ) -> Nest:
         """Await a coroutine function, which is cancelled when its time is up."""
         scope = asyncio.timeout(limits.timeout)
         try:
@@ -346,11 +355,13 @@ class LimitedFunction(LinedState):
                 raise self._timed_out(limits, "") from None
             raise  # the function's own
         finally:
-            self._ended()
+            self._ended(begun)
 
-    async def _beside(self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value]) -> Nest:
+    async def _beside(
+        self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value], begun: _Begun
+    ) -> Nest:
         """Call a plain function on a thread of its own, which keeps the slot until it returns."""
-        loop, returned, is_left = self._loop, Latch(), False
+        loop, returned = self._loop, Latch()
 
         def on_thread() -> Nest:
             try:
@@ -361,7 +372,7 @@ class LimitedFunction(LinedState):
 
         def ended() -> None:
             returned.set()
-            self._ended(was_left=is_left)
+            self._ended(begun)
 
         on_thread.__name__ = limits.name
         scope = asyncio.timeout(limits.timeout)
@@ -371,18 +382,25 @@ class LimitedFunction(LinedState):
         except TimeoutError:
             if not scope.expired():
                 raise
-            is_left = not returned.done()
-            self._counts["left_behind"] += is_left
+            self._leave(begun)
             slot = "" if self._slots is None else f", and counts for max_concurrency={self._slots} until then"
             raise self._timed_out(limits, f"; its thread goes on until it returns{slot}") from None
+        except RuntimeError:
+            if not begun.is_over:
+                self._ended(begun)  # no thread could be started
+            raise
         except asyncio.CancelledError:
-            is_left = not returned.done()
-            self._counts["left_behind"] += is_left
+            self._leave(begun)
             if limits.timeout is None:
                 # Nothing of a run is left when it ends, unless its function may take only so long.
                 with loop.outside_work() if is_virtual(loop) else nullcontext():
                     await returned.wait()
             raise
+
+    def _leave(self, begun: _Begun) -> None:
+        """Nobody waits for the thread of an attempt any more."""
+        begun.is_left = not begun.is_over
+        self._counts["left_behind"] += begun.is_left
 
     def _timed_out(self, limits: CallLimits, more: str) -> TimeoutError:
         self._counts["timeouts"] += 1
