@@ -2,6 +2,7 @@
 
 One layer of attention with two heads and one of 2 * width. The cache has room for the longest sequence, and a mask of
 the places that are filled, or it grows with each step. By hand, NumPy steps all live rows of such caches with room.
+Sampled, each step draws a word at a temperature, by the seed of the request; by hand, all rows draw from one stream.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from benchmarks.pooled_loop import ALONE, BY_HAND, TIME, trial_of
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
-    Request = tuple[Array, int]
+    Request = tuple[Array, int, int]
 
 GROWING = "caches that grow, in a pool"
+GREEDY_ALONE = "the most likely words, a run a request"
 WORDS, HEADS = 97, 2
+TEMPERATURE = 0.8
+DRAW = 7
+"""The seed of the op that samples."""
 
 
 async def measure(
@@ -38,22 +43,32 @@ async def measure(
     """Milliseconds of all requests, with a pool, and without."""
     random = np.random.default_rng(1)
     sizes = [random.integers(low, high + 1, requests) for low, high in (prompts, lengths)]
-    asked = [(random.integers(0, WORDS, m), int(n)) for m, n in zip(*sizes, strict=True)]
+    asked = [(random.integers(0, WORDS, m), int(n), k) for k, (m, n) in enumerate(zip(*sizes, strict=True))]
     decoder = Decoder.of(width, room)
     with af.Graph() as graph:
-        prompt, n = af.placeholder("int64", (None,)), af.placeholder("int64", ())
+        prompt, n, seed = af.placeholder("int64", (None,)), af.placeholder("int64", ()), af.placeholder("int64", ())
         alone, pooled = (decoder.loop(prompt, n, pool) for pool in (None, af.Pool(max(clients))))
         growing = decoder.loop(prompt, n, af.Pool(max(clients)), grows=True)
+        alone_sampled, sampled = (decoder.loop(prompt, n, pool, seed=seed) for pool in (None, af.Pool(max(clients))))
     found = []
     async with af.Session(graph) as session:
         for each in clients:
-            trials = {
-                name: trial_of(session.prepare(fetch, [prompt, n]), asked, each)
-                for name, fetch in ((ASYNCFLOW, pooled), (ALONE, alone), (GROWING, growing))
-            }
-            trials[BY_HAND] = _by_hand_trial(decoder, asked, each)
+            greedy, drawn = (
+                {
+                    name: trial_of(session.prepare(fetch, [prompt, n, seed]), asked, each)
+                    for name, fetch in chosen.items()
+                }
+                for chosen in (
+                    {ASYNCFLOW: pooled, ALONE: alone, GROWING: growing},
+                    {ASYNCFLOW: sampled, ALONE: alone_sampled},
+                )
+            )
+            drawn[GREEDY_ALONE] = _unchecked(greedy[ALONE])
+            greedy[BY_HAND] = _by_hand_trial(decoder, asked, each)
+            drawn[BY_HAND] = _unchecked(_by_hand_trial(decoder, asked, each, np.random.default_rng(each)))
             case = f"{width} wide, {requests} prompts of {prompts[0]} to {prompts[1]}, {each} at a time"
-            found += await compare("pooled_decoder", case, trials, repeats=repeats, tolerance=1e-4)
+            for what, trials in ((case, greedy), (f"{case}, sampled", drawn)):
+                found += await compare("pooled_decoder", what, trials, repeats=repeats, tolerance=1e-4)
     return found
 
 
@@ -77,8 +92,16 @@ class Decoder(NamedTuple):
         weights = ((random.normal(size=s) / s[0] ** 0.5).astype(np.float32) for s in shapes)
         return Decoder(room, *weights)
 
-    def loop(self, prompt: af.Tensor, n: af.Tensor, pool: af.Pool | None, *, grows: bool = False) -> af.Tensor:
-        """What the last of `n` steps found of all words."""
+    def loop(
+        self,
+        prompt: af.Tensor,
+        n: af.Tensor,
+        pool: af.Pool | None,
+        *,
+        grows: bool = False,
+        seed: af.Tensor | None = None,
+    ) -> af.Tensor:
+        """What the last of `n` steps found of all words; with a seed, words are sampled."""
         width = self.ask.shape[0]
         last, x = af.shape(prompt)[0] - 1, af.take(self.words, prompt, axis=0)[:-1]
         room = None if grows else self.room
@@ -102,7 +125,11 @@ class Decoder(NamedTuple):
             shares = af.softmax(scores if grows else af.where(places <= at, scores, -np.inf))
             x = x + af.reshape(shares[:, None] @ of_heads(values), (width,)) @ self.mix
             found = (x + af.relu(x @ self.wide) @ self.narrow) @ self.words.T
-            return [at + 1, found, af.argmax(found), keys, values]
+            if seed is None:
+                word = af.argmax(found)
+            else:
+                word = af.random.categorical(found / TEMPERATURE, seed=(seed, DRAW))
+            return [at + 1, found, word, keys, values]
 
         start = (last, af.zeros((WORDS,), dtype="float32"), prompt[-1], cache(x @ self.key), cache(x @ self.value))
         shapes = ((), (WORDS,), (), (room, width), (room, width))
@@ -111,8 +138,14 @@ class Decoder(NamedTuple):
         ]
         return found
 
-    def by_hand(self, requests: list[Request], capacity: int) -> Array:
-        """The same of all requests: live rows side by side, the last one in the place of one that ends."""
+    def by_hand(self, requests: list[Request], capacity: int, random: np.random.Generator | None = None) -> Array:
+        """The same of all requests: live rows side by side, the last one in the place of one that ends.
+
+        Args:
+            requests: of all clients.
+            capacity: rows of the slabs.
+            random: samples words.
+        """
         width = self.ask.shape[0]
         caches = np.zeros((2, capacity, self.room, width), np.float32)
         at, word, end = np.zeros((3, capacity), np.int64)
@@ -121,7 +154,7 @@ class Decoder(NamedTuple):
         while waiting or owners:
             while waiting and len(owners) < capacity:
                 row, number = len(owners), waiting.pop()
-                prompt, n = requests[number]
+                prompt, n, _ = requests[number]
                 for cache, weights in zip(caches, (self.key, self.value), strict=True):
                     cache[row, len(prompt) - 1 :] = 0
                     cache[row, : len(prompt) - 1] = self.words[prompt[:-1]] @ weights
@@ -137,7 +170,8 @@ class Decoder(NamedTuple):
             shares /= shares.sum(axis=-1, keepdims=True)
             x = x + (shares[:, :, None] @ values).reshape(live, width) @ self.mix
             found = (x + np.maximum(x @ self.wide, 0) @ self.narrow) @ self.words.T
-            word[:live] = found.argmax(axis=-1)
+            logits = found if random is None else found / TEMPERATURE + random.gumbel(size=found.shape)
+            word[:live] = logits.argmax(axis=-1)
             at[:live] += 1
             for row in reversed(np.flatnonzero(at[:live] >= end[:live])):
                 answers[owners[row]] = found[row]
@@ -149,10 +183,21 @@ class Decoder(NamedTuple):
         return answers
 
 
-def _by_hand_trial(decoder: Decoder, requests: list[Request], capacity: int) -> Trial:
+def _unchecked(trial: Trial) -> Trial:
+    """A trial of other words."""
+
+    async def run() -> Sample:
+        return Sample((await trial()).figures)
+
+    return run
+
+
+def _by_hand_trial(
+    decoder: Decoder, requests: list[Request], capacity: int, random: np.random.Generator | None = None
+) -> Trial:
     async def trial() -> Sample:
         started = perf_counter()
-        answers = decoder.by_hand(requests, capacity)
+        answers = decoder.by_hand(requests, capacity, random)
         return Sample({TIME: (perf_counter() - started) * 1e3}, answers)
 
     return trial

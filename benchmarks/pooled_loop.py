@@ -17,9 +17,12 @@ from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, Peers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncflow.runtime.session.calls import Prepared
 
     Request = tuple[np.ndarray[Any, Any], int]
+    Requests = Sequence[tuple[object, ...]]
 
 TIME = Figure("time of all requests", "ms")
 ALONE = "a run a request"
@@ -74,7 +77,7 @@ def gru(x: af.Tensor, n: af.Tensor, weights: np.ndarray[Any, Any], pool: af.Pool
     return found
 
 
-def trial_of(run: Prepared, requests: list[Request], clients: int) -> Trial:
+def trial_of(run: Prepared, requests: Requests, clients: int) -> Trial:
     """Clients that ask for one after the other."""
 
     async def trial() -> Sample:
@@ -82,8 +85,8 @@ def trial_of(run: Prepared, requests: list[Request], clients: int) -> Trial:
         answers: list[Any] = [None] * len(requests)
 
         async def client() -> None:
-            for number, (x, n) in left:
-                answers[number] = await run(x, n)
+            for number, request in left:
+                answers[number] = await run(*request)
 
         started = perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
