@@ -3,11 +3,13 @@
     make serve        # or: python examples/server.py --port 8000
     curl localhost:8000/classify -d 'if not self.done: return None'
     curl -N localhost:8000/generate -d 'The'
+    curl -N 'localhost:8000/generate?temperature=0.5&seed=3' -d 'The'
     curl localhost:8000/calculate -d '(1 + 2) * 3 - 4 / 8'
 
 - `/classify` says whether a line is code or prose. Requests that come together are rows of one product (`af.batched`).
 - `/generate` writes text like that of your Python's documentation, a character an iteration, and streams it.
-  Requests are rows of one loop, which they join and leave between iterations (`pool=`).
+  Requests are rows of one loop, which they join and leave between iterations (`pool=`). Each samples at its own
+  temperature and with its own seed, so one that is asked again writes the same, whoever is beside it.
 - `/calculate` computes an expression on its syntax tree, and vertices of different trees together (`share=True`).
 
 Open http://localhost:8000 and let some clients in. Models learn from the standard library of your Python, in a second.
@@ -24,7 +26,7 @@ import sys
 import sysconfig
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, suppress
 from itertools import count
 from pathlib import Path
@@ -102,13 +104,12 @@ def letters(text: str) -> NDArray[np.int64]:
 
 
 def following(prose: list[str]) -> NDArray[np.float32]:
-    """How likely it is, after three characters, that the next one is among the first so many of the alphabet."""
+    """How likely each character is after three others, as a logarithm."""
     text = letters("\n".join(prose))
     counts = np.full((LETTERS**3, LETTERS), 1e-9, np.float32)
     contexts = (text[:-3] * LETTERS + text[1:-2]) * LETTERS + text[2:-1]
     np.add.at(counts, (contexts, text[3:]), 1)
-    shares: NDArray[np.float32] = np.cumsum(counts / counts.sum(axis=1, keepdims=True), axis=1, dtype=np.float32)
-    return shares
+    return np.log(counts / counts.sum(axis=1, keepdims=True))
 
 
 # -- the models --------------------------------------------------------------------------------------------------------
@@ -135,20 +136,18 @@ class Models:
         self._line = af.placeholder("float32", (FEATURES,), name="line")
         self._score = classify(self._line)
 
-    def _build_generator(self, shares: NDArray[np.float32]) -> None:
-        table = af.Variable(shares, name="shares")
+    def _build_generator(self, logits: NDArray[np.float32]) -> None:
+        table = af.Variable(logits, name="logits")
         self._start = af.placeholder("int64", (), name="start")
         self._seed = af.placeholder("int64", (), name="seed")
+        self._temperature = af.placeholder("float32", (), name="temperature")
         self._length = length = af.placeholder("int64", (), name="length")
 
-        def step(number: af.Tensor, context: af.Tensor, seed: af.Tensor) -> tuple[af.Tensor, af.Tensor, af.Tensor]:
-            seed = (seed * 1103515245 + 12345) % 2**31
-            drawn = af.astype(seed, "float32") / 2**31
-            letter = af.minimum(af.sum(af.astype(table[context] < drawn, "int64")), LETTERS - 1)
-            self._letter = letter
-            return number + 1, (context % LETTERS**2) * LETTERS + letter, seed
+        def step(number: af.Tensor, context: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            self._letter = af.random.categorical(table[context] / self._temperature, seed=self._seed)
+            return number + 1, (context % LETTERS**2) * LETTERS + self._letter
 
-        first = (af.constant(0, "int64"), self._start, self._seed)
+        first = (af.constant(0, "int64"), self._start)
         af.while_loop(lambda number, *_: number < length, step, first, pool=af.Pool(CAPACITY), name=GENERATOR)
 
     def _build_calculator(self) -> None:
@@ -170,11 +169,11 @@ class Models:
         """How much a line looks like code: above 0, or like prose: below."""
         return float(await self.session.run(self._score, {self._line: features(line)}, timeout=2.0))
 
-    async def generate(self, start: str, seed: int) -> AsyncGenerator[str, None]:
-        """Characters that may follow, one by one."""
+    async def generate(self, start: str, seed: int, temperature: float = 1.0) -> AsyncGenerator[str, None]:
+        """Characters that may follow, one by one: the same ones for a seed; likely ones where it is cold."""
         known = letters(f"\n\n\n{start}")[-3:]
         context = (known[0] * LETTERS + known[1]) * LETTERS + known[2]
-        feeds = {self._start: context, self._seed: np.int64(seed), self._length: np.int64(LONGEST)}
+        feeds = {self._start: context, self._seed: seed, self._temperature: temperature, self._length: LONGEST}
         async with aclosing(serving.stream_or_stall(self.session.stream(self._letter, feeds))) as items:
             async for letter in items:
                 yield ALPHABET[int(letter)]
@@ -224,6 +223,21 @@ def vertices(text: str) -> Iterator[tuple[int, int, float]]:
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
+
+
+def sampling(query: Mapping[str, str], seed: int) -> tuple[int, float]:
+    """The seed and the temperature that a request asks for.
+
+    Raises:
+        ValueError: one of them is out of its range.
+    """
+    try:
+        chosen, temperature = int(query.get("seed", seed)), float(query.get("temperature", 1))
+    except ValueError:
+        chosen, temperature = 0, math.nan
+    if not (0 <= chosen < 2**63 and 0.05 <= temperature <= 10):
+        raise ValueError("seed= is an integer from 0 to 2**63 - 1, temperature= a number from 0.05 to 10")
+    return chosen, temperature
 
 
 class Recent:
@@ -340,7 +354,11 @@ def build(most_files: int = 80) -> Starlette:
 
     async def generate(request: Request) -> Response:
         text = await text_of(request)
-        items = await serving.start_stream(request, models.generate(text, zlib.crc32(text.encode())))
+        try:
+            seed, temperature = sampling(request.query_params, zlib.crc32(text.encode()))
+        except ValueError as error:
+            return JSONResponse({"error": "ValueError", "message": str(error)}, 422)
+        items = await serving.start_stream(request, models.generate(text, seed, temperature))
         return StreamingResponse(items, media_type="text/plain")
 
     async def calculate(request: Request) -> Response:

@@ -75,6 +75,19 @@ async def test_what_is_no_expression_is_refused_in_words() -> None:
             assert (await client.post("/generate", content=text)).status_code == 200
 
 
+async def test_a_seed_and_a_temperature_say_what_is_written() -> None:
+    """Whoever else is there; and what is neither is refused."""
+    async with served() as client:
+        paths = [f"/generate?seed={seed}&temperature={heat}" for seed in (1, 2) for heat in (0.05, 1)]
+        alone = [(await client.post(path, content="The")).text for path in paths]
+        together = [each.text for each in await asyncio.gather(*(client.post(path, content="The") for path in paths))]
+        assert together == alone
+        assert len(set(alone)) == 4
+        for query in ("seed=x", "seed=-1", f"seed={2**63}", "temperature=0", "temperature=nan", "temperature=inf"):
+            answer = await client.post(f"/generate?{query}", content="The")
+            assert (answer.status_code, answer.json()["error"]) == (422, "ValueError")
+
+
 async def test_a_text_that_is_too_long_to_be_read_is_refused() -> None:
     """Reading one of megabytes would stop the event loop, and so all other requests, for seconds."""
     async with served() as client:
