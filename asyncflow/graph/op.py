@@ -90,7 +90,8 @@ class Op:
             None for ops that the compiler or the scheduler handles itself.
         scalar_kernel: used instead when every input has rank 0 and is a NumPy value; a plain Python operator on NumPy
             scalars gives the same bits several times faster than a ufunc. It may look at them.
-        rows_kernel: the same for inputs that all have a row axis in front, where one call does for all rows.
+        rows_kernel: the same for inputs that all have a row axis in front, where one call does for all rows. An input
+            that is the same for all rows has a stride of 0 there. A user's may raise `RowByRow`.
         effects: resources a node touches, in the order it touches them; None for a pure op.
         needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
         is_async: the kernel may suspend its firing. A user's gives a coroutine; the library's own gives one, its

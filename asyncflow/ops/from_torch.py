@@ -6,12 +6,17 @@ and neither side waits for the other.
 
 The gradient runs the module once more, with gradients recorded: what the first run would have kept need not live until
 then, and a graph may be differentiated after it has run.
+
+Rows (`map_fn`, `vmap`, `batched`, pools) are one call of the module. With ``rows=True`` it gets the rows as they are. Else
+`torch.vmap` maps the module over them, which gives what each row gives for itself. One more axis alone might mix rows, or
+mean something else, as for a recurrent layer. What `torch.vmap` refuses is called row by row.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -27,7 +32,8 @@ from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible, size_of
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.custom import Outputs, declared_specs
+from asyncflow.ops.axes import check_flag
+from asyncflow.ops.custom import Outputs, RowByRow, declared_specs, require_rows
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import output_gradients
 from asyncflow.ops.recorded_calls import recorded
@@ -36,6 +42,11 @@ from asyncflow.values import Array, Kernel, Nest, Value
 
 _KINDS = frozenset({"cpu", "cuda"})
 """PyTorch's names of kinds of devices that sessions may have."""
+
+_log = logging.getLogger("asyncflow.runtime")
+
+_MOST_REFUSED = 3
+"""Calls for many rows that fail, one after the other, before the module is called row by row for good."""
 
 _PROBES = 64, 96
 """Stand-ins for unknown extents when outputs are inferred; multiples of what modules divide by."""
@@ -49,7 +60,9 @@ class TorchOp:
         name: of the op and its nodes.
     """
 
-    def __init__(self, module: Callable[..., object], outputs: Outputs, name: str | None) -> None:
+    def __init__(
+        self, module: Callable[..., object], outputs: Outputs, name: str | None, rows: bool | None = None
+    ) -> None:
         self._torch: Any = importlib.import_module("torch")
         if not callable(module):
             raise GraphError(f"from_torch takes a torch.nn.Module or a function on tensors; got {brief(module)}")
@@ -65,7 +78,16 @@ class TorchOp:
         # torch's random numbers are one row for the process; and parameters are put in and out.
         make = functools.partial(Op, is_user=True, takes_any_arrays=self._takes_cards, alone=self._torch)
         flops = self._flops if self._is_module else None
-        self._op = make(self.name, declared_specs, self._forward, flops=flops, derivative=self._derivative)
+        self._rows = rows
+        self._refused = 0
+        self._op = make(
+            self.name,
+            declared_specs,
+            self._of_one_row if rows else self._forward,
+            rows_kernel=None if rows is False else self._of_rows,
+            flops=flops,
+            derivative=self._derivative,
+        )
         thrice = None if flops is None else lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)
         self._gradient_op = make(f"{self.name}_gradient", declared_specs, self._backward, flops=thrice)
 
@@ -173,16 +195,18 @@ class TorchOp:
         try:
             if any(x.shape is None for x in tensors):
                 raise ValueError("the rank of an input is unknown")
-            for extent in _PROBES if is_open else _PROBES[:1]:
+            for extent in _PROBES if is_open or self._rows else _PROBES[:1]:
                 probes = [
                     torch.empty([extent if dim is None else dim for dim in x.shape or ()], dtype=dtype, device="meta")
                     for x in tensors
                     for dtype in [torch_dtype(torch, x.dtype)]
                 ]
+                if self._rows:
+                    probes = self._with_rows(probes, names, extent)
                 own = {name: torch.empty_like(x, device="meta") for name, x in self._own_tensors()}
                 with torch.no_grad():
                     returned = self._called(probes, names, arguments, own)
-                found.append(nest.map_leaves(_spec_of, returned))
+                found.append(nest.map_leaves(_row_spec_of(extent) if self._rows else _spec_of, returned))
         except Exception as error:  # of the module's own code
             seen = ", ".join(f"{x.name} {x.spec}" for x in tensors)
             raise GraphError(
@@ -234,7 +258,75 @@ class TorchOp:
         call = self._torch.func.functional_call
         return call(self.module, replaced, tuple(tensors[:count]), dict(arguments))
 
+    def _with_rows(self, tensors: Sequence[TorchTensor], names: tuple[str, ...], rows: int) -> list[TorchTensor]:
+        """The same inputs in so many rows; parameters stay as they are."""
+        count = len(tensors) - len(names)
+        return [x.expand(rows, *x.shape) if place < count else x for place, x in enumerate(tensors)]
+
     def _forward(self, xp: ModuleType, *, outputs: Outputs, names: tuple[str, ...], arguments: Attrs) -> Kernel:
+        return self._kernel(xp, outputs, names, lambda inputs: self._called(inputs, names, arguments))
+
+    def _of_one_row(self, xp: ModuleType, *, outputs: Outputs, names: tuple[str, ...], arguments: Attrs) -> Kernel:
+        """The kernel of a module of rows, for a single one."""
+        of_rows = self._forward(xp, outputs=_of_many(outputs), names=names, arguments=arguments)
+        is_single = isinstance(outputs, Spec)
+
+        def call(*values: Array) -> Value:
+            count = len(values) - len(names)
+            found = of_rows(*(xp.asarray(value)[None] for value in values[:count]), *values[count:])
+            require_rows((found,) if is_single else found, 1)
+            return found[0] if is_single else tuple(x[0] for x in found)
+
+        return call
+
+    def _of_rows(self, xp: ModuleType, *, outputs: Outputs, names: tuple[str, ...], arguments: Attrs) -> Kernel:
+        """The kernel for many rows; see `Op.rows_kernel`."""
+        call = self._called_with_rows if self._rows else self._mapped
+        return self._kernel(xp, _of_many(outputs), names, lambda inputs: call(inputs, names, arguments))
+
+    def _called_with_rows(self, inputs: Sequence[TorchTensor], names: tuple[str, ...], arguments: Attrs) -> Nest:
+        """The results of a module of rows; parameters are the same for all rows, as far as that is known."""
+        count = len(inputs) - len(names)
+        if not len(inputs[0]) or any(_has_own(x) for x in inputs[count:]):
+            raise RowByRow
+        return self._called([*inputs[:count], *(x[0] for x in inputs[count:])], names, arguments)
+
+    def _mapped(self, inputs: Sequence[TorchTensor], names: tuple[str, ...], arguments: Attrs) -> Nest:
+        """The results of a module of a single row, for all of them."""
+        if len(inputs[0]) == 1:
+            return nest.map_leaves(_with_row, self._called([x[0] for x in inputs], names, arguments))
+        # A module that counts what it has seen in a buffer is not run for rows that may be run again.
+        counts = self._is_module and self._module.training and any(True for _ in self._module.buffers())
+        if self._refused >= _MOST_REFUSED or counts or not len(inputs[0]):
+            raise RowByRow
+        dims = [0 if _has_own(x) else None for x in inputs]
+        if not any(dim == 0 for dim in dims):
+            dims = [0] * len(inputs)
+        given = [x if dim == 0 else x[0] for x, dim in zip(inputs, dims, strict=True)]
+        try:
+            found: Nest = self._torch.vmap(lambda *row: self._called(row, names, arguments), in_dims=tuple(dims))(
+                *given
+            )
+        except Exception as error:  # what vmap cannot do, or what fails for some row, which is then found
+            self._refused += 1
+            if self._refused == _MOST_REFUSED:
+                _log.warning(
+                    "%s is called for each row by itself, as torch.vmap cannot map it over rows (%s: %s); "
+                    "if it takes rows, say so with af.from_torch(module, rows=True)",
+                    *(self.name, type(error).__name__, brief(str(error))),
+                )
+            raise RowByRow from error
+        self._refused = 0
+        return found
+
+    def _kernel(
+        self,
+        xp: ModuleType,
+        outputs: Outputs,
+        names: tuple[str, ...],
+        call: Callable[[Sequence[TorchTensor]], Nest],
+    ) -> Kernel:
+        """The kernel that gives the outputs of ``call(inputs)``."""
         tensors_of = self._bridge(xp)
         structure = nest.flatten(outputs)[1]
         specs = nest.flatten(outputs)[0]
@@ -245,7 +337,7 @@ class TorchOp:
                 inputs = [tensors_of.tensor(value) for value in values]
                 self._check_place(inputs, names)
                 versions = [x._version for x in inputs]
-                leaves = self._leaves(structure, self._called(inputs, names, arguments))
+                leaves = self._leaves(structure, call(inputs))
                 if versions != [x._version for x in inputs]:
                     raise RuntimeError(
                         f"{self.name} writes to its inputs, which others use, too; let it write to a clone"
@@ -323,7 +415,9 @@ class TorchOp:
                 )
 
 
-def from_torch(module: Callable[..., object], *, outputs: Outputs = None, name: str | None = None) -> TorchOp:
+def from_torch(
+    module: Callable[..., object], *, outputs: Outputs = None, name: str | None = None, rows: bool | None = None
+) -> TorchOp:
     """Turns a `torch.nn.Module`, or a function on torch's tensors, into an op: ``f = af.from_torch(module)``, ``f(x)``.
 
     Values and tensors share memory, in and out. On a CPU device the module runs on the event loop if it is short and on
@@ -346,18 +440,27 @@ def from_torch(module: Callable[..., object], *, outputs: Outputs = None, name: 
     gradient of the module's own parameters, and modules that write to their inputs (refused) or that wait for the card
     (they block the event loop).
 
+    Rows of `map_fn` and `vmap`, members of `batched` calls and rows of pooled loops are one call of the module. With
+    ``rows=True`` it is called with one more axis in front of each input, as modules are that take batches. Else
+    `torch.vmap` maps it over rows: that gives what each row gives for itself, takes longer, and leaves what it cannot
+    map to calls for each row. So does a module that draws random numbers or updates buffers.
+
     Args:
         module: on the CPU, or on the card of the CUDA device that its nodes run on.
         outputs: a `Spec`, or a nest of them, for what it returns. None: found when the op is called, by running it on
             tensors of torch's "meta" device, which have no data; unknown extents stay unknown.
         name: of the op and its nodes; None takes the function's or the class's.
+        rows: True: the module works on rows, as for `op`: what a node is given, and what is declared, is a single row.
+            Parameters have no such axis. False: each row is a call. None: `torch.vmap` maps the module.
 
     Raises:
         ImportError: torch is not installed (``pip install 'asyncflow-runtime[torch]'``).
-        GraphError: `module` cannot be called, or `outputs` is no nest of specs.
+        GraphError: `module` cannot be called, `outputs` is no nest of specs, or `rows` is neither a bool nor None.
     """
+    if rows is not None:
+        check_flag(rows, "from_torch(rows): rows")
     try:
-        return TorchOp(module, outputs, name)
+        return TorchOp(module, outputs, name, rows)
     except ModuleNotFoundError as error:
         raise ImportError(f"from_torch needs PyTorch: {install('torch')}") from error
 
@@ -368,6 +471,21 @@ def _check_specs(name: str, outputs: Outputs) -> None:
         raise GraphError(f"{name}: outputs are described by af.spec(dtype, shape), or a nest of specs; got {outputs!r}")
 
 
+def _of_many(outputs: Outputs) -> Outputs:
+    """The specs of rows, of those of a single one."""
+    many: Outputs = nest.map_leaves(lambda x: Spec(x.dtype, None if x.shape is None else (None, *x.shape)), outputs)
+    return many
+
+
+def _has_own(x: TorchTensor) -> bool:
+    """Return True if rows may be different; what is the same for all has no step from one to the next."""
+    return len(x) > 1 and x.stride(0) != 0
+
+
+def _with_row(leaf: TorchTensor) -> TorchTensor:
+    return leaf[None] if hasattr(leaf, "untyped_storage") else leaf
+
+
 def _name(dtype: object) -> str:
     return str(dtype).rpartition(".")[2]
 
@@ -376,6 +494,20 @@ def _spec_of(leaf: TorchTensor) -> Spec:
     if not hasattr(leaf, "dtype"):
         raise TypeError(f"it returns {brief(leaf)}, which is no tensor")
     return Spec(as_dtype(_name(leaf.dtype)), tuple(leaf.shape))
+
+
+def _row_spec_of(rows: int) -> Callable[[TorchTensor], Spec]:
+    """Gives the spec of a row of what a module of rows gives for so many."""
+
+    def spec_of(leaf: TorchTensor) -> Spec:
+        found = _spec_of(leaf)
+        if not found.shape or found.shape[0] != rows:
+            raise TypeError(
+                f"rows=True is for a module that gives one result for each row; for {rows} it gives {found}"
+            )
+        return Spec(found.dtype, found.shape[1:])
+
+    return spec_of
 
 
 def _joined(found: Sequence[Nest]) -> Nest:

@@ -14,7 +14,7 @@ from copy import copy
 from itertools import islice, product, repeat
 from math import inf
 from time import perf_counter_ns
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from asyncflow.graph.op import (
 from asyncflow.graph.shapes import Shape, format_shape, is_static, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
-from asyncflow.ops.custom import require_rows
+from asyncflow.ops.custom import RowByRow, require_rows
 from asyncflow.ops.draws import RowContexts
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
@@ -135,7 +135,7 @@ def _kernel(
 
     if op.is_async:
         return in_turn
-    return _AtOnce(at_once) if op.is_user else at_once
+    return _AtOnce(at_once, stacked) if op.is_user else at_once
 
 
 def _drawing_kernel(
@@ -216,7 +216,7 @@ class PausingKernel:
         """The results; paused each time that calls have taken longer than `limit_ns` together."""
         raise NotImplementedError
 
-    def followed_by(self, check: Callable[[Value], Value]) -> PausingKernel:
+    def followed_by(self, check: Callable[[Value], Value]) -> Self:
         """The same, with ``check(results)`` for its results; of several, the first is called first."""
         found, before = copy(self), self._check
         found._check = check if before is None else lambda results: check(before(results))
@@ -240,17 +240,22 @@ class _Found(Paused):
 
 
 class _AtOnce(PausingKernel):
-    """A user's function of many rows."""
+    """A user's function of many rows, and the same of each row, for rows that the former leaves to it."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_each")
 
-    def __init__(self, call: Callable[..., tuple[Array, ...]]) -> None:
+    def __init__(self, call: Callable[..., tuple[Array, ...]], each: RowKernel) -> None:
         super().__init__()
-        self._call = call
+        self._call, self._each = call, each
 
     def begin(self, limit_ns: float, numbers: Array, *inputs: Array) -> Paused | tuple[Array, ...]:
         started = perf_counter_ns()
-        found = self.checked(self._call(numbers, *inputs))
+        try:
+            results = self._call(numbers, *inputs)
+        except RowByRow:
+            each = self._each if self._check is None else self._each.followed_by(self._check)
+            return each.begin(limit_ns, numbers, *inputs)
+        found = self.checked(results)
         return found if perf_counter_ns() - started <= limit_ns else _Found(found)
 
 
