@@ -1,12 +1,13 @@
 """Requests for one model, each by itself or as rows of calls that those that wait share: LSTM steps, one vector each.
 
-A request that is alone has to cost what it costs without batches, so that nobody need choose.
+A request that is alone has to cost what it costs without batches, so that nobody need choose. With PyTorch, a module of
+its own is measured, too, beside an op that calls it for all rows by hand.
 """
 
 from __future__ import annotations
 
 import asyncio
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 THROUGHPUT = Figure("throughput", "requests/s", higher_is_better=True)
 MEDIAN = Figure("latency p50", "ms")
+CPU = Figure("CPU time a request", "us")
 ALONE = "each by itself"
+MAPPED, CALLED, BY_HAND = "mapped by torch.vmap", "a call of the module a request", "an op of rows, by hand"
 
 
 async def measure(
@@ -42,7 +45,7 @@ async def measure(
     """Requests per second, and their latencies, with batches and without.
 
     Args:
-        peers: none takes part.
+        peers: PyTorch, for its module.
         repeats: measured trials of each way.
         hidden: extent of states.
         steps: of each request.
@@ -68,7 +71,47 @@ async def measure(
             trials |= {name: way(weights, asked, count) for name, way in (by_hand or {}).items()}
             case = f"{steps} steps, hidden {hidden}, {requests} requests, {count} at a time"
             found += await compare(workload, case, trials, repeats=repeats, tolerance=1e-4)
+    if peers.torch is not None and not options:
+        found += await _measure_module(peers.torch, workload, asked, max(clients), repeats)
     return found
+
+
+async def _measure_module(torch: Any, workload: str, asked: Array, clients: int, repeats: int) -> list[Result]:
+    """The same for two layers of PyTorch's, as a batched function."""
+    hidden = asked.shape[1]
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(hidden, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 8)
+    module = torch.nn.Sequential(*layers).eval()
+
+    @af.op(outputs=af.spec("float32", (8,)), rows=True, pure=True)
+    def by_hand(rows: Array) -> Array:
+        with torch.no_grad():
+            found: Array = module(torch.from_numpy(rows.copy())).numpy()
+            return found
+
+    ways: dict[str, Callable[[af.Tensor], Any]] = {
+        ASYNCFLOW: af.from_torch(module, rows=True),
+        MAPPED: af.from_torch(module),
+        CALLED: af.from_torch(module, rows=False),
+        BY_HAND: by_hand,
+    }
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (hidden,))
+        fetches = {name: af.batched(way)(x) for name, way in ways.items()}
+    async with af.Session(graph) as session:
+        trials = {name: _with_cpu(trial_of(session.prepare(y, [x]), asked, clients)) for name, y in fetches.items()}
+        case = f"a module of PyTorch's, hidden {hidden}, {len(asked)} requests, {clients} at a time"
+        return await compare(workload, case, trials, repeats=repeats, tolerance=1e-4)
+
+
+def _with_cpu(trial: Trial) -> Trial:
+    async def run() -> Sample:
+        started = process_time()
+        sample = await trial()
+        answers: Any = sample.answer
+        return Sample({**sample.figures, CPU: (process_time() - started) / len(answers) * 1e6}, answers)
+
+    return run
 
 
 def lstm(x: af.Tensor, weights: Array, steps: int) -> af.Tensor:

@@ -335,7 +335,8 @@ class TorchOp:
         def forward(*values: Array) -> Value:
             with tensors_of.active(), self._torch.no_grad():
                 inputs = [tensors_of.tensor(value) for value in values]
-                self._check_place(inputs, names)
+                if self._takes_cards:
+                    self._check_place(inputs, names)
                 versions = [x._version for x in inputs]
                 leaves = self._leaves(structure, call(inputs))
                 if versions != [x._version for x in inputs]:
@@ -370,7 +371,11 @@ class TorchOp:
                 for index in wanted:
                     inputs[index] = inputs[index].detach().requires_grad_()
                 before = tensors_of.random_state()
-                returned = self._called(inputs, names, arguments, self._buffers())
+                given = inputs
+                if self._rows:  # this is one of them
+                    given = self._with_rows(inputs, names, 1)
+                    grads = [grad[None] for grad in grads]
+                returned = self._called(given, names, arguments, self._buffers())
                 if not torch.equal(before, tensors_of.random_state()):
                     raise RuntimeError(
                         f"{self.name} draws random numbers, and its gradient would be that of others than were drawn "
@@ -502,9 +507,7 @@ def _row_spec_of(rows: int) -> Callable[[TorchTensor], Spec]:
     def spec_of(leaf: TorchTensor) -> Spec:
         found = _spec_of(leaf)
         if not found.shape or found.shape[0] != rows:
-            raise TypeError(
-                f"rows=True is for a module that gives one result for each row; for {rows} it gives {found}"
-            )
+            raise TypeError(f"rows=True, but {rows} rows give {found}")
         return Spec(found.dtype, found.shape[1:])
 
     return spec_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from collections.abc import Awaitable, Callable
@@ -212,6 +213,148 @@ async def test_gradients_of_random_numbers_are_refused(run: Run, graph: af.Graph
         await run(slope, feeds)
     layer.eval()
     assert (await run(slope, feeds)).tolist() == [1, 1, 1, 1]
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def counted(module: Any) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
+    """The module as a function, and the shapes that it is called with."""
+    shapes: list[tuple[int, ...]] = []
+
+    def call(x: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return module(x)
+
+    return call, shapes
+
+
+@pytest.mark.parametrize("rows", [True, None, False], ids=["of rows", "mapped", "row by row"])
+async def test_members_of_a_batch_are_one_call(graph: af.Graph, perceptron: Any, rows: bool | None) -> None:
+    call, shapes = counted(perceptron)
+    f = af.from_torch(call, rows=rows, outputs=af.spec("float32", (2,)))
+    x = af.placeholder("float32", (4,))
+    y = af.batched(lambda x: f(x) * 2, max_delay_s=1)(x)
+    values = numbers(5, 4)
+    async with af.Session(graph) as session:
+        found = await asyncio.gather(*(session.run(y, {x: value}) for value in values))
+        assert (await session.run(y, {x: values[0]})).shape == (2,)
+    expected = perceptron(torch.from_numpy(values)).detach().numpy() * 2
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert shapes == {True: [(5, 4), (1, 4)], None: [(4,)] * 2, False: [(4,)] * 6}[rows]
+
+
+async def test_rows_of_map_fn_vmap_and_pools(run: Run, graph: af.Graph, perceptron: Any) -> None:
+    """Nests of results, numbers that are the same for all rows, and a row that is alone."""
+
+    class Both(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.perceptron = perceptron
+
+        def forward(self, x: Any, scale: Any) -> dict[str, Any]:
+            return {"y": self.perceptron(x) * scale, "sum": x.sum(dim=-1)}
+
+    x, scale = af.placeholder("float32", (None, 4)), af.placeholder("float32", ())
+    value = numbers(5, 4)
+    expected = perceptron(torch.from_numpy(value)).detach().numpy() * 3
+    mapped = af.from_torch(Both())
+    for found in (
+        af.vmap(lambda row: mapped(row, scale))(x),
+        af.map_fn(lambda row: mapped(row, scale), x),
+        af.vmap(lambda row: af.vmap(lambda inner: mapped(inner, scale))(row[None]))(x),
+    ):
+        for rows in (value, value[:1], value[:0]):
+            y, total = await run([found["y"], found["sum"]], {x: rows, scale: 3.0})
+            np.testing.assert_allclose(y.reshape(-1, 2), expected[: len(rows)], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(total.reshape(-1), rows.sum(axis=1), rtol=1e-5, atol=1e-6)
+
+
+async def test_parameters_of_the_graph_stay_as_they_are_or_are_each_rows_own(
+    run: Run, graph: af.Graph, perceptron: Any
+) -> None:
+    x, factor = af.placeholder("float32", (None, 4)), af.placeholder("float32", (None,))
+    for rows in (True, None):
+        f = af.from_torch(perceptron, rows=rows)
+        params = {name: af.Variable(value) for name, value in f.parameters().items()}
+        same = af.vmap(lambda row, f=f, params=params: f(row, params=params))(x)
+        bias = params["2.bias"].read()
+        own = af.vmap(lambda row, k, f=f, bias=bias: f(row, params={"2.bias": bias * k}))(x, factor)
+        value, factors = numbers(3, 4), np.array([1, 2, 3], np.float32)
+        expected = perceptron(torch.from_numpy(value)).detach().numpy()
+        found = await run([same, own, af.gradients(af.sum(same), params["2.bias"])], {x: value, factor: factors})
+        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+        moved = (factors - 1)[:, None] * perceptron[2].bias.detach().numpy()
+        np.testing.assert_allclose(found[1], expected + moved, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found[2], [3, 3], rtol=1e-5)
+
+
+async def test_what_torch_cannot_map_is_called_row_by_row(
+    run: Run, graph: af.Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And told of once; each row has what it has by itself, also of a module that another axis would mix."""
+    torch.manual_seed(0)
+    recurrent = torch.nn.LSTM(4, 3)
+    x = af.placeholder("float32", (None, 5, 4))
+    y = af.vmap(lambda row: af.from_torch(recurrent)(row)[0])(x)
+    value = numbers(2, 5, 4)
+    expected = [recurrent(torch.from_numpy(row))[0].detach().numpy() for row in value]
+    for _ in range(4):
+        np.testing.assert_allclose(await run(y, {x: value}), expected, rtol=1e-5, atol=1e-6)
+    (told,) = (message for message in caplog.messages if "torch.vmap cannot map" in message)
+    assert told.startswith("LSTM is called for each row by itself")
+
+
+async def test_a_module_that_counts_in_a_buffer_sees_each_row_once(run: Run, graph: af.Graph) -> None:
+    class Counting(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Any) -> Any:
+            self.seen += 1
+            return x + self.seen
+
+    module = Counting()
+    x = af.placeholder("float32", (None,))
+    y = af.vmap(af.from_torch(module, outputs=af.spec("float32", ())))(x)
+    assert (await run(y, {x: np.zeros(3, np.float32)})).tolist() == [1, 2, 3]
+
+
+async def test_a_row_at_fault_is_named(run: Run, graph: af.Graph) -> None:
+    def positive(x: Any) -> Any:
+        if x < 0:
+            raise ValueError("below 0")
+        return x
+
+    x = af.placeholder("float32", (None,))
+    y = af.vmap(af.from_torch(positive, outputs=af.spec("float32", ())))(x)
+    with pytest.raises(af.KernelError, match=r"(?s)below 0.*positive.*vmap/2"):
+        await run(y, {x: np.array([1, 2, -1, 3], np.float32)})
+    assert (await run(y, {x: np.ones(2, np.float32)})).tolist() == [1, 1]
+
+
+async def test_a_module_of_rows_without_any(run: Run, graph: af.Graph) -> None:
+    """One row is given to it as one of one; what it returns is inferred with two numbers of rows."""
+    layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    x = af.placeholder("float32", (3, 4))
+    y = af.from_torch(layer, rows=True)(x)
+    assert str(y.spec) == "float32[2]"
+    value = numbers(3, 4)
+    expected = layer(torch.from_numpy(value[None]))[0].detach().numpy()
+    np.testing.assert_allclose(await run(y, {x: value}), expected, rtol=1e-6)
+    slope = af.gradients(af.sum(y), x)
+    np.testing.assert_allclose(
+        await run(slope, {x: value}), layer[1].weight.detach().numpy().sum(axis=0).reshape(3, 4), rtol=1e-5
+    )
+    for function in (lambda x: x.sum(), lambda x: x.reshape(-1), lambda x: x[:1]):
+        with pytest.raises(af.GraphError, match=r"rows=True, but 64 rows give float32\["):
+            af.from_torch(function, rows=True)(x)
+    wrong = af.from_torch(lambda x: x[:0], rows=True, outputs=af.spec("float32", (3, 4)))(x)
+    with pytest.raises(af.KernelError, match="and 1 were given; return one for each"):
+        await run(wrong, {x: value})
+    with pytest.raises(af.GraphError, match=r"from_torch\(rows\): rows is True or False"):
+        af.from_torch(layer, rows="yes")  # type: ignore[arg-type]
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.plan import Plan
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.lift.keyed import capture_key, carry_key, draws
 from asyncflow.ops.random_again import RANDOM_AGAIN, RANDOM_KEY
+from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.run.single_call import CountedCall
 
 
 def loops(condition: Any, body: Any, start: Any) -> tuple[af.Graph, af.Tensor, list[af.Tensor]]:
@@ -87,6 +90,23 @@ async def test_a_stream_of_drawn_values_is_that_of_the_loop() -> None:
         plain = [await streamed(drawn[0], k) for k in range(3)]
         assert await asyncio.gather(*(streamed(drawn[1], k) for k in range(3))) == plain
         assert len({*map(tuple, plain)}) == 3
+
+
+async def test_steps_that_draw_are_calls_without_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    made = Runs.counted_call
+
+    def noted(self: Runs, plan: Plan) -> CountedCall | None:
+        calls.append(made(self, plan))
+        return made(self, plan)
+
+    monkeypatch.setattr(Runs, "counted_call", noted)
+    graph, n, fetches = loops(
+        lambda n, i, _: i < n, lambda n, i, x: (i + 1, x + af.random.normal(seed=(n, 4))), (0, 0.0)
+    )
+    await asked(graph, n, fetches)
+    assert len(calls) == 2
+    assert None not in calls
 
 
 def test_keys_go_into_bodies() -> None:

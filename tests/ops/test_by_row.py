@@ -1,0 +1,96 @@
+"""`RowKernel` and those that leave rows to it: ops of users that take rows at once or not, and random draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import Op
+from asyncflow.ops.custom import RowByRow
+from asyncflow.ops.rows.by_row import BY_ROW_OPS, Paused, RowKernel
+
+Array = np.ndarray[Any, Any]
+
+
+class Library:
+    """Another library, whose functions take rows at once unless one of them is below 0; notes how it is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.op = Op("doubled", lambda x, k: x, self.kernel, is_user=True, rows_kernel=self.rows_kernel)
+
+    def kernel(self, xp: Any) -> Any:
+        def call(x: Array, k: Array) -> Array:
+            self.calls.append(x.tolist())
+            if x.sum() < -9:
+                raise ValueError("too low")
+            return np.asarray(x * k)
+
+        return call
+
+    def rows_kernel(self, xp: Any) -> Any:
+        def call(x: Array, k: Array) -> Array:
+            assert k.strides[0] == 0, "a number that is the same for all rows is not repeated"
+            if (x < 0).any():
+                raise RowByRow
+            self.calls.append(x.tolist())
+            return x * k[:, None]
+
+        return call
+
+
+async def test_rows_may_be_left_to_calls_of_each() -> None:
+    library = Library()
+    with af.Graph() as graph:
+        x, k = af.placeholder("float64", (None, 2)), af.placeholder("float64", ())
+        y = af.vmap(lambda row: apply(library.op, row, k)[0])(x)
+    async with af.Session(graph) as session:
+        assert (await session.run(y, {x: [[1, 2], [3, 4]], k: 2})).tolist() == [[2, 4], [6, 8]]
+        assert library.calls == [[[1, 2], [3, 4]]]
+        assert (await session.run(y, {x: [[1, 2], [3, -4]], k: 2})).tolist() == [[2, 4], [6, -8]]
+        assert library.calls[1:] == [[1, 2], [3, -4]]
+        with pytest.raises(af.KernelError, match=r"(?s)too low.*vmap/1"):
+            await session.run(y, {x: [[1, 2], [-30, -4]], k: 2})
+
+
+def test_rows_that_are_left_may_pause_between_them() -> None:
+    """And their results are checked as those of one call are."""
+    library = Library()
+    made = BY_ROW_OPS[3].kernel
+    assert made is not None
+    spec = af.spec("float64", (None, 2))
+    kernel = made(
+        np, calls=library.op, arguments={}, host=(), single=True, has_rows=(True, True), specs=(spec,), label="row"
+    )
+    checked = kernel.followed_by(lambda found: (found[0] + 1,))
+    x, k = np.array([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]]), np.broadcast_to(np.float64(2), (3,))
+    begun = checked.begin(-1, np.arange(3)[:, None], x, k)
+    pauses = 0
+    while isinstance(begun, Paused):
+        pauses += 1
+        begun = begun.go_on()
+    assert pauses == 3
+    assert begun[0].tolist() == (x * 2 + 1).tolist()
+
+
+async def test_draws_of_rows_are_one_call_that_names_the_row_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    with af.Graph(seed=1) as graph:
+        x = af.placeholder("float64", (None, 3))
+        drawn, noise = af.vmap(lambda row: (af.random.categorical(row), row + af.random.normal((3,))))(x)
+    logits = np.zeros((4, 3))
+    async with af.Session(graph) as session:
+        with pytest.raises(af.KernelError, match=r"(?s)the largest logit along the axis is finite; got nan.*vmap/2"):
+            await session.run(drawn, {x: np.where(np.arange(4)[:, None] == 2, np.nan, logits)})
+        assert (await session.run(drawn, {x: logits[:0]})).shape == (0,)
+
+        def refuse(*args: object, **options: object) -> Any:
+            raise AssertionError("each row is drawn by itself")
+
+        monkeypatch.setattr(RowKernel, "begin", refuse)
+        found = await session.run([drawn, noise], {x: logits})
+        assert found[0].shape == (4,)
+        assert len(np.unique(found[1])) == 12
