@@ -109,7 +109,8 @@ def following(prose: list[str]) -> NDArray[np.float32]:
     counts = np.full((LETTERS**3, LETTERS), 1e-9, np.float32)
     contexts = (text[:-3] * LETTERS + text[1:-2]) * LETTERS + text[2:-1]
     np.add.at(counts, (contexts, text[3:]), 1)
-    return np.log(counts / counts.sum(axis=1, keepdims=True))
+    logits: NDArray[np.float32] = np.log(counts / counts.sum(axis=1, keepdims=True))
+    return logits
 
 
 # -- the models --------------------------------------------------------------------------------------------------------

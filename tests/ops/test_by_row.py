@@ -63,7 +63,7 @@ def test_rows_that_are_left_may_pause_between_them() -> None:
     made = BY_ROW_OPS[3].kernel
     assert made is not None
     spec = af.spec("float64", (None, 2))
-    kernel = made(
+    kernel: Any = made(
         np, calls=library.op, arguments={}, host=(), single=True, has_rows=(True, True), specs=(spec,), label="row"
     )
     checked = kernel.followed_by(lambda found: (found[0] + 1,))
