@@ -7,9 +7,9 @@ and neither side waits for the other.
 The gradient runs the module once more, with gradients recorded: what the first run would have kept need not live until
 then, and a graph may be differentiated after it has run.
 
-Rows (`map_fn`, `vmap`, `batched`, pools) are one call of the module. With ``rows=True`` it gets the rows as they are. Else
-`torch.vmap` maps the module over them, which gives what each row gives for itself. One more axis alone might mix rows, or
-mean something else, as for a recurrent layer. What `torch.vmap` refuses is called row by row.
+Rows (`map_fn`, `vmap`, `batched`, pools) are one call of the module. With ``rows=True`` it gets the rows as they are.
+Else `torch.vmap` maps the module over them, which gives what each row gives for itself. One more axis alone might mix
+rows, or mean something else, as for a recurrent layer. What `torch.vmap` refuses is called row by row.
 """
 
 from __future__ import annotations
