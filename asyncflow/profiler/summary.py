@@ -44,7 +44,7 @@ class NodeSummary:
     mean_ns: float
     max_ns: int
     queued_ns: int
-    """Time behind others in the queue of a stream's thread."""
+    """Time behind others in the queue of a stream's thread, or in the line of a function with limits."""
     iterations: int
     """Of a loop that ran as a whole, over all its firings; 0 for anything else."""
 
@@ -99,7 +99,7 @@ class Summary:
     awaiting_ns: int
     """Time in which coroutine ops were awaited and nothing computed."""
     queueing_ns: int
-    """Time in which work waited for a thread, and nothing computed or was awaited."""
+    """Time in which work waited for a thread or by the limits of a function, and nothing computed or was awaited."""
     runtime_ns: int
     """The rest of the time of runs: scheduling, and whatever else the event loop did meanwhile."""
     runs: int

@@ -18,6 +18,7 @@ from asyncflow.runtime.scheduler import coroutines, limited_calls
 from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
+from tests.conftest import OpenSession
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
 from tests.runtime.test_observer import Log
@@ -599,6 +600,29 @@ async def test_gradients_recomputation_and_branches_call_as_the_limits_say() -> 
         assert await session.run((y, dx), {x: 3.0}) == (27.0, 27.0)
         assert session.statistics().limits["square"].attempts >= 2
         assert await session.run((y, dx), {x: -3.0}) == (-3.0, 1.0)
+
+
+async def test_loops_and_branches_call_functions_with_limits_on_any_device(open_session: OpenSession) -> None:
+    tool = Tool(failures=1)
+    awaited = tool.op(retries=1, backoff=0, max_concurrency=1)
+
+    @af.op(outputs=SCALAR, max_concurrency=1)
+    def plain(x: Any) -> Any:
+        return x * 2
+
+    with af.Graph() as graph:
+        count = af.placeholder("int64", ())
+
+        def body(i: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            step = af.cond(i % 2 == 0, lambda: plain(total), lambda: awaited(total))
+            return i + 1, step + af.sum(af.map_fn(plain, af.ones((2,), dtype="float64")))
+
+        _, total = af.while_loop(lambda i, _: i < count, body, (0, af.constant(1.0)))
+    async with open_session(graph) as session:
+        assert await session.run(total, {count: 3}) == 26
+        counts = session.statistics().limits
+    assert (counts["tool"].calls, counts["tool"].attempts) == (1, 2)
+    assert counts["plain"].calls >= 4  # rows of what does not change may be called once
 
 
 def test_limits_hold_on_simulated_devices() -> None:

@@ -54,22 +54,34 @@ async def test_a_run_is_a_child_of_its_caller_and_a_parent_of_its_coroutines() -
         with traced.start_as_current_span("inside"):
             return x
 
+    refusals = iter([ConnectionError("busy")])
+
+    @af.op(outputs=INT, retries=1, backoff=0)
+    async def busy_once(x: Any) -> Any:
+        for error in refusals:
+            raise error
+        return x
+
     with af.Graph() as graph:
         x = af.placeholder("int64", ())
         y, bad = asks(x), raising(lambda: ValueError("no"))(x)
+        again = busy_once(x)
     async with af.Session(graph) as session:
         async with serving.Spans(session, traced):
+            await session.run(again, {x: ONE})
             with traced.start_as_current_span("request") as request:
                 await session.run(y, {x: ONE})
                 assert trace.get_current_span() is request
                 with pytest.raises(af.KernelError):
                     await session.run(bad, {x: ONE})
         await session.run(y, {x: ONE})
-    good, failed = collected.named("asyncflow.run")
+    retried, good, failed = collected.named("asyncflow.run")
+    assert retried.attributes is not None and retried.attributes["asyncflow.retries"] == 1
     inside = collected.named("inside")[0]
     assert good.parent is not None and good.parent.span_id == request.get_span_context().span_id
     assert inside.parent is not None and inside.parent.span_id == good.context.span_id
     assert good.attributes is not None and failed.attributes is not None
+    assert "asyncflow.retries" not in good.attributes
     assert good.attributes["asyncflow.fetch"] == y.name and good.attributes["asyncflow.status"] == "ok"
     assert good.start_time is not None and good.end_time is not None
     assert inside.start_time is not None and inside.end_time is not None
