@@ -3,15 +3,19 @@
 Requests come at random, whether or not earlier ones have been answered, and are of use within ten times what one takes
 alone; one in twenty-five is important. The first case computes, as many at a time as there are cores; the second waits
 for a database, which serves eight at a time. By hand, a semaphore lets as many in, and as many may wait.
+
+In the cases of batches a call takes 20 ms and 4 ms for each member, and a request is of use within 200 ms. By hand, a
+call has the next 22 members, which is the best size, of those that it answers in time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from dataclasses import dataclass, field
 from random import Random
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,6 +34,8 @@ P99: Final = Figure("latency p99 of those", "ms")
 IMPORTANT: Final = Figure("latency p99 of important ones", "ms")
 REFUSAL: Final = Figure("p90 until a refusal is known", "µs")
 SEMAPHORE: Final = "semaphore"
+OF_22: Final = "calls of 22"
+CALL_MS, MEMBER_MS, USEFUL_S = 20.0, 4.0, 0.2
 DEFAULT: Final = "asyncflow, max_runs='auto'"
 UNLIMITED: Final = "asyncflow, no limit"
 PATIENCE: Final = 10
@@ -56,6 +62,7 @@ async def measure(
     extent: int = 1200,
     wait_ms: float = 20.0,
     alone: int = 40,
+    rates: Sequence[float] = (260.0, 400.0),
 ) -> list[Result]:
     """Goodput and latencies at `times` what can be done, by admission, by its default, by hand, and without a limit.
 
@@ -101,7 +108,63 @@ async def measure(
                     system: _trial(call, each * capacity, alone_s, capacity, seconds) for system, call in asks.items()
                 }
                 results += await compare("overload", f"{name}, {each:g}x", trials, repeats=repeats)
+        for rate in rates:
+            results += await _batches(rate, repeats, seconds)
     return results
+
+
+async def _batches(rate: float, repeats: int, seconds: float) -> list[Result]:
+    """Answers in time of requests that share calls, without a bound on runs."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+
+        @af.op(outputs=lambda spec: spec, rows=True, cost=1e12)
+        def slow(rows: Any) -> Any:
+            sleep((CALL_MS + MEMBER_MS * len(rows)) / 1e3)
+            return rows
+
+        answer = af.batched(slow, max_size=64)(x)
+    async with af.Session(graph) as session:
+        asks: dict[str, Ask] = {
+            ASYNCFLOW: lambda _, timeout: session.run(answer, {x: np.float64(1)}, timeout=timeout),
+            OF_22: _calls_by_hand(22),
+        }
+        most = 22 / (CALL_MS + MEMBER_MS * 22) * 1e3
+        trials = {name: _trial(ask, rate, USEFUL_S / PATIENCE, most, seconds) for name, ask in asks.items()}
+        return await compare("overload", f"batches, {rate:g} requests/s", trials, repeats=repeats)
+
+
+def _calls_by_hand(most: int) -> Ask:
+    """One call at a time for so many of those that wait, first come first served."""
+    waiting: deque[tuple[float, asyncio.Future[None]]] = deque()
+    is_busy = False
+
+    async def call() -> None:
+        nonlocal is_busy
+        is_busy = True
+        while waiting:
+            taken_s = (CALL_MS + MEMBER_MS * min(most, len(waiting))) / 1e3
+            while waiting and waiting[0][0] < perf_counter() + taken_s:
+                waiting.popleft()[1].cancel()
+            members = [waiting.popleft()[1] for _ in range(min(most, len(waiting)))]
+            if members:
+                await asyncio.to_thread(sleep, (CALL_MS + MEMBER_MS * len(members)) / 1e3)
+            for member in members:
+                member.set_result(None)
+        is_busy = False
+
+    async def ask(_: int, timeout: float | None) -> None:
+        answered = asyncio.get_running_loop().create_future()
+        waiting.append((perf_counter() + (timeout or 0.0), answered))
+        working = None if is_busy else asyncio.create_task(call())
+        try:
+            await answered
+        except asyncio.CancelledError:
+            raise TimeoutError from None  # it would have been late
+        finally:
+            del working
+
+    return ask
 
 
 async def _calibrated(ask: Ask, servers: int, each: int) -> tuple[float, float]:

@@ -31,7 +31,9 @@ event                    state                                        what happe
 
 Who goes first. Members, and lanes, of the lowest priority number, but each other number that waits has an eighth of the
 places (`PriorityShares`). Of one number, whoever is *due* first: at its deadline, or a second after it was offered. A
-call is cut so small that the first deadline in it is met, as far as is known and can be.
+call is cut so small that the first deadline in it is met, as far as is known and can be. Under overload, when calls
+that small would not meet all deadlines, a call is as large as gives the most answers in time for its time
+(`asyncflow.runtime.call_sizes`), and has only members that it can answer in time.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from typing import Generic, Protocol, TypeVar
 
 from asyncflow.ops.batch import Batch
 from asyncflow.runtime.call_costs import EXPLORE, CallCosts
+from asyncflow.runtime.call_sizes import size_under_overload
 from asyncflow.runtime.shares import PATIENCE_S, PriorityShares
 
 _LONG = 2
@@ -192,9 +195,42 @@ class Lane(Generic[M]):
             taken.append(self._remove(line, 0))
         return taken
 
+    def fit(self, members: list[M], now_ns: int) -> list[M]:
+        """Return the members to call: those taken, or fewer or others, so that more are answered in time."""
+        first_ns = min([member.deadline_ns for member in members])
+        if first_ns == inf or self.policy.cost == "none":
+            return members
+        costs = self.costs
+        if now_ns + costs.likely_ns(len(members)) <= first_ns or (len(members) == 1 and not self.waiting):
+            return members
+        lines: dict[int, list[float]] = {}
+        for member in chain(members, *self.waiting.values()):
+            lines.setdefault(member.priority, []).append(member.deadline_ns)
+        ranked = [lines[priority] for priority in sorted(lines)]
+        size = size_under_overload(ranked, now_ns, self.most, costs.likely_ns)
+        if size is None:
+            return self.cut_in_time(members, now_ns)
+        for member in members:
+            self.add(member)
+        return self._take_reachable(size, now_ns + costs.likely_ns(size))
+
+    def _take_reachable(self, size: int, end_ns: float) -> list[M]:
+        """Return so many at most, who go next, of those whose deadlines are not before `end_ns`."""
+        whole, late = self.waiting, dict[int, list[M]]()
+        self.waiting = {}
+        for priority, line in whole.items():
+            late[priority] = [member for member in line if member.deadline_ns < end_ns]
+            if len(late[priority]) < len(line):
+                self.waiting[priority] = [member for member in line if member.deadline_ns >= end_ns]
+        taken = self.take(size)
+        for line in late.values():
+            for member in line:
+                self.add(member)
+        return taken
+
     def cut_in_time(self, members: list[M], now_ns: int) -> list[M]:
         """As many of those taken as can be computed until the first deadline among them; the others wait again."""
-        if len(members) == 1 or self.policy.cost == "none" or all(member.deadline_ns == inf for member in members):
+        if len(members) == 1:
             return members
         costs = self.costs
         reachable_ns = now_ns + costs.predict_ns(1)
@@ -420,7 +456,7 @@ class Batcher(Generic[M]):
         lane.drop_late(now_ns)
         if not lane.waiting:
             return []
-        members = lane.cut_in_time(lane.take(self._size(lane)), now_ns)
+        members = lane.fit(lane.take(self._size(lane)), now_ns)
         size = len(members)
         count = 1 if lane.policy.cost == "none" else lane.costs.parts(size, self._random)
         return [members[size * part // count : size * (part + 1) // count] for part in range(count)]

@@ -227,6 +227,17 @@ class CallCosts(SizeTimes):
             return random.choice(counts)
         return min(counts, key=lambda count: self._in_parts.setdefault(count, SizeTimes()).predict_ns(like))
 
+    def likely_ns(self, size: int) -> float:
+        """Return how long a call will take; of a size that is not known, as told from all others."""
+        found_ns, known = self.predict_ns(size), self.taken_ns
+        if self._counts.get(size, 0) >= _SURE or len(known) < 2:
+            return found_ns
+        least = min([each for each in known if each > 1])
+        if size < least and 1 in known:
+            return known[1] + (size - 1) / (least - 1) * (known[least] - known[1])
+        fixed, each = self._line = self._line or self._fitted()
+        return max(found_ns, fixed + each * size)
+
     def saved_ns(self, waiting: int, coming: int, most: int) -> float:
         """How much less time it takes in all if those who wait go with those who are to come, and not before them."""
         coming = min(coming, most - waiting)

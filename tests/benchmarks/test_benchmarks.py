@@ -80,7 +80,9 @@ TINY = {
     "run_latency": lambda: run_latency.measure(repeats=2, runs=3, nodes=(1, 4)),
     "concurrent_runs": lambda: concurrent_runs.measure(repeats=2, clients=3, runs=9),
     "batched_requests": lambda: batched_requests.measure(repeats=2, hidden=4, steps=2, clients=(1, 2), requests=5),
-    "overload": lambda: overload.measure(repeats=2, seconds=0.05, times=(5.0,), extent=16, wait_ms=1.0, alone=3),
+    "overload": lambda: overload.measure(
+        repeats=2, seconds=0.05, times=(5.0,), extent=16, wait_ms=1.0, alone=3, rates=(400.0,)
+    ),
     "tree_requests": lambda: tree_requests.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, files=8),
     "pooled_loop": lambda: pooled_loop.measure(repeats=2, hidden=(4,), clients=(1, 2), requests=3, lengths=(1, 4)),
     "pooled_decoder": lambda: pooled_decoder.measure(
