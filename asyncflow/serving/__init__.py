@@ -31,6 +31,7 @@ from asyncflow.serving.metrics import Metric as Metric
 from asyncflow.serving.metrics import Metrics as Metrics
 from asyncflow.serving.metrics import Sample as Sample
 from asyncflow.serving.prometheus import PrometheusCollector as PrometheusCollector
+from asyncflow.serving.prometheus import PrometheusWorker as PrometheusWorker
 from asyncflow.serving.prometheus import prometheus_collector as prometheus_collector
 from asyncflow.serving.reload import Reload as Reload
 from asyncflow.serving.requests import run_or_disconnect as run_or_disconnect

@@ -99,7 +99,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
-        if path in self._paths or path.startswith(self._folders):
+        if path in self._paths or path.rstrip("/") in self._paths or path.startswith(self._folders):
             await answer_or_cut(self._app, scope, receive, send)
             return
         priority = 0 if self._priority is None else self._priority(scope)

@@ -100,7 +100,6 @@ class _FetchCounts:
 class _FunctionCounts:
     """Calls of one batched function, or steps of one pooled loop."""
 
-    failed: int = 0
     last: int = 0
     sizes: _Histogram = field(default_factory=lambda: _Histogram(_SIZES))
     duration: _Histogram = field(default_factory=lambda: _Histogram(SECONDS))
@@ -175,8 +174,6 @@ class Metrics:
         function.last = batch.size
         if batch.error is None:
             function.duration.observe(batch.ended_s - batch.started_s)
-        else:
-            function.failed += 1
 
     def pool_stepped(self, function: str, size: int, steps: int) -> None:
         """Counts steps of a pooled loop."""
@@ -235,8 +232,15 @@ class Metrics:
             "Calls of batched functions, and steps of pooled loops.",
             executions,
         )
-        failed = tuple(Sample({"function": label}, each.failed) for label, each in batched)
-        yield Metric("asyncflow_batch_failures_total", "counter", "Calls of batched functions that failed.", failed)
+        # The session's own counts, since its start: functions and loops that share calls, whichever way they do.
+        failed: dict[str, int] = {}
+        now = self._session.statistics()
+        for name, counts in now.batches.items():
+            label = name if len(failed) < self._most_labels else _OTHER
+            failed[label] = failed.get(label, 0) + counts.failed
+        failures = tuple(Sample({"function": label}, count) for label, count in failed.items())
+        text = "Calls that several runs shared, and that failed."
+        yield Metric("asyncflow_batch_failures_total", "counter", text, failures)
         sizes = {label: each.sizes for label, each in batched}
         steps = {label: each.sizes for label, each in pooled}
         durations = {label: each.duration for label, each in batched}
@@ -244,7 +248,7 @@ class Metrics:
         yield _histogram("batch_duration_seconds", "Times of calls of batched functions.", "function", durations)
         yield _histogram("pool_size", "Activations in a step of a pooled loop.", "function", steps)
         # A pool whose last activations have ended is not stepped for nobody.
-        idle = self._session.statistics().runs == 0
+        idle = now.runs == 0
         rows = tuple(Sample({"function": label}, 0 if idle else each.last) for label, each in pooled)
         yield Metric("asyncflow_pool_rows", "gauge", "Activations in the latest step of a pooled loop.", rows)
 

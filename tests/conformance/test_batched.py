@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from math import inf
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
+from asyncflow import serving
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.cpu import lanes
 from asyncflow.graph.text import print_graph
@@ -392,6 +394,10 @@ async def test_f40_a_member_that_never_ends_leaves_the_others_to_end(under_way: 
         x = af.placeholder("float64", (), name="x")
         y = af.batched(doubled_until)(x)
     async with asyncio.timeout(PATIENCE_S), af.Session(graph) as session:
+        watched: list[serving.ObservedBatch] = []
+        observer = Mock(spec=serving.Metrics)  # which has the methods of an observer
+        observer.batch_ended = watched.append
+        session.observe(observer)
         bad, *good = [asyncio.ensure_future(session.run(y, {x: limit})) for limit in (5.0, -1.0, -2.0, 0.0)]
         await under_way.wait()
         later = asyncio.ensure_future(session.run(y, {x: -3.0}))
@@ -399,6 +405,9 @@ async def test_f40_a_member_that_never_ends_leaves_the_others_to_end(under_way: 
         assert await asyncio.gather(*good, later) == [0.0] * 4
         assert bad.cancelled()
         assert await session.run(y, {x: -1.0}) == 0.0
+        (counts,) = session.statistics().batches.values()
+        assert (len(watched), sum(each.error is not None for each in watched)) == (counts.calls, counts.failed)
+        assert counts.failed >= 1, "the call that is computed again in halves"
 
 
 @pytest.mark.slow

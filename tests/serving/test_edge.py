@@ -111,8 +111,13 @@ async def test_what_would_be_refused_is_not_read_and_health_is_answered() -> Non
             assert refused.headers["connection"] == "close" and refused.headers["retry-after"] == "1"
             assert "max_runs=1" in json.loads(refused.body)["message"]
             assert await Caller(path="/api/predict", root_path="/api").ask(app) == 503
-            passed = [{"path": "/readyz"}, {"path": "/static/a/b"}, {"path": "/api/readyz", "root_path": "/api"}]
-            assert [await Caller(**scope).ask(app) for scope in passed] == [200] * 3
+            passed = [
+                {"path": "/readyz"},
+                {"path": "/readyz/"},
+                {"path": "/static/a/b"},
+                {"path": "/api/readyz", "root_path": "/api"},
+            ]
+            assert [await Caller(**scope).ask(app) for scope in passed] == [200] * 4
             other = Caller(type="websocket")
             await app(other.scope, other.receive, other.send)
             assert other.sent, "a websocket is for the application to refuse"

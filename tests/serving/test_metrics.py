@@ -138,7 +138,43 @@ async def test_batches_and_pools_are_counted() -> None:
     assert values(found, "batch_size") == [4]
     assert values(found, "pool_size") == [2 + 2 + 1 + 1]
     assert values(found, "pool_rows") == [0]
-    assert values(found, "batch_failures_total") == [0]
+    assert values(found, "batch_failures_total") == [0, 0]
+
+
+@pytest.mark.usefixtures("work")
+async def test_failed_calls_are_those_that_the_session_counts() -> None:
+    """Of batched functions of one name in two graphs, and of vertex maps that share calls."""
+
+    @af.op(outputs=af.spec("float64", ()), pure=True)
+    def positive(x: Any) -> Any:
+        if x < 0:
+            raise ValueError("not positive")
+        return x
+
+    @af.vertex_function(state=af.spec("float64", ()), children=1)
+    def vertex(v: Any) -> None:
+        v.scatter(positive(v.pull()) + v.gather(0))
+
+    def built() -> tuple[af.Graph, af.Tensor, af.Tensor]:
+        with af.Graph() as graph:
+            x = af.placeholder("float64", ())
+            return graph, x, af.batched(positive, cost="none")(x)
+
+    graphs = [built(), built()]
+    with af.Graph():
+        structure, rows = af.InputGraph.placeholder(), af.placeholder("float64", (None,))
+        mapped = af.vertex_map(vertex, structure, rows, share=True).roots
+    chain = structure.feeds(af.InputGraph.chain([2]))
+    async with af.Session() as session, serving.Metrics(session) as metrics:
+        runs = [session.run(y, {x: np.float64(n)}) for _, x, y in graphs for n in (1, -1, 2)]
+        runs += [session.run(mapped, {**chain, rows: np.array([1.0, n])}) for n in (1, -1)]
+        ends = await asyncio.gather(*runs, return_exceptions=True)
+        assert sum(isinstance(each, af.KernelError) for each in ends) == 3, ends
+        found, counts = metrics.snapshot(), session.statistics().batches
+    assert len(counts) == 2 and all(each.failed for each in counts.values())
+    for name, each in counts.items():
+        assert values(found, "batch_failures_total", function=name) == [each.failed]
+        assert values(found, "executions_total", function=name) == [each.calls]
 
 
 @pytest.mark.parametrize("activations", [1, 3])

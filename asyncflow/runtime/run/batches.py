@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
-from asyncflow.errors import ExitRaised, OutOfMemoryError, SessionClosedError, of_firing
+from asyncflow.errors import DeadlineExceeded, ExitRaised, OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer
 from asyncflow.runtime.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.call_costs import CallCosts
@@ -351,6 +351,8 @@ class Batches(TellingState):
             self._batcher.set_apart(call)
         else:
             call.members[0].known.count(len(call.members), failed=1)
+            why = "a member has left, and the call takes too long; the others are computed again in halves"
+            self._show(call, int(call.started_ns), DeadlineExceeded(why))
             self._batcher.divide(call)
             self._runs_of[call].stop("cancelled")
 
@@ -510,11 +512,18 @@ class Batches(TellingState):
 
     def statistics(self) -> dict[str, BatchStatistics]:
         """Of each batched function that graphs call, by its name in the graph."""
-        found = {}
+        found: dict[str, BatchStatistics] = {}
         for shared, known in list(self._known.items()):
             latest = next(reversed(known.costs.values()), CallCosts())
             cost_ns = dict(sorted(latest.taken_ns.items()))
-            found[shared.label] = BatchStatistics(known.calls, known.members, known.largest, known.failed, cost_ns)
+            before = found.get(shared.label, BatchStatistics())  # of another graph
+            found[shared.label] = BatchStatistics(
+                before.calls + known.calls,
+                before.members + known.members,
+                max(before.largest, known.largest),
+                before.failed + known.failed,
+                cost_ns,
+            )
         return found
 
     async def _check(self, members: Sequence[BatchMember], together: Sequence[Sequence[Array]]) -> None:
