@@ -312,6 +312,7 @@ def _random(x: Tensor, n: Tensor) -> list[Tensor]:
     return [
         af.random.normal(size),
         af.random.truncated_normal((n[0], 2)),
+        af.random.normal(size, seed=n[0]),
         af.random.uniform((2,)),
         af.random.integers(size, low=0, high=n[0] + 3),
         af.random.gamma(size, alpha=2.0),

@@ -49,13 +49,13 @@ SHAPED: dict[str, Step] = {
     "eye": lambda v, n: joined(v, af.eye(n)),
     "random": lambda v, n: joined(v, af.ones_like(af.random.uniform((n,)))),
     "TensorArray": lambda v, n: joined(v, af.TensorArray("float64", n).unstack(af.concat([v, v])[:n]).stack()),
+    "TensorArray behind a loop": lambda v, n: joined(v, written(v, n)),
     "RowStore": lambda v, n: rows(v, n, 2 * n),
 }
 """Steps that build a static shape on the integer, if it is known."""
 
 OPEN: dict[str, Step] = {
     "broadcast_to": lambda v, n: af.sum(af.broadcast_to(v, af.stack([n, af.size(v)])), axis=0),
-    "TensorArray": lambda v, n: joined(v, written(v, n)),
     "slice": lambda v, n: v[:n],
     "last": lambda v, n: v[-n:],
     "index": lambda v, n: v * v[n % af.size(v)],

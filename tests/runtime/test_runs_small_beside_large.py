@@ -178,7 +178,7 @@ async def test_101_waiting_for_a_thread_is_not_computing(work: WorkClock, graph:
     n = af.placeholder("int64", ())
     count = counting(probe, n)
     trace = af.Trace(detail="region")
-    async with af.Session(graph) as session:
+    async with af.Session(graph, max_runs=None) as session:
         await session.run(count, {n: 2})
         threads = session.devices[0].lanes.streams  # type: ignore[attr-defined]
         probe.gate.clear()
