@@ -175,6 +175,19 @@ async def test_a_call_for_many_rows_counts_as_one() -> None:
         assert session.statistics().limits["rows"] == LimitStatistics(calls=3, attempts=3)
 
 
+async def test_a_step_of_a_pool_is_one_call() -> None:
+    @af.op(outputs=SCALAR, rows=True, max_concurrency=1)
+    def more(x: Any) -> Any:
+        return x + 1
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+        y = af.while_loop(lambda x: x < 5, more, x, pool=af.Pool(4))
+    async with af.Session(graph) as session:
+        assert tuple(await asyncio.gather(*(session.run(y, {x: float(k)}) for k in range(4)))) == (5, 5, 5, 5)
+        assert session.statistics().limits["more"].calls < 14  # the steps of all of them
+
+
 async def test_a_batch_is_tried_again_as_a_whole(tmp_path: Path) -> None:
     sizes: list[int] = []
 
