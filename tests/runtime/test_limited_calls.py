@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import traceback
@@ -64,6 +65,22 @@ class Tool:
     @property
     def times(self) -> list[float]:
         return [round(time, 6) for _, time in self.begun]
+
+
+def raising_op(is_plain: bool) -> Callable[..., Any]:
+    if is_plain:
+
+        @af.op(outputs=SCALAR, timeout=1000, retries=1, backoff=0)
+        def fails(x: Any) -> Any:
+            raise ConnectionError("it has to be freed")
+
+    else:
+
+        @af.op(outputs=SCALAR, timeout=1000, retries=1, backoff=0)
+        async def fails(x: Any) -> Any:
+            raise ConnectionError("it has to be freed")
+
+    return fails
 
 
 def graph_of(call: Callable[..., Any]) -> tuple[af.Graph, af.Tensor, Any]:
@@ -309,6 +326,26 @@ def test_one_error_again_and_again_is_no_circle() -> None:
     error, _ = on_virtual_time(lambda: failing(Tool(failures=9, error=lambda: same), retries=3))
     assert "attempt 4 of 4" in str(error)
     assert same.__context__ is None
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("way", ["raises", "takes long"])
+@pytest.mark.usefixtures("no_collector")
+async def test_what_a_failed_call_held_is_freed_without_the_collector(is_plain: bool, way: str) -> None:
+    blocking = Blocking()
+    if way == "raises":
+        op = raising_op(is_plain)
+    else:
+        tool: Blocking | Tool = blocking if is_plain else Tool(takes_s=1000.0)
+        op = tool.op(timeout=0.01, retries=1, backoff=0)
+    graph, x, y = graph_of(op)
+    async with af.Session(graph) as session:
+        with pytest.raises(af.KernelError, match=r"attempt 2 of 2"):
+            await session.run(y, {x: -1.0})
+        blocking.release.set()
+        await until(lambda: session.statistics().limits[y.node.op.name].running == 0)
+        errors = [each for each in gc.get_objects() if isinstance(each, TimeoutError | ConnectionError)]
+        assert [error for error in errors if "freed" in str(error) or "did not return" in str(error)] == []
 
 
 def test_what_is_not_retried_says_so() -> None:

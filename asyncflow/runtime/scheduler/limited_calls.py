@@ -351,11 +351,13 @@ class LimitedFunction(LinedState):
             async with scope:
                 return await function(*values)
         except TimeoutError:
-            if scope.expired():
-                raise self._timed_out(limits, "") from None
-            raise  # the function's own
+            if not scope.expired():
+                raise  # the function's own
         finally:
+            del scope  # it has the task, whose error leads to this frame: that would be a cycle
             self._ended(begun)
+        # Outside of `except`: the error of the scope, which would be the context of this one, leads to the task, too.
+        raise self._timed_out(limits, "")
 
     async def _beside(
         self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value], begun: _Begun
@@ -383,8 +385,6 @@ class LimitedFunction(LinedState):
             if not scope.expired():
                 raise
             self._leave(begun)
-            slot = "" if self._slots is None else f", and counts for max_concurrency={self._slots} until then"
-            raise self._timed_out(limits, f"; its thread goes on until it returns{slot}") from None
         except RuntimeError:
             if not begun.is_over:
                 self._ended(begun)  # no thread could be started
@@ -396,6 +396,10 @@ class LimitedFunction(LinedState):
                 with loop.outside_work() if is_virtual(loop) else nullcontext():
                     await returned.wait()
             raise
+        finally:
+            del scope  # as above
+        slot = "" if self._slots is None else f", and counts for max_concurrency={self._slots} until then"
+        raise self._timed_out(limits, f"; its thread goes on until it returns{slot}")
 
     def _leave(self, begun: _Begun) -> None:
         """Nobody waits for the thread of an attempt any more."""
