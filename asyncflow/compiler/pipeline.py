@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial, wraps
 
-from asyncflow.compiler.batching.batch_loops import batch_loops, bytes_for_batches
+from asyncflow.compiler.batching.batch_loops import batch_loops, blocks_of_sums, bytes_for_batches
 from asyncflow.compiler.dump import start_dump, tell_plan
 from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
@@ -197,13 +197,14 @@ def _resolve_requests(program: Program, context: Context) -> None:
 def _plan_memory(program: Program, context: Context) -> None:
     fuses = bool(program.request.regions and context.options.fusion)
     batches = _batches(program, context)
+    blocks = blocks_of_sums(program.graph, context.devices, in_plan=True)
     way = context.options.saved_values
     program.memory, program.memory_notes = plan_memory(
         program.graph,
         context.devices,
         context.costs,
         fuses=fuses,
-        pending=partial(bytes_for_batches, block_bytes=context.block_bytes or 0) if batches else None,
+        pending=partial(bytes_for_batches, blocks=blocks) if batches else None,
         asked=way if way == "keep" or way == "swap" else None,
     )
 
@@ -215,7 +216,9 @@ def _segments(program: Program, _: Context) -> None:
 
 @wraps(batch_loops)
 def _batch_loops(program: Program, context: Context) -> None:
-    batch_loops(program.graph, context.block_bytes or 0)
+    usual, least = blocks_of_sums(program.graph, context.devices, in_plan=bool(program.memory))
+    is_usual = all(loop.has_usual_blocks for loop in program.memory)
+    batch_loops(program.graph, context.block_bytes or 0, usual if is_usual else least)
 
 
 @wraps(prune)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.batching import pending_sums
 from asyncflow.testing import virtual_clock
 
 SIDE, STEPS = 256, 40
@@ -183,8 +184,9 @@ async def test_what_is_there_for_nothing_is_no_choice() -> None:
     assert all(value.nbytes for value in planned.values)
 
 
-async def test_rows_that_wait_for_their_product_are_predicted() -> None:
+async def test_rows_that_wait_for_their_product_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block has up to 1,024 rows of what the gradient of `w` is a product of, and is held besides."""
+    monkeypatch.setattr(pending_sums, "_ENOUGH_ROWS", ())
     one_by_one, batched = [await train(memory_limit=1 << 30, loop_batching=is_batched) for is_batched in (False, True)]
     assert batched.planned[0].standing - one_by_one.planned[0].standing == 1_024 * 2 * SIDE * 4
     assert batched.planned[0].held == pytest.approx(batched.peak, rel=0.1)

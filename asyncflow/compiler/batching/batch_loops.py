@@ -39,32 +39,66 @@ takes as long as the product, so that a block should hold a few."""
 _SHARE = 64
 """A block takes at most so small a part of a device's memory limit."""
 
+_SHARE_OF_SUMS = 8
+"""All blocks of sums together may take so large a part of it where no plan says whether they fit."""
+
 
 def block_bytes(devices: Sequence[Device]) -> int | None:
     """Most bytes of a block on these devices; None if one has a memory of its own, for which kernels are launched."""
     if any(device.capabilities.own_memory for device in devices):
         return None
-    limits = (device.memory.limit for device in devices)
-    most = _BLOCK_BYTES
-    if any(len(device.compute_streams) > 1 for device in devices):
-        most //= _OVERLAPPED
-    return min([most, *(limit // _SHARE for limit in limits if limit is not None)])
+    return min([_without_limits(devices), *(limit // _SHARE for limit in _limits(devices))])
 
 
-def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
-    """Batches in all loops of `graph`, inner ones first, in place; after what does not change has been hoisted."""
+def blocks_of_sums(graph: Graph, devices: Sequence[Device], *, in_plan: bool) -> tuple[int, int]:
+    """Return the most bytes of a block of sums: usually, and if those do not fit.
+
+    Usual blocks do not depend on limits, so that sums round the same with a limit and without.
+
+    Args:
+        graph: a program.
+        devices: of the session.
+        in_plan: a plan of the memory says whether usual blocks fit.
+    """
+    usual, limits = _without_limits(devices), _limits(devices)
+    if not limits:
+        return usual, usual
+    least = min(usual, min(limits) // _SHARE)
+    found = [_waiting_bytes(node, usual) for node in graph.nodes if isinstance(node, WhileNode)]
+    known = [each for each in found if each is not None]
+    fits = len(known) == len(found) and (in_plan or _SHARE_OF_SUMS * sum(known) <= min(limits))
+    return (usual if fits else least), least
+
+
+def _limits(devices: Sequence[Device]) -> list[int]:
+    return [device.memory.limit for device in devices if device.memory.limit is not None]
+
+
+def _without_limits(devices: Sequence[Device]) -> int:
+    overlap = any(len(device.compute_streams) > 1 for device in devices)
+    return _BLOCK_BYTES // _OVERLAPPED if overlap else _BLOCK_BYTES
+
+
+def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES, of_sums: int = _BLOCK_BYTES) -> None:
+    """Batch in all loops of `graph`, inner ones first, in place; after what does not change has been hoisted.
+
+    Args:
+        graph: a program.
+        block_bytes: most bytes of a block of rows.
+        of_sums: most bytes of a block of sums.
+    """
     replaced = Replacements()
     ordered: list[Node] = []
     for node in graph.nodes:
         if replaced.tensors:
             replaced.apply(node)
         for body in node.subgraphs:
-            batch_loops(body, block_bytes)
+            batch_loops(body, block_bytes, of_sums)
         if isinstance(node, WhileNode):
-            most = block_bytes // _OVERLAPPED if _is_cut(node) else block_bytes
+            divisor = _OVERLAPPED if _is_cut(node) else 1
             apart = take_apart(node)
-            ahead = batch_rows(node, most)
-            before, after = batch_sums(node, _bytes_of_sums(most), replaced)
+            ahead = batch_rows(node, block_bytes // divisor)
+            before, after = batch_sums(node, _bytes_of_sums(of_sums // divisor), replaced)
             ordered += [*apart, *ahead, *before, node, *after]
         else:
             ordered.append(node)
@@ -72,10 +106,25 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
     replaced.apply_to_results(graph)
 
 
-def bytes_for_batches(loop: WhileNode, block_bytes: int) -> int:
-    """The bytes that batching will have a loop hold until what waits for its product is multiplied."""
+def bytes_for_batches(loop: WhileNode, blocks: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes that batching will have a loop hold until what waits for its product is multiplied.
+
+    Args:
+        loop: a `while`.
+        blocks: see `blocks_of_sums`.
+
+    Returns:
+        The bytes in usual blocks, and in the least ones; 0 if only a run knows.
+    """
+    usual, least = blocks
+    return _waiting_bytes(loop, usual) or 0, _waiting_bytes(loop, least) or 0
+
+
+def _waiting_bytes(loop: WhileNode, block_bytes: int) -> int | None:
     inner = (node for node in loop.body.walk() if isinstance(node, WhileNode))
-    return sum(pending_bytes(each, _bytes_of_sums(block_bytes)) for each in (loop, *inner))
+    found = [pending_bytes(each, _bytes_of_sums(block_bytes)) for each in (loop, *inner)]
+    known = [each for each in found if each is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _bytes_of_sums(block_bytes: int) -> int:

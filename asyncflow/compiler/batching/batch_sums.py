@@ -3,6 +3,9 @@
 A loop variable that is only ever ``total = total + a @ g`` gives way to one that several such sums with the same `g`
 share, and to which the body adds the operands; behind the loop stand the sums themselves (`pending_sums`). The sum of
 the rows of `g`, the gradient of a bias, joins them.
+
+A loop around that loop may only hand the totals on. It then carries the shared variable in their place, so that blocks
+end at the same iterations whether or not a gradient runs in segments: the sums are the same to the bit.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncflow.compiler.batching.batch_rows import FAST
-from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUMS, pays, rows_at_once
+from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUMS, enough_rows, pays, rows_at_once
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
@@ -44,20 +47,38 @@ def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tup
         before.append(new)
         after.append(made)
         replaced.tensors.update(zip((total.output for total in group), made.outputs, strict=True))
+    for inner in [node for node in loop.body.nodes if isinstance(node, WhileNode)]:
+        for at in [at for at, start in enumerate(inner.inputs[: inner.n_vars]) if start.node.op is NEW_SUMS]:
+            moved = _carried(loop, inner, at)
+            if moved is not None:
+                first, last, places = moved
+                before.append(first)
+                after.append(last)
+                outputs = [loop.outputs[place] for place in places]
+                loop.drop_inputs(places)
+                loop.keep_variables([place for place in range(loop.n_vars) if place not in places])
+                replaced.tensors.update(zip(outputs, last.outputs, strict=True))
     return before, after
 
 
-def pending_bytes(loop: WhileNode, block_bytes: int) -> int:
-    """The bytes of the rows that `batch_sums` has the loop hold; sums of products are there in place of the totals."""
+def pending_bytes(loop: WhileNode, block_bytes: int) -> int | None:
+    """Return the bytes of the rows that `batch_sums` has the loop hold at most, or None if only a run knows.
+
+    Sums of products are there in place of the totals.
+    """
     found = 0
     for group in _groups(_sums(loop)):
         products = [each.product for each in group if each.product.op is MATMUL]
         rows, columns = products[0].inputs[1].shape or (None, None)
         widths = [(product.inputs[0].shape or (None,))[0] for product in products]
         known = [width for width in widths if width is not None]
-        if rows is not None and columns is not None and len(known) == len(widths):
-            width = sum(known)
-            itemsize = products[0].outputs[0].dtype.itemsize
+        if columns is None or len(known) < len(widths):
+            return None
+        width = sum(known)
+        itemsize = products[0].outputs[0].dtype.itemsize
+        if rows is None:
+            found += min(block_bytes, itemsize * enough_rows(width, columns) * (width + columns))
+        else:
             most = rows_at_once(rows, width, columns, itemsize, block_bytes)
             found += itemsize * most * (width + columns) if most > rows else 0
     return found
@@ -159,6 +180,41 @@ def _groups(sums: Sequence[_ProductSum]) -> list[list[_ProductSum]]:
     for each in sums:
         groups.setdefault((id(each.origin), each.product.device), []).append(each)
     return [group for group in groups.values() if any(each.product.op is MATMUL for each in group)]
+
+
+def _carried(loop: WhileNode, inner: WhileNode, at: int) -> tuple[Node, Node, list[int]] | None:
+    """Have `loop` carry the sums in a variable of a loop in its body, if it does nothing else with the totals.
+
+    Returns:
+        What is to stand in front of `loop` and behind it, and the places of the totals, for the caller to take away.
+    """
+    body, condition = loop.body, loop.predicate
+    uses = Counter(id(tensor) for node in body.nodes for tensor in node.inputs)
+    uses.update(id(tensor) for tensor in body.results)
+    used_before = {tensor for node in condition.nodes for tensor in node.inputs} | set(condition.results)
+    new, pending = inner.inputs[at].node, inner.outputs[at]
+    made = next((node for node in body.nodes if node.op is SUMS and node.inputs[0] is pending), None)
+    place_of = {id(tensor): place for place, tensor in enumerate(body.inputs[: loop.n_vars])}
+    places = [place_of[id(tensor)] for tensor in new.inputs if id(tensor) in place_of]
+    if made is None or len(places) < len(new.inputs) or uses[id(new.outputs[0])] != 1 or uses[id(pending)] != 1:
+        return None
+    for place, total in zip(places, made.outputs, strict=True):
+        variable = body.inputs[place]
+        if body.results[place] is not total or uses[id(variable)] != 1 or uses[id(total)] != 1:
+            return None
+        if condition.inputs[place] in used_before:
+            return None
+    awaited = awaited_nodes(body) | awaited_nodes(condition)
+    if awaited & {new, made, *(body.inputs[place].node for place in places)}:
+        return None
+    initial = [loop.inputs[place] for place in places]
+    first = detached_node(loop.graph, NEW_SUMS, initial, new.attrs, new, Spec(VARIANT), reserved_name=new.name)
+    variable, output = loop.add_variable(first.outputs[0])
+    inner.inputs[at] = variable
+    body.results.append(pending)
+    body.nodes[:] = [node for node in body.nodes if node is not new and node is not made]
+    specs = tuple(loop.outputs[place].spec for place in places)
+    return first, detached_node(loop.graph, SUMS, [output], {"values": specs}, made, specs), places
 
 
 def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int) -> tuple[Node, Node]:

@@ -99,6 +99,7 @@ class PlannedLoop:
         values: one by one.
         asked: ``"keep"`` or ``"swap"`` if the session asks for that way, and nothing was chosen.
         least_limit: the limit in which the ways of all loops of the device are predicted to fit.
+        has_usual_blocks: sums over iterations are made in the blocks that they would be made in without a limit.
     """
 
     name: str
@@ -110,6 +111,7 @@ class PlannedLoop:
     values: tuple[PlannedValue, ...] = ()
     asked: Asked | None = None
     least_limit: int = 0
+    has_usual_blocks: bool = True
 
     @property
     def held(self) -> int:
@@ -149,6 +151,8 @@ class PlannedLoop:
         if way.kept < count:
             again = f"iterations {way.kept:,} to {count - 1:,}" if way.kept else "all iterations"
             yield f"  {again} run again for the gradient, in segments of {way.length:,}: {_ms(figures.forward.ns)} each"
+        if not self.has_usual_blocks:
+            yield "  sums over iterations are made in smaller blocks than without a limit, and round differently"
         predicted = (
             f"predicted: {format_bytes(self.held)}, {_ms(way.ns / count)} an iteration "
             f"({_ms(figures.usual_ns / count)} without a limit)"
@@ -191,7 +195,7 @@ def plan_memory(
     measured: Mapping[str, float],
     *,
     fuses: bool,
-    pending: Callable[[WhileNode], int] | None = None,
+    pending: Callable[[WhileNode], tuple[int, int]] | None = None,
     asked: Asked | None = None,
 ) -> MemoryPlan:
     """Chooses for all loops of `graph`, and changes those that do not fit, in place.
@@ -201,7 +205,8 @@ def plan_memory(
         devices: of the session.
         measured: mean ns of nodes in earlier runs, by name.
         fuses: whether devices that can fuse elementwise nodes do.
-        pending: bytes that a gradient's loop will hold of rows that wait for their product.
+        pending: bytes that a gradient's loop will hold of rows that wait for their product: in the usual blocks, and in
+            the least.
         asked: the session's way; nothing is chosen or changed then, only predicted.
     """
     found: dict[str, list[_Candidate]] = defaultdict(list)
@@ -239,7 +244,7 @@ def _device_of(loop: WhileNode, devices: Sequence[Device]) -> Device | None:
 def _planned(
     graph: Graph,
     candidates: Sequence[_Candidate],
-    pending: Callable[[WhileNode], int] | None,
+    pending: Callable[[WhileNode], tuple[int, int]] | None,
     asked: Asked | None,
 ) -> Iterator[PlannedLoop | str]:
     """The choices for the loops of one device: each gets room for the least that it may hold.
@@ -250,11 +255,15 @@ def _planned(
     assert limit is not None
     loops = [each.loop for each in candidates]
     gradients = [reader for each in candidates for reader in each.gradients]
-    standing = standing_bytes([*loops, *gradients])
-    standing += 0 if pending is None else sum(map(pending, gradients))
-    room = FULL * limit - standing
+    waiting = [(0, 0) if pending is None else pending(each) for each in gradients]
+    standing = standing_bytes([*loops, *gradients]) + sum(least for _, least in waiting)
+    blocks = sum(usual - least for usual, least in waiting)
+    room = FULL * limit - standing - blocks
     known = sum(each.would_hold for each in candidates if each.iterations)
     unknown = [each for each in candidates if not each.iterations]
+    has_usual_blocks = known <= room or not unknown or not blocks
+    if not has_usual_blocks:
+        room += blocks
     for each in unknown:
         share = max(room - known, room / 2) / len(unknown)
         yield each.keep_first(share) if asked is None else f"{each.unknown}; {_ALL[asked]}"
@@ -266,6 +275,10 @@ def _planned(
             each.look_for_savings(graph)
     least = {each: each.way(each.figures(0.0), asked).held for each in counted}
     needed = sum(least.values())
+    if has_usual_blocks and blocks and needed > room:
+        has_usual_blocks = False
+        room += blocks
+    standing += blocks if has_usual_blocks else 0
     least_limit = ceil((standing + needed * (2 if unknown else 1)) / FULL) + 1
     for each in counted:
         if known > room and asked is None and each is not counted[0]:
@@ -287,6 +300,7 @@ def _planned(
             values=tuple(each.values(way)) if is_changed or asked is not None else (),
             asked=asked,
             least_limit=least_limit,
+            has_usual_blocks=has_usual_blocks,
         )
         if is_changed or not (asked or each.loop.swap_memory):
             each.apply(way)
