@@ -163,7 +163,7 @@ async def _operations(subject: _Subject) -> None:
             (x / 2.0 - af.exp(x), a / np.float32(2) - np.exp(a)),
             (af.tanh(x) * af.sqrt(af.abs(x)), np.tanh(a) * np.sqrt(np.abs(a))),
             (af.sum(x, axis=1), a.sum(axis=1)),
-            (af.mean(x), a.mean()),
+            (af.mean(x), np.asarray(a.mean())),
             (af.max(x, axis=0, keepdims=True), a.max(axis=0, keepdims=True)),
             (af.argmax(x, axis=1), a.argmax(axis=1)),
             (af.cumulative_sum(x, axis=0), a.cumsum(axis=0)),

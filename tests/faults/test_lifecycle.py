@@ -118,7 +118,9 @@ def test_f26_a_loop_that_was_closed_with_a_run_in_flight(graph: af.Graph) -> Non
     gate.opened.set()
     asyncio.run(session.aclose())
     assert session.statistics().runs == 0
-    task.get_coro().close()
+    coroutine = task.get_coro()
+    assert coroutine is not None
+    coroutine.close()
     task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 

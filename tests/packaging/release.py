@@ -1,8 +1,9 @@
 """`python -m tests.packaging.release WHEEL`: try a wheel on each supported Python that this machine has.
 
 Each Python gets an empty environment with the wheel and its dependencies alone, where the README's programs and the
-commands of the conda recipe's test run. This command names the versions that the machine lacks. It fails if a version
-fails, or if there is none to try.
+commands of the conda recipe's test run. There mypy accepts the guide's programs, with the stubs of the NumPy that the
+Python gets. This command names the versions that the machine lacks. It fails if a version fails, or if there is none to
+try.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 
 from tests.packaging.pages import ROOT, RUNNER, programs_on
 from tests.patience import PATIENCE_S
@@ -78,14 +80,21 @@ def installed(variables: Mapping[str, str]) -> dict[str, Path]:
     return found
 
 
-def problem_of(python: Path, wheel: Path, folder: Path) -> str:
+def _written(page: str, folder: Path) -> list[Path]:
+    """Write the programs of a page into ``folder``."""
+    paths = list[Path]()
+    for number, program in enumerate(programs_on(page)):
+        paths.append(folder / f"{Path(page).stem.lower()}_{number}.py")
+        paths[-1].write_text(program, encoding="utf-8")
+    return paths
+
+
+def problem_of(version: str, python: Path, wheel: Path, folder: Path) -> str:
     """Install ``wheel`` into an empty environment in ``folder``, run the README there, and return what went wrong."""
     new = folder / "environment" / "bin" / "python"
     runner = folder / "runner.py"
     runner.write_text(RUNNER, encoding="utf-8")
-    programs = [folder / f"readme_{number}.py" for number, _ in enumerate(programs_on("README.md"))]
-    for path, program in zip(programs, programs_on("README.md"), strict=True):
-        path.write_text(program, encoding="utf-8")
+    programs, guide = _written("README.md", folder), _written("docs/guide.md", folder)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     # The pip of this environment installs into the new one, which saves it a pip of its own.
     pip: list[str | Path] = [
@@ -98,12 +107,14 @@ def problem_of(python: Path, wheel: Path, folder: Path) -> str:
         "install",
         "--quiet",
     ]
+    mypy: list[str | Path] = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml"]
     imports = "; ".join(f"import {name}" for name in recipe_items("test", "imports"))
     steps: list[tuple[list[str | Path], list[str]]] = [
         ([python, "-m", "venv", "--without-pip", new.parents[1]], []),
         ([*pip, "--no-compile", wheel], []),
         ([new, "-W", "error", runner, *programs], PRINTED.findall(readme)),
         ([new, "-W", "error", "-c", f"{imports}; print(asyncflow.__version__)"], [PROJECT["version"]]),
+        ([*mypy, "--python-executable", new, "--python-version", version, "--cache-dir", folder / "types", *guide], []),
         *((_command(words, new.parent), []) for words in recipe_items("test", "commands")),
     ]
     for command, expected in steps:
@@ -119,10 +130,10 @@ def problem_of(python: Path, wheel: Path, folder: Path) -> str:
         )
         said = done.stdout + done.stderr
         if done.returncode:
-            return f"{' '.join(map(str, command))}\n{said}"
+            return f"{shorten(' '.join(map(str, command)), 300)}\n{said}"
         missing = [text for text in expected if text not in done.stdout]
         if missing:
-            return f"{' '.join(map(str, command))}\ndid not print {missing}, but\n{said}"
+            return f"{shorten(' '.join(map(str, command)), 300)}\ndid not print {missing}, but\n{said}"
     return ""
 
 
@@ -134,7 +145,7 @@ def main(wheel: Path, variables: Mapping[str, str] = os.environ) -> int:
         for version, python in pythons.items():
             own = Path(folder, version)
             own.mkdir()
-            tries[version] = threads.submit(problem_of, python, wheel.resolve(), own)
+            tries[version] = threads.submit(problem_of, version, python, wheel.resolve(), own)
         problems = {version: each.result() for version, each in tries.items()}
     for version in SUPPORTED:
         if version not in problems:
@@ -142,7 +153,7 @@ def main(wheel: Path, variables: Mapping[str, str] = os.environ) -> int:
         elif problems[version]:
             print(f"Python {version}: failed\n{problems[version]}")
         else:
-            print(f"Python {version}: installed, and the README's programs ran")
+            print(f"Python {version}: installed, the README's programs ran, and mypy accepts the guide's")
     return int(not problems or any(problems.values()))
 
 

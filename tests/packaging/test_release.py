@@ -102,10 +102,12 @@ def test_what_is_told_of_each_python(monkeypatch: pytest.MonkeyPatch, capsys: py
     first, second, *missing = SUPPORTED
     good, bad = Path("/good/python"), Path("/bad/python")
     monkeypatch.setattr(release, "installed", lambda variables: {first: good, second: bad})
-    monkeypatch.setattr(release, "problem_of", lambda python, wheel, folder: "it failed" if python == bad else "")
+    monkeypatch.setattr(
+        release, "problem_of", lambda version, python, wheel, folder: "it failed" if python == bad else ""
+    )
     assert release.main(Path("a.whl"), os.environ) == 1
     told = [
-        f"Python {first}: installed, and the README's programs ran",
+        f"Python {first}: installed, the README's programs ran, and mypy accepts the guide's",
         f"Python {second}: failed",
         "it failed",
         *(f"Python {version}: not on this machine, and not tried" for version in missing),
