@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import Literal
+from typing import Literal, TypeAlias, TypeVar, overload
 
 from asyncflow.autodiff import cond_gradient, row_gradients, row_rules, while_gradient
 from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.sweep import Sweep, add_gradients, value_of
+from asyncflow.control.nest_types import AttrsLike, DataclassLike, NamedTupleLike
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for, is_symbolic, symbolic
@@ -27,6 +28,74 @@ from asyncflow.values import Nest
 
 _RULES = (_rules, row_gradients, row_rules, cond_gradient, while_gradient)
 """The modules whose import has installed the derivatives of the library's operations."""
+
+_Found: TypeAlias = Tensor | Nest
+"""A gradient, or None for an x on which no y depends. That is rare, so no program has to test for it."""
+_Source: TypeAlias = Tensor | Variable
+_Fields = TypeVar("_Fields", bound=NamedTupleLike | DataclassLike | AttrsLike)
+
+
+@overload
+def gradients(
+    ys: Nest, xs: _Source, grad_ys: Nest = None, stop_gradients: Nest = (), *, unconnected: Literal["zero"]
+) -> Tensor: ...
+@overload
+def gradients(
+    ys: Nest, xs: _Source, grad_ys: Nest = None, stop_gradients: Nest = (), unconnected: Literal["none"] = "none"
+) -> _Found: ...
+@overload
+def gradients(
+    ys: Nest,
+    xs: _Fields,
+    grad_ys: Nest = None,
+    stop_gradients: Nest = (),
+    unconnected: Literal["none", "zero"] = "none",
+) -> _Fields: ...
+@overload
+def gradients(
+    ys: Nest, xs: tuple[_Source, ...], grad_ys: Nest = None, stop_gradients: Nest = (), *, unconnected: Literal["zero"]
+) -> tuple[Tensor, ...]: ...
+@overload
+def gradients(
+    ys: Nest,
+    xs: tuple[_Source, ...],
+    grad_ys: Nest = None,
+    stop_gradients: Nest = (),
+    unconnected: Literal["none"] = "none",
+) -> tuple[_Found, ...]: ...
+@overload
+def gradients(
+    ys: Nest, xs: Sequence[_Source], grad_ys: Nest = None, stop_gradients: Nest = (), *, unconnected: Literal["zero"]
+) -> list[Tensor]: ...
+@overload
+def gradients(
+    ys: Nest,
+    xs: Sequence[_Source],
+    grad_ys: Nest = None,
+    stop_gradients: Nest = (),
+    unconnected: Literal["none"] = "none",
+) -> list[_Found]: ...
+@overload
+def gradients(
+    ys: Nest,
+    xs: Mapping[str, _Source],
+    grad_ys: Nest = None,
+    stop_gradients: Nest = (),
+    *,
+    unconnected: Literal["zero"],
+) -> dict[str, Tensor]: ...
+@overload
+def gradients(
+    ys: Nest,
+    xs: Mapping[str, _Source],
+    grad_ys: Nest = None,
+    stop_gradients: Nest = (),
+    unconnected: Literal["none"] = "none",
+) -> dict[str, _Found]: ...
+@overload
+def gradients(
+    ys: Nest, xs: Nest, grad_ys: Nest = None, stop_gradients: Nest = (), unconnected: Literal["none", "zero"] = "none"
+) -> Nest: ...
 
 
 def gradients(

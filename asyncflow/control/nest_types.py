@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, Union
 from asyncflow.control.row_store import RowStore
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.graph.ir import Tensor
+from asyncflow.values import Nest
 
 
 class DataclassLike(Protocol):
@@ -21,6 +22,12 @@ class AttrsLike(Protocol):
     """An instance of an attrs class, whose fields are taken to be tensors."""
 
     __attrs_attrs__: ClassVar[Any]
+
+
+class NamedTupleLike(Protocol):
+    """An instance of a named tuple, whose fields are taken to be tensors."""
+
+    def _asdict(self) -> dict[str, Nest]: ...
 
 
 Tensors: TypeAlias = Union[

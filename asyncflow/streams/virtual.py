@@ -238,7 +238,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def _came_back(self, _future: object) -> None:
         self._outside -= 1
 
-    async def shutdown_default_executor(self, *args: Any, **options: Any) -> None:
+    async def shutdown_default_executor(self, *args: float | None, **options: Any) -> None:
         """Wait for the threads of the default executor; its timeout is virtual, and so never passes."""
         with self.outside_work():
             await super().shutdown_default_executor(*args, **options)

@@ -6,7 +6,7 @@ Every `assert_type` is for the type checker; a line with a ``type: ignore`` in i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, assert_type
+from typing import Annotated, Any, NamedTuple, assert_type
 
 import numpy as np
 
@@ -74,6 +74,24 @@ def build() -> None:
         assert_type(grown, tuple[af.Tensor, af.RowStore])
         assert_type(af.cond(af.sum(x) > 0, lambda: None, lambda: None), af.Node)
         assert_type(af.value_and_grad(build_loss)(x)[0], af.Tensor)
+
+
+def differentiate() -> None:
+    """`gradients` gives the nest of `xs`; without "zero" any gradient may be None, which no test for is asked."""
+    with af.Graph():
+        x, w = af.placeholder("float64", ()), af.Variable(2.0)
+        y = x * x * w
+        assert_type(af.gradients(y, x, unconnected="zero"), af.Tensor)
+        assert_type(af.gradients(y, w, unconnected="zero"), af.Tensor)
+        assert_type(af.gradients(y, x), af.Tensor | Any)
+        assert_type(af.gradients(y, x) * 2, af.Tensor | Any)
+        assert_type(af.gradients(y, [x, w], unconnected="zero"), list[af.Tensor])
+        assert_type(af.gradients(y, [w]), list[af.Tensor | Any])
+        assert_type(af.gradients(y, (x, w), unconnected="zero"), tuple[af.Tensor, ...])
+        assert_type(af.gradients(y, {"w": w}, unconnected="zero"), dict[str, af.Tensor])
+        assert_type(af.gradients(y, Pair(x, y)), Pair)
+        assert_type(af.gradients(y, State(x, y), unconnected="zero"), State)
+        af.gradients(y, x, unconnected="zero").no_such_method  # type: ignore[attr-defined]  # noqa: B018
 
 
 def build_loss(x: af.Tensor) -> af.Tensor:

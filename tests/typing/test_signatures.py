@@ -25,3 +25,8 @@ def test_control_flow_gives_the_nests_that_the_types_say() -> None:
 def test_signatures_are_kept() -> None:
     assert list(inspect.signature(signatures.norm).parameters) == ["x", "order"]
     assert list(inspect.signature(signatures.total).parameters) == ["x", "scale"]
+
+
+def test_gradients_give_the_nests_that_the_types_say() -> None:
+    with pytest.raises(AttributeError, match="no_such_method"):
+        signatures.differentiate()
