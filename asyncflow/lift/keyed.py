@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from asyncflow.graph.build import as_tensor
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
@@ -42,8 +41,7 @@ def capture_key(body: Subgraph) -> None:
 def carry_key(condition: Subgraph, body: Subgraph, n_vars: int) -> Tensor:
     """Have predicate and body of a loop draw by a key, which becomes the last loop variable; return its first value."""
     outer = body.parent
-    with outer:
-        first = concat([_key_in(outer), as_tensor(np.zeros(1, np.int64))])
+    first = _key_in(outer, counts=True)
     for part in (condition, body):
         key = add_parameter(part, first.spec, "key", first.node.location, 0)
         part.inputs.insert(n_vars, key)
@@ -53,10 +51,10 @@ def carry_key(condition: Subgraph, body: Subgraph, n_vars: int) -> Tensor:
     return first
 
 
-def _key_in(graph: Graph) -> Tensor:
+def _key_in(graph: Graph, *, counts: bool = False) -> Tensor:
     """The key of a firing in a graph: of a whole program, it is known that no loop is around."""
     with graph:
-        return random_key(None if graph.is_subgraph else 0)
+        return random_key(None if graph.is_subgraph else 0, counts=counts)
 
 
 def _next_key(key: Tensor) -> Tensor:

@@ -27,9 +27,14 @@ FIRST = 2
 """Numbers of a key that stand before those of its tag."""
 
 
-def _key(context: KernelContext) -> Array:
-    seed = (context.seed + _WORD // 2) % _WORD - _WORD // 2  # as many bits, with a sign
-    return np.array([seed, context.run, *context.tag], int64)
+def _key_kernel(xp: Namespace, *, depth: int | None, counts: bool) -> Kernel:
+    more = (0,) * counts
+
+    def key(context: KernelContext) -> Array:
+        seed = (context.seed + _WORD // 2) % _WORD - _WORD // 2  # as many bits, with a sign
+        return np.array([seed, context.run, *context.tag, *more], int64)
+
+    return key
 
 
 class _Again:
@@ -80,8 +85,8 @@ def _again_kernel(
 
 RANDOM_KEY = define(
     "random_key",
-    lambda *, depth: Spec(int64, (None if depth is None else FIRST + depth,)),
-    lambda xp, *, depth: _key,
+    lambda *, depth, counts: Spec(int64, (None if depth is None else FIRST + depth + counts,)),
+    _key_kernel,
     needs_context=True,
     is_random=True,
     rows="row by row",
@@ -99,9 +104,14 @@ RANDOM_AGAIN = define(
 """What an op draws, by a key; the same for all rows if the key is."""
 
 
-def random_key(depth: int | None = None) -> Tensor:
-    """Return the key of the iteration that the current graph or body runs, in `depth` loops, if that is known."""
-    return apply(RANDOM_KEY, depth=depth)[0]
+def random_key(depth: int | None = None, *, counts: bool = False) -> Tensor:
+    """Return the key of the iteration that the current graph or body runs.
+
+    Args:
+        depth: how many loops are around, if that is known.
+        counts: give that of the first iteration of one more loop.
+    """
+    return apply(RANDOM_KEY, depth=depth, counts=counts)[0]
 
 
 def draws_numbers(op: Op) -> bool:

@@ -244,3 +244,22 @@ async def test_an_interrupt_while_a_result_is_taken_ends_the_run(monkeypatch: py
                 await session.run(y, {x: fed(pooled, 1.0)})
         assert (await session.run(y, {x: fed(pooled, 2.0)}) == 4.0).all()
         assert session.statistics().runs == 0
+
+
+@pytest.mark.parametrize("build", [batched, pooled])
+async def test_what_draws_takes_no_scheduler_either(
+    build: Callable[[af.Tensor], af.Tensor], lone: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is made of the run, so it draws what it draws beside other nodes."""
+    monkeypatch.setitem(globals(), "positive", lambda x: x + af.random.normal((SIZE,), seed=3))
+    with af.Graph(seed=1) as graph:
+        x = af.placeholder("float64", (SIZE,))
+        y = build(x)
+        twice = y * 2.0
+    found: list[list[Any]] = []
+    for fetch in (y, twice):
+        async with af.Session(graph) as session:
+            found.append(await asyncio.gather(*(session.run(fetch, {x: np.ones(SIZE)}) for _ in range(4))))
+    assert len(lone) == 4
+    assert np.array_equal(2 * np.array(found[0]), found[1])
+    assert len(np.unique(found[0])) == 4 * SIZE

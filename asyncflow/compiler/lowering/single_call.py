@@ -13,7 +13,8 @@ from typing import Any
 from asyncflow.compiler.plan import Kind, Partition, PlanNode
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.structured import WhileNode
-from asyncflow.values import Value
+from asyncflow.ops.random_again import RANDOM_KEY
+from asyncflow.values import Kernel, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class SingleCall:
         fed_inputs: ``(input, feed)`` for the inputs that come from feeds.
         fetched: per fetch, the output it shows.
         is_open: how long it takes is only known once it is fed.
+        keys: inputs that are the key of the run, of one that waits in line, each with the kernel that makes it.
     """
 
     node: PlanNode
@@ -33,6 +35,7 @@ class SingleCall:
     fed_inputs: tuple[tuple[int, int], ...]
     fetched: tuple[int, ...]
     is_open: bool
+    keys: tuple[tuple[int, Kernel], ...] = ()
 
     def inputs(self, feeds: Sequence[Value]) -> list[Value]:
         """The kernel's inputs for these fed values."""
@@ -67,24 +70,32 @@ def find_single_call(
     if len(partitions) > 1 or any(d.asynchronous is not None for d in devices if d.name == partition.device):
         return None
     nodes = partition.root.nodes
-    kernels = [node for node in nodes if node.kind == Kind.KERNEL]
-    if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + len(partition.feeds) + partition.n_fetches:
+    kernels = [node for node in nodes if node.kind == Kind.KERNEL and node.source.op is not RANDOM_KEY]
+    makers = [node for node in nodes if node.kind == Kind.KERNEL and node.source.op is RANDOM_KEY]
+    n_others = len(makers) + len(partition.feeds) + partition.n_fetches
+    if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + n_others:
         return None
     node = kernels[0]
     waits = may_wait and node.source.op.waits_in_line and all(device.swapping is None for device in devices)
+    if makers and not waits:
+        return None
     if not (node.is_small or waits or _may_be_short(node, may_loop, has_context)) or any(
         other.controls for other in nodes
     ):
         return None
     fed: list[tuple[int, int]] = []
+    keys: list[tuple[int, Kernel]] = []
     for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
-        plain, merges = feed.targets[0]
-        for _, slot, target in plain:
-            if target is not node:
-                return None
-            fed.append((slot - node.slot, feed_index))
-        if merges:
+        places = _places_at(node, feed)
+        if places is None:
             return None
+        fed += [(place, feed_index) for place in places]
+    for maker in makers:
+        places = _places_at(node, maker)
+        if places is None:
+            return None
+        assert maker.kernel is not None
+        keys += [(place, maker.kernel) for place in places]
     fetched: dict[int, int] = {}
     for output, (plain, merges) in enumerate(node.targets):
         for _, _, target in plain:
@@ -97,7 +108,15 @@ def find_single_call(
         return None
     template = partition.root.values[node.slot : node.slot + node.n_inputs]
     in_order = tuple(fetched[index] for index in sorted(fetched))
-    return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small)
+    return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small, keys=tuple(keys))
+
+
+def _places_at(node: PlanNode, source: PlanNode) -> list[int] | None:
+    """Which inputs of a node are the first output of another; None if that goes anywhere else, too."""
+    plain, merges = source.targets[0]
+    if merges or any(target is not node for _, _, target in plain):
+        return None
+    return [slot - node.slot for _, slot, _ in plain]
 
 
 def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.graph.op import KernelContext
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
 
@@ -49,6 +50,10 @@ class LoneFiring:
     def start(self, feeds: Sequence[Value]) -> None:
         """Begins to wait as soon as the session has time."""
         self._inputs = self._call.inputs(feeds)
+        if self._call.keys:
+            context = KernelContext(seed=self.run.seed, run=self.run.number, tag=())
+            for place, make in self._call.keys:
+                self._inputs[place] = make(context)
         if self.run.turn.has_time():
             self.drive(0)
         else:
