@@ -139,6 +139,8 @@ class LimitedFunction(LinedState):
         self._loop, self._clock = loop, clock_of(loop)
         self._random = Random(None if seed is None else f"{seed} {limits.name}")
         self._line: dict[int, list[CallPlace]] = {}
+        self._called: CallPlace | None = None
+        """The next one, for which a slot and a token are there until it claims them."""
         self._shares = PriorityShares()
         self._begun_s: deque[float] = deque(maxlen=limits.tokens)
         """When the last calls began, no more than there are tokens."""
@@ -155,15 +157,14 @@ class LimitedFunction(LinedState):
     def left(self, place: PlaceInLine) -> None:
         """See `LinedState.left`."""
         assert isinstance(place, CallPlace)
-        line = self._line.get(place.priority, [])
-        if place in line:
+        if place in self._line.get(place.priority, ()):
             self._remove(place)
             self._settle()
 
     def claimed(self, place: PlaceInLine) -> object:
         """See `LinedState.claimed`."""
         assert isinstance(place, CallPlace)
-        if not place.is_called or self._wait_s() > 0:
+        if place is not self._called:
             place.is_called = False
             return NOT_YET
         self._shares.took(place.priority, 1.0, self._line)
@@ -177,6 +178,8 @@ class LimitedFunction(LinedState):
         return f"{self._counts['running']} run, {len(self.places())} wait"
 
     def _remove(self, place: CallPlace) -> None:
+        if place is self._called:
+            self._called = None
         line = self._line[place.priority]
         line.remove(place)
         if not line:
@@ -210,8 +213,9 @@ class LimitedFunction(LinedState):
             return
         if wait_s > 0:
             self._timer = self._loop.call_later(wait_s, self._look)
-        elif not any(place.is_called for place in self.places()):
-            self.call(line[self._shares.next(dict.fromkeys(line, 1.0))][0])
+        elif self._called is None:
+            self._called = line[self._shares.next(dict.fromkeys(line, 1.0))][0]
+            self.call(self._called)
 
     def _look(self) -> None:
         with self.lock:
