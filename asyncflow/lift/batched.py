@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeAlias, Ty
 from weakref import WeakValueDictionary
 
 from asyncflow.control.body import refuse_handles, result_tensor
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import add_control_input, as_tensor, graph_for, is_symbolic, placeholder, refuse_coroutines
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
@@ -31,6 +31,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.lift.keyed import capture_key, draws
 from asyncflow.lift.lifting import Lifting, lift, lift_one
 from asyncflow.lift.ragged import OpenExtent, RaggedRows
+from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.batch import Batch
 from asyncflow.ops.custom import install_batching
 from asyncflow.ops.known_values import static_value
@@ -145,6 +146,7 @@ class SharedBody(SharedCode):
         label: its name.
         what: a member waits for, for people.
         batch: how many share a call, and when.
+        location: where the call was built.
         has_rows: of each input, whether each member has one of its own; else it is the same for all that share a call.
         specs: of the results of one member.
         stays: places of inputs of a node that may be on a device; what is the same for all is compared on the host.
@@ -162,6 +164,7 @@ class SharedBody(SharedCode):
         super().__init__(label, body)
         self.what = f"a call of {label} that others share"
         self.batch = batch
+        self.location = user_location()
         self.has_rows = tuple(has_rows.values())
         self.specs = tuple(x.spec for x in body.results)
         told = None if ragged is None else ragged.told
@@ -541,6 +544,8 @@ def _add_call(
             shared.find_parts(ragged, side_by_side)
     except CannotLift as reason:
         raise GraphError(f"{label} cannot be batched: {reason}") from None
+    if batch.ragged is None:  # packed rows are one array
+        warn_of_single_rows(graph, label, "batched", "member", body.walk())
     node = shared.add_to(graph, BATCHED, [*given, *outer.values()], label, body.outer_controls)
     return returned.unflatten(node.outputs)
 

@@ -23,6 +23,7 @@ from asyncflow.graph.structured import CondNode, WhileNode
 from asyncflow.lift import by_row_gradient
 from asyncflow.lift.lifting import in_rows
 from asyncflow.lift.lifting import lift as lift_body
+from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.known_values import empty_body
 from asyncflow.ops.logic import less
@@ -82,7 +83,9 @@ def map_fn(
                 raise CannotLift("as lift=False asks")
             if lift == "auto":
                 _require_alike(loop.body)
+            nodes = list(loop.body.walk()) if lift is True else []
             results = loop.lifted(rows)
+            warn_of_single_rows(graph, loop.label, "lift=True", "row", nodes)
             graph.root.remarks[loop.label] = "map_fn computes all rows at once"
         except CannotLift as reason:
             if lift is True:

@@ -38,6 +38,7 @@ from asyncflow.lift.batched import (
 )
 from asyncflow.lift.keyed import carry_key, draws, left_as_written
 from asyncflow.lift.lifting import lift, lift_one
+from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.batch import Pool
 from asyncflow.ops.indexing import take
 from asyncflow.ops.manipulation import concat, expand_dims
@@ -327,6 +328,7 @@ def _add(
         outer.root.remarks[label] = f"is not pooled: {reason}"
         warn_user(f"{label} is not pooled, so each run computes it by itself: {reason}", registry=_warned)
         return None
+    warn_of_single_rows(outer, label, "pool=", "request", (*condition.walk(), *body.walk()))
     return shared.add_to(outer, POOLED, entering, label, {**condition.outer_controls, **body.outer_controls})
 
 

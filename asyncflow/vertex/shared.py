@@ -30,6 +30,7 @@ from asyncflow.lift.batched import (
 )
 from asyncflow.lift.keyed import draw_by_parameter, draws
 from asyncflow.lift.lifting import Lifting
+from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.random_again import random_key
 from asyncflow.ops.rows.rule import SPREAD_ROWS, CannotLift, LiftedValue, no_row_rule
@@ -98,6 +99,7 @@ class SharedSets(SharedCode):
         core = [each for node in parts.core for each in (node, *(x for body in node.subgraphs for x in body.walk()))]
         if (fault := why_not_shareable(core)) is not None:
             raise CannotLift(f"{label} cannot be shared: {fault}")
+        warn_of_single_rows(graph_for(), label, "share=True", "vertex", core)
         self.is_repeatable = is_repeatable(core)
         known = {**known, **self._keys(numbers)}
         read = {*wanted, *(x for node in parts.core for x in node.inputs)}

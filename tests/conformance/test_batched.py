@@ -121,6 +121,7 @@ async def test_f42_calls_made_at_once_give_each_member_its_own(
     assert 5 <= max(sizes) <= 10
 
 
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_only_plans_without_functions_of_the_users_are_computed_on_several_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -411,6 +412,7 @@ async def test_f40_a_member_that_never_ends_leaves_the_others_to_end(under_way: 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_f40_a_call_of_others_goes_on_where_it_may_not_be_done_again(under_way: asyncio.Event) -> None:
     """FAULTS F20, F40: a function of the user's is called once for each member; who comes later is not held up."""
     calls: list[int] = []

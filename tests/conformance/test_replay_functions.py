@@ -85,6 +85,7 @@ async def test_112_each_effect_once(open_session: OpenSession, tmp_path: Path, p
 
 
 @pytest.mark.parametrize("place", SHARED)
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_112_each_effect_of_shared_calls_once(open_session: OpenSession, tmp_path: Path, place: str) -> None:
     """CONFORMANCE 112: nor are functions called in batches and pools."""
     answers, path = Answers(), tmp_path / "run.json"

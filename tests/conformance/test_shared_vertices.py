@@ -123,6 +123,7 @@ async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None
         assert runs > 2  # the sets of one map at least, until the other is alone
 
 
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
     """It alone fails, by a function or a check, and its error names that, the sample and the vertex."""
 

@@ -216,6 +216,7 @@ WAYS: dict[str, Callable[[BaseException], af.Tensor]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", ODD_ERRORS)
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_f03_whatever_a_function_raises_is_named(
     session: af.Session, graph: af.Graph, error: type[BaseException], way: str
 ) -> None:

@@ -230,6 +230,7 @@ def counted(module: Any) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("rows", [True, None, False], ids=["of rows", "mapped", "row by row"])
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_members_of_a_batch_are_one_call(graph: af.Graph, perceptron: Any, rows: bool | None) -> None:
     call, shapes = counted(perceptron)
     f = af.from_torch(call, rows=rows, outputs=af.spec("float32", (2,)))

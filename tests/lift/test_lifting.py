@@ -112,6 +112,7 @@ async def test_a_check_that_fails_names_the_row_as_the_loop_does(bad: float, nam
     assert told[0] == told[1]
 
 
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_functions_of_users_are_called_for_each_row_or_for_all_of_them() -> None:
     shapes: list[tuple[int, ...]] = []
 

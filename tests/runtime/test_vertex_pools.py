@@ -40,6 +40,7 @@ def pools_of(session: af.Session) -> Any:
     return session._runs.batches.vertex_pools._pools  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_rows_are_in_the_memory_account() -> None:
     """While sets are computed, and no longer."""
     seen: list[tuple[float, list[int]]] = []
@@ -66,6 +67,7 @@ async def test_rows_are_in_the_memory_account() -> None:
         assert session.statistics().memory["cpu:0"].held == 0
 
 
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_a_kept_error_keeps_no_rows_of_others() -> None:
     """None of others, and of its own those alone that the user's function was given some of."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import warnings
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,7 +109,10 @@ class BatchMember(ToldPlace):
         self.part, self.priority = part, part.priority
         if part.deadline_s < inf:
             self.deadline_ns = self.offered_ns + (part.deadline_s - batches.turn.loop.time()) * 1e9
+        lost = self.known.lost_kinds
         batches.join(self, self.known.costs_of(kind))
+        if self.known.lost_kinds > lost:
+            batches.tell_apart(self)
 
 
 class _Nowhere(LinedState):
@@ -156,6 +160,8 @@ class KnownBody:
         members: of all of them.
         largest: the most of one.
         failed: calls that failed.
+        lost_kinds: number of times that what is known of a kind of arguments was dropped, as there were too many.
+        is_told: True once the user has been told that members are too different.
     """
 
     plans: WeakKeyDictionary[SharedCode, dict[bool, Plan]] = field(default_factory=WeakKeyDictionary)
@@ -166,6 +172,8 @@ class KnownBody:
     members: int = 0
     largest: int = 0
     failed: int = 0
+    lost_kinds: int = 0
+    is_told: bool = False
 
     def plans_of(self, shared: SharedCode) -> dict[bool, Plan]:
         """Those for the version of `shared`."""
@@ -175,6 +183,7 @@ class KnownBody:
         costs = self.costs.pop(kind, None) or CallCosts(threads=self.threads)
         if len(self.costs) >= _MOST_KINDS:
             del self.costs[next(iter(self.costs))]
+            self.lost_kinds += 1
         self.costs[kind] = costs
         return costs
 
@@ -245,6 +254,22 @@ class Batches(TellingState):
     def places(self) -> list[PlaceInLine]:
         """Everybody in line."""
         return [member for lane in self._batcher.lanes.values() for member in lane.everybody()]
+
+    def tell_apart(self, member: BatchMember) -> None:
+        """Warn, the first time, if members that wait share no call as each has arguments of another shape."""
+        shared, known = member.shared, member.known
+        lanes = [lane for lane in self._batcher.lanes.values() if next(lane.everybody()).known is known]
+        if known.is_told or len(lanes) < 2 or 2 * known.calls < known.members or shared.batch.tells is not None:
+            return
+        known.is_told = True
+        warnings.warn_explicit(
+            f"{shared.label} is hardly batched: {known.calls} calls were for {known.members} members. Those of one "
+            f"call have arguments of equal shapes, and there were more than {_MOST_KINDS} shapes; pad=, bucket= or "
+            'ragged="packed" lets different ones share a call',
+            UserWarning,
+            shared.location.file,
+            shared.location.line,
+        )
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants a member any more: it leaves, or what it would have got is dropped."""
