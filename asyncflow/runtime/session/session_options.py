@@ -63,7 +63,8 @@ class SessionOptions:
             of each pass and its diff, which is empty if nothing has changed.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, and among the orders of the nodes of a region, to show that results
-            do not depend on them. None: in order.
+            do not depend on them; and draws the delays before retries (``@af.op(backoff=)``). None: in order, and
+            delays of its own in each session.
         memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
             after the other; what passes it alone fails with `OutOfMemoryError`.
         host_memory_limit: bytes of the host's memory for values that loops save for gradients and that leave the
