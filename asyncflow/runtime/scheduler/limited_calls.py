@@ -9,9 +9,10 @@ The line goes by priority, then by deadline, then by arrival. A call without a d
 `PATIENCE_S`, and every priority gets its share, as in the other lines of a session. A retried call stands where it
 first stood, before those that came after it.
 
-Who waits is called, and claims (`asyncflow.state.waiting.lines`): a call whose run was cancelled meanwhile takes
-nothing from the next one. While a run can only wait so, it gives its place in the session to others. It has to have
-its place back before an attempt begins, so `max_runs` holds for attempts too.
+The first call of the line is told that it may go on, and then claims its slot and token by itself
+(`asyncflow.state.waiting.lines`): a call whose run was cancelled meanwhile takes nothing from the next one. A run that
+can only wait for its turn gives its place in the session to others. It has its place back before an attempt begins, so
+`max_runs` holds for attempts too; ``max_runs="auto"`` gives no places to runs that wait or call.
 
 What not to do: hand a slot to the next call when an attempt times out. A plain function cannot be stopped. Its thread
 still works, so its slot is free when the thread returns and not before.
@@ -69,7 +70,7 @@ class _Begun:
     Attributes:
         function: that it calls.
         is_over: True if it has given back its slot.
-        is_left: True if a thread goes on with it for nobody.
+        is_left: True if its thread goes on although no call waits for it.
     """
 
     function: LimitedFunction
@@ -406,7 +407,7 @@ class LimitedFunction(LinedState):
         raise self._timed_out(limits, f"; its thread goes on until it returns{slot}")
 
     def _leave(self, begun: _Begun) -> None:
-        """Nobody waits for the thread of an attempt any more."""
+        """Leave the thread of an attempt behind, unless it has returned."""
         begun.is_left = not begun.is_over
         self._counts["left_behind"] += begun.is_left
 
