@@ -39,6 +39,7 @@ MODULES = {
         ("asyncflow", "bfloat16", '; use the name "bfloat16" as a dtype'),
         ("asyncflow.linalg", "einsum", "; use af.einsum"),
         ("asyncflow", "ifft", "; use af.fft.ifft"),
+        ("asyncflow", "load", "; use af.load_graph(path) for a graph, session.restore(path) for variables"),
         ("asyncflow", "GRAPH", "; did you mean Graph?"),
         ("asyncflow", "while_lop", "; did you mean while_loop?"),
         ("asyncflow", "xyzzy", ""),

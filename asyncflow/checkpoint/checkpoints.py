@@ -242,6 +242,8 @@ class Checkpoints:
         manifest = compared.manifest
         with background:
             new = [name async for name, parts in _in_turns(arrays.items()) if _fits(compared, name, parts, found)]
+            # A variable of another shape makes another graph: the shape says more, and comes first.
+            compared.faults += await self._graph_fault(manifest, step)
         if strict:
             _refuse(compared, _NO_GRAPH if self._graph is None and variables is None else "")
 
@@ -271,22 +273,25 @@ class Checkpoints:
         with background:
             manifest = await call_beside(read_manifest, step)
             compared = _Comparison(manifest, step, awaits)
-            await self._compare(compared, found, extra_is_fault=extra_is_fault)
+            self._compare(compared, found, extra_is_fault=extra_is_fault)
             buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
             arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
             compared.faults += damaged
         return (compared, arrays), compared.faults
 
-    async def _compare(self, compared: _Comparison, found: States, *, extra_is_fault: bool) -> None:
-        """Finds out which states there are on both sides."""
+    async def _graph_fault(self, manifest: Manifest, step: Path) -> list[str]:
+        """Return a fault if the graph is another one than that of the checkpoint."""
+        if self._graph is None or manifest.graph is None:
+            return []
+        digest = await call_beside(self._graph_digest)
+        if digest == manifest.graph:
+            return []
+        digests = f"its digest is {manifest.graph[:12]}, this one's {digest[:12]}"
+        return [f"{step / NAME}: was saved with another graph ({digests})"]
+
+    def _compare(self, compared: _Comparison, found: States, *, extra_is_fault: bool) -> None:
+        """Find out which states there are on both sides."""
         manifest, file = compared.manifest, compared.path / NAME
-        if self._graph is not None and manifest.graph is not None:
-            digest = await call_beside(self._graph_digest)
-            if digest != manifest.graph:
-                compared.faults.append(
-                    f"{file}: was saved with another graph (its digest is {manifest.graph[:12]}, this one's "
-                    f"{digest[:12]})"
-                )
         for name in sorted(found.keys() - manifest.states.keys()):
             compared.faults.append(f"{file}: has no tensor {name!r}, which the session has")
         for name, record in manifest.states.items():

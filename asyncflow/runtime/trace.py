@@ -170,6 +170,8 @@ class Trace:
     """Made inside the block, and not yet added."""
 
     def __post_init__(self) -> None:
+        if self.detail not in (None, "node", "region"):
+            raise ValueError(f"the detail of a trace is 'node' or 'region'; got {self.detail!r}")
         outer = _current.innermost()
         if self.detail is None:
             self.detail = "node" if outer is None else outer.detail

@@ -235,6 +235,7 @@ async def test_f55_another_program(tmp_path: Path) -> None:
                 await session.restore(tmp_path)
             for message in messages:
                 assert re.search(message, str(raised.value)), str(raised.value)
+            assert "another graph" not in str(raised.value).splitlines()[0], "what differs in it says more"
             assert await model.values(session) == before
             await session.save(tmp_path / "other")  # it goes on
     with pytest.raises(af.CheckpointError, match="nothing was restored"):

@@ -145,3 +145,8 @@ def test_a_trace_is_shown_in_a_line() -> None:
     assert repr(trace) == "<Trace: 0 runs, 0 firings, 0 transfers, detail 'region'>"
     trace.dropped = 2
     assert "0 firings, 2 dropped" in repr(trace)
+
+
+def test_another_detail_is_refused() -> None:
+    with pytest.raises(ValueError, match="the detail of a trace is 'node' or 'region'; got 'regions'"):
+        af.Trace(detail="regions")  # type: ignore[arg-type]
