@@ -116,6 +116,12 @@ class Span(NamedTuple):
     a region launches many kernels."""
 
 
+class CountedSpans(list[Any]):
+    """Spans of which only the number is needed: a device may put None in place of each."""
+
+    __slots__ = ()
+
+
 Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
 """Takes ``(value, error)``; one of the two is None."""
 

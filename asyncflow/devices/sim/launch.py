@@ -118,7 +118,7 @@ class SimLauncher:
             self._device.run_on_host(info.name, "step" if info.in_region else "node")
             return outputs[0] if info.single else tuple(outputs)
         raw = [
-            value.stand_in() if type(value) is SimArray else value.value if type(value) is SimOpaque else value
+            value.any_stand_in() if type(value) is SimArray else value.value if type(value) is SimOpaque else value
             for value in args
         ]
         if info.in_region:

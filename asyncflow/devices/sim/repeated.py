@@ -26,21 +26,37 @@ if TYPE_CHECKING:
 
 def sim_launcher(device: SimDevice, kernel: Kernel, info: KernelInfo) -> SimLauncher:
     """Return the launcher of a kernel that is no coroutine function."""
-    if not device.capabilities.own_memory or info.is_metadata or info.is_user or info.needs_context:
+    if not device.capabilities.own_memory:
+        return SimLauncher(device, kernel, info)
+    if info.is_metadata:
+        return MetadataLauncher(device, kernel, info)
+    if info.is_user or info.needs_context:
         return SimLauncher(device, kernel, info)
     if not info.keeps_arrays:
         return ComputeLauncher(device, kernel, info)
     return StoreLauncher(device, kernel, info) if info.in_region else SimLauncher(device, kernel, info)
 
 
+class MetadataLauncher(SimLauncher):
+    """The launcher of a kernel that needs no data, such as one that gives a shape."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Value) -> Placed:
+        """See `SimLauncher`."""
+        self._device.machine.check()
+        return self._on_host(args)
+
+
 class ComputeLauncher(SimLauncher):
     """The launcher of a kernel that computes arrays of its inputs alone."""
 
-    __slots__ = ("_known",)
+    __slots__ = ("_known", "_needs_values")
 
     def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         super().__init__(device, kernel, info)
         self._known: dict[tuple[object, ...], _Known | None] = {}
+        self._needs_values = False  # shapes of outputs follow from numbers of the host, too
 
     def __call__(self, *args: Value) -> Placed:
         """See `SimLauncher`."""
@@ -62,7 +78,9 @@ class ComputeLauncher(SimLauncher):
             elif isinstance(value, np.generic):
                 raw.append(value)
                 key.append(type(value))
-            else:
+                if self._needs_values:
+                    key.append(value)
+            elif self._info.on_host is None or any(type(each) is SimArray for each in args):
                 return self._checked(args)
         machine = self._device.machine
         if machine.hazards:
@@ -74,11 +92,14 @@ class ComputeLauncher(SimLauncher):
             known = self._known[known_as]
         except KeyError:
             known = self._find_out(known_as, args, arrays)
+            if known is None and not self._needs_values and self._rule.infer_with_numbers(args) is not None:
+                self._needs_values = True
+                return self(*args)
         if known is None:
             return self._checked(args)
         if not known.runs:
             return self._without_running(known, arrays)
-        if known.is_work:
+        if known.is_work and not self._needs_values:
             self._device.memory.check(known.fresh_nbytes, self._info.name)
         if self._info.in_region:
             result = self._kernel(*raw)
@@ -93,7 +114,7 @@ class ComputeLauncher(SimLauncher):
 
     def _find_out(self, key: tuple[object, ...], args: Sequence[Placed], arrays: Sequence[SimArray]) -> _Known | None:
         """Find and keep the outputs' specs and the cost for such dtypes and shapes; None if they need data."""
-        specs = self._rule.without_values(args)
+        specs = self._rule.infer_with_numbers(args) if self._needs_values else self._rule.without_values(args)
         known = None
         if specs is not None and not any(dtype.kind in "OSUT" for dtype, _ in specs):
             flops = self._flops([value.shape for value in args], [shape for _, shape in specs])
@@ -177,6 +198,8 @@ class ComputeLauncher(SimLauncher):
                 return None
             if output.shape != shape or output.dtype != dtype:
                 return None
+        if self._needs_values:  # as before the kernel runs it is not certain that there is something new
+            device.memory.check(known.fresh_nbytes, name)
         event = self._launched(known, arrays)
         placed: list[Placed] = []
         for output, (dtype, shape), nbytes in zip(outputs, known.specs, known.nbytes, strict=True):

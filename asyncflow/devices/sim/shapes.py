@@ -52,9 +52,21 @@ class SpecRule:
         if specs is None and self.reads_values:
             found = [(place, _known(values[place])) for place in sorted(self._info.host_inputs)]
             known = {place: value for place, value in found if value is not None}
-            if known:
-                specs = self._cached((key, *((place, x.tobytes()) for place, x in known.items())), key, known)
+            specs = self._with(known, key)
         return specs
+
+    def infer_with_numbers(self, values: Sequence[Placed]) -> OutputSpecs:
+        """Return what `infer` does, where all that the kernel reads on the host are numbers; None elsewhere."""
+        key, places = _specs_of(values), self._info.host_inputs
+        if key is None or not all(place < len(values) and isinstance(values[place], np.generic) for place in places):
+            return None
+        known = {place: value for place in sorted(places) if (value := _known(values[place])) is not None}
+        return self._with(known, key)
+
+    def _with(self, known: Mapping[int, Array], specs: tuple[ArraySpec, ...]) -> OutputSpecs:
+        if not known:
+            return None
+        return self._cached((specs, *((place, x.tobytes()) for place, x in known.items())), specs, known)
 
     def without_values(self, values: Sequence[Placed]) -> OutputSpecs:
         """Return what `infer` does; None where it depends on the values that the kernel reads on the host."""

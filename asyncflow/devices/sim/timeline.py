@@ -8,14 +8,16 @@ from typing import Literal
 
 from asyncflow.devices.host import Call
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
-from asyncflow.devices.protocol import Capabilities, LaunchingDevice, LogicalDevice, Span
+from asyncflow.devices.protocol import Capabilities, CountedSpans, LaunchingDevice, LogicalDevice, Span
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray
-from asyncflow.devices.swapping import memory_sample
 from asyncflow.streams.sim.stream import SimEvent, SimStream
 from asyncflow.values import Value
 
 _NS_PER_S = 1e9
+
+_new_tuple = tuple.__new__
+"""Makes a span in half the time of its constructor: a traced run makes one a launch."""
 
 _PRIMITIVES = 3
 """A loop's variable passes so many an iteration: Merge, Switch and NextIteration."""
@@ -130,12 +132,14 @@ class Timeline(LaunchingDevice[SimStream]):
         """Let the host spend its time on something that is not launched."""
         if self._graph_ns is not None:
             return
-        if self._spans is None:
-            self.thread.spend(call)
-        else:
-            ended_ns = self.thread.spend(call)
-            started_ns = ended_ns - self.thread.taken_ns(call)
-            self._spans.append(Span(name, "host", started_ns, ended_ns, 0, self._moment()))
+        ended_ns = self.thread.spend(call)
+        spans = self._spans
+        if spans is not None:
+            if type(spans) is CountedSpans:
+                spans.append(None)
+            else:
+                started_ns = ended_ns - self.thread.taken_ns(call)
+                spans.append(_new_tuple(Span, (name, "host", started_ns, ended_ns, 0, self._moment())))
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
@@ -188,13 +192,18 @@ class Timeline(LaunchingDevice[SimStream]):
         self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
 
     def _record(self, event: SimEvent, nbytes: int) -> None:
-        if self._spans is not None:
-            role = self._roles[event.stream]
-            self._spans.append(Span(event.label, role, event.started_ns, event.time_ns, nbytes, self._moment()))
+        spans = self._spans
+        if spans is not None:
+            if type(spans) is CountedSpans:
+                spans.append(None)
+            else:
+                times = event.started_ns, event.time_ns
+                spans.append(_new_tuple(Span, (event.label, self._roles[event.stream], *times, nbytes, self._moment())))
 
     def _moment(self) -> tuple[int, ...]:
         """When, and what the device holds, as the host launches something, which may run much later."""
-        return (self.machine.now_ns(), *memory_sample(self.memory, self.swapping))
+        now_ns = self.machine.loop.now_ns
+        return (now_ns, self.memory.used) if self.swapping is None else (now_ns, *self.swapping.sample())
 
 
 def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ...]) -> None:

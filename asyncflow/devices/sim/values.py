@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -181,6 +182,10 @@ class SimArray(DeviceArray):
         """`data`, or where there is none something of the dtype and shape that takes no memory: NaN, or 0."""
         return no_data(self.dtype, self.shape) if self.data is None else self.data
 
+    def any_stand_in(self) -> Placed:
+        """`stand_in` for a kernel that does not keep it: one for all arrays of the dtype and shape."""
+        return _shared_no_data(self.dtype, self.shape) if self.data is None else self.data
+
     def _unseen(self, who: str) -> HazardError:
         return HazardError(
             f"{who} reads {self.name!r} on {self.device} although nothing has waited for {self.written.stream.name} to "
@@ -291,6 +296,8 @@ def no_data(dtype: DType, shape: Shape) -> Placed:
         return np.ndarray(shape, dtype, element, 0, (0,) * len(shape))
     return np.broadcast_to(element, shape)
 
+
+_shared_no_data = lru_cache(256)(no_data)
 
 _NO_DATA: dict[DType, Array] = {}
 """A number for each dtype, of which `no_data` makes copies."""

@@ -710,7 +710,7 @@ class Executor:
 
     def new_spans(self) -> Spans | None:
         """The list that an asynchronous device is to record into; None if the run is not traced."""
-        return None if self.recorder is None else []
+        return None if self.recorder is None else self.recorder.new_spans()
 
     def record_spans(
         self,

@@ -51,11 +51,11 @@ class Iteration:
     """One iteration of a frame: the tag under which tokens meet.
 
     Invariants: ``outstanding`` counts nodes that are ready or running; ``pending[p]`` the inputs node p still waits
-    for; ``dead`` holds, for nodes with a dead input, what killed it.
+    for; ``dead`` holds, for nodes with a dead input, what killed it; ``ready_ns``, in a traced run, when nodes became
+    ready.
     """
 
     __slots__ = (
-        "__weakref__",
         "_counters",
         "children",
         "dead",
@@ -65,6 +65,7 @@ class Iteration:
         "outstanding",
         "pending",
         "previous",
+        "ready_ns",
         "values",
     )
 
@@ -79,6 +80,11 @@ class Iteration:
         self.outstanding = 0
         self.children: dict[PlanFrame, Frame] = {}
         self._counters: tuple[int, ...] | None = None
+        self.ready_ns: dict[PlanNode, int] | None = None
+
+    def since(self, node: PlanNode) -> int | None:
+        """Return when a node became ready; None if that is not known, or was asked for before."""
+        return None if self.ready_ns is None else self.ready_ns.pop(node, None)
 
     def tag(self) -> str:
         """Frames and iterations from the outermost inward: ``outer/3/inner/7``; empty outside loops."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
+from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, Spans
 from asyncflow.devices.swapping import SwapCopy, memory_sample
 from asyncflow.ops.recorded_calls import in_log
 from asyncflow.runtime.picks import PickLog
@@ -43,15 +42,23 @@ class Recorder:
         self, trace: Trace, run_id: int, device: Device, now: Callable[[], int], seed: int | None, partition: int
     ) -> None:
         self.now = now
-        self.ready = _TimedQueue(now, seed, trace.order, partition)
-        """The scheduler's ready queue, which remembers when each firing became ready."""
         self.order = trace.order
         """Hears what is taken, and may say what is next; None for a run that is only traced."""
+        self._is_full = self.order is None and len(trace.firings) >= trace.capacity
+        self.ready = (
+            _OrderedQueue(now, seed, self.order, partition)
+            if self.order is not None
+            else ShuffledQueue(seed)
+            if self._is_full
+            else _TimedQueue(now, seed)
+        )
+        """The scheduler's ready queue, which notes when each firing became ready unless the trace is full."""
         self._trace = trace
         self._partition = partition
         self._run_id = run_id
         self._device = device
         self._launched: list[_Launched] = []
+        self._counted: list[tuple[AsynchronousDevice, Spans]] = []
         device.memory.lap(self)  # from here on
         self.moves: Sequence[SwapCopy] = ()
         """How saved values have moved."""
@@ -174,8 +181,12 @@ class Recorder:
         )
 
     def _since(self, node: PlanNode, iteration: Iteration, started: int) -> int:
-        since = self.ready.since(node, iteration)
+        since = iteration.since(node)
         return started if since is None else since
+
+    def new_spans(self) -> Spans:
+        """Return a list for a device to record into; of a full trace, one that counts."""
+        return CountedSpans() if self._is_full else []
 
     def spans(
         self, spans: Spans, device: AsynchronousDevice, node: PlanNode, iteration: Iteration | None, result: Value
@@ -184,8 +195,11 @@ class Recorder:
 
         Their times may not be known before the run has ended: see `finish`.
         """
+        if self._is_full:
+            self._counted.append((device, spans))
+            return
         tag = "" if iteration is None else iteration.tag()
-        scheduled = None if iteration is None else self.ready.since(node, iteration)
+        scheduled = None if iteration is None else iteration.since(node)
         held = memory_sample(device.memory, device.swapping)
         self._launched.append(_Launched(spans, device, node, tag, scheduled, _outputs(node, result), held))
 
@@ -215,28 +229,22 @@ class Recorder:
             label, op, location, name = node.label, node.source.op.name, str(node.source.location), device.name
             # Some devices tell of every kernel that a region launches.
             is_region = node.region is not None
-            for own_label, stream, began, ended, nbytes, sample in device.settle(launched.spans):
-                # By position: a loop launches thousands of kernels, and names would take twice as long.
-                fired = Firing(
-                    self._run_id,
-                    own_label if is_region and not nbytes else label,
-                    "copy" if nbytes else op,
-                    launched.tag,
-                    name,
-                    stream,
-                    began if scheduled is None or began < scheduled else scheduled,
-                    began,
-                    ended,
-                    launched.outputs,
-                    "ok",
-                    location,
-                    nbytes=nbytes,
-                )
-                if len(firings) < capacity:
-                    firings.append(fired)
-                    samples.append(MemorySample(name, *(sample or (ended, *launched.memory))))
+            run, tag, outputs = self._run_id, launched.tag, launched.outputs
+            spans = device.settle(launched.spans)
+            room = max(0, capacity - len(firings))
+            trace.dropped += max(0, len(spans) - room)
+            for own_label, stream, began, ended, nbytes, sample in spans[:room]:
+                # Past the constructor: a loop launches thousands of kernels.
+                ready = began if scheduled is None or began < scheduled else scheduled
+                fired = own_label if is_region and not nbytes else label, op, tag, name, stream, ready, began, ended
+                known = _new_tuple(Firing, (run, *fired, outputs, "ok", location, *_DEFAULTS))
+                firings.append(known._replace(op="copy", nbytes=nbytes) if nbytes else known)
+                if len(sample) == _FULL_SAMPLE:
+                    samples.append(_new_tuple(MemorySample, (name, *sample)))
                 else:
-                    trace.dropped += 1
+                    samples.append(MemorySample(name, *(sample or (ended, *launched.memory))))
+        trace.dropped += sum(len(device.settle(spans)) for device, spans in self._counted)
+        self._counted.clear()
         self._launched.clear()
         self._device.memory.end_laps(self)
 
@@ -288,31 +296,52 @@ def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
     return ", ".join(map(describe, values))
 
 
+_new_tuple = tuple.__new__
+_DEFAULTS = tuple(Firing._field_defaults.values())
+_FULL_SAMPLE = len(MemorySample._fields) - 1
+
+
 class _TimedQueue(ShuffledQueue):
-    """A ready queue that remembers when each firing became ready, for as long as its iteration lives.
+    """A ready queue by which iterations remember when each of their firings became ready.
 
     Args:
         now: nanoseconds.
         seed: of the picks.
-        order: hears of them, and may say which one is next.
+    """
+
+    def __init__(self, now: Callable[[], int], seed: int | None) -> None:
+        super().__init__(seed)
+        self._now = now
+
+    def append(self, item: tuple[PlanNode, Iteration]) -> None:
+        node, iteration = item
+        if iteration.ready_ns is None:
+            iteration.ready_ns = {}
+        iteration.ready_ns[node] = self._now()
+        super().append(item)
+
+
+class _OrderedQueue(_TimedQueue):
+    """A ready queue of which a log hears what is taken, and may say what is next.
+
+    Args:
+        now: nanoseconds.
+        seed: of the picks.
+        order: the log.
         partition: whose queue it is.
     """
 
-    def __init__(self, now: Callable[[], int], seed: int | None, order: PickLog | None, partition: int) -> None:
-        super().__init__(seed)
-        self._times: WeakKeyDictionary[Iteration, dict[PlanNode, int]] = WeakKeyDictionary()
-        self._now = now
+    def __init__(self, now: Callable[[], int], seed: int | None, order: PickLog, partition: int) -> None:
+        super().__init__(now, seed)
         self._order = order
         self._partition = partition
 
     def __bool__(self) -> bool:
-        return len(self) > 0 if self._order is None else self._order.may_take(self._partition, self)
+        return self._order.may_take(self._partition, self)
 
     def popleft(self) -> tuple[PlanNode, Iteration]:
         """Takes one."""
         order = self._order
-        if order is None:
-            return super().popleft()
         position = order.position(self._partition, self)
         if position is None:
             taken = super().popleft()
@@ -321,13 +350,3 @@ class _TimedQueue(ShuffledQueue):
             del self[position]
         order.taken(self._partition, *taken)
         return taken
-
-    def append(self, item: tuple[PlanNode, Iteration]) -> None:
-        node, iteration = item
-        self._times.setdefault(iteration, {})[node] = self._now()
-        super().append(item)
-
-    def since(self, node: PlanNode, iteration: Iteration) -> int | None:
-        """When the firing became ready; None if that is not known, or was asked for before."""
-        times = self._times.get(iteration)
-        return None if times is None else times.pop(node, None)
