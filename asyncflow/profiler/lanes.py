@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import TypeVar
 
 from asyncflow.runtime.trace import Firing, RunSpan, Trace
@@ -43,8 +44,8 @@ def lane_label(name: str, index: int) -> str:
 def firing_lanes(trace: Trace) -> list[TimelineLane]:
     """The trace's firings on lanes, by device, then stream, then sub-lane."""
     streams: defaultdict[tuple[str, str], list[Firing]] = defaultdict(list)
-    for firing in trace.firings:
-        streams[firing.device, firing.stream].append(_in_order(firing))
+    for firing in _in_order(trace.firings):
+        streams[firing.device, firing.stream].append(firing)
     lanes: list[TimelineLane] = []
     for device, stream in sorted(streams, key=lambda pair: (device_order(pair[0]), stream_order(pair[1]))):
         rows = split_rows(streams[device, stream], [(f.started_ns, f.ended_ns) for f in streams[device, stream]])
@@ -60,9 +61,12 @@ def run_rows(trace: Trace) -> list[list[RunSpan]]:
 
 def split_rows(items: Sequence[_T], spans: Sequence[tuple[int, int]]) -> list[list[_T]]:
     """Deal ``items`` into rows by their spans' colours, each row by start."""
+    order = sorted(range(len(items)), key=spans.__getitem__)
+    if all(spans[before][1] <= spans[after][0] for before, after in pairwise(order)):
+        return [[items[position] for position in order]] if items else []  # the most firings are in such streams
     colours = colour_spans(spans)
     rows: list[list[_T]] = [[] for _ in range(max(colours, default=-1) + 1)]
-    for position in sorted(range(len(items)), key=lambda i: spans[i]):
+    for position in order:
         rows[colours[position]].append(items[position])
     return rows
 
@@ -77,7 +81,7 @@ def colour_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
     busy: list[tuple[int, int]] = []
     free: list[int] = []
     opened = 0
-    for position in sorted(range(len(spans)), key=lambda i: spans[i]):
+    for position in sorted(range(len(spans)), key=spans.__getitem__):
         start, end = spans[position]
         while busy and busy[0][0] <= start:
             heappush(free, heappop(busy)[1])
@@ -121,26 +125,29 @@ def time_bounds(trace: Trace) -> tuple[int, int]:
 
 
 def _moments(trace: Trace) -> Iterable[int]:
-    for firing in map(_in_order, trace.firings):
-        yield firing.started_ns
-        yield firing.ended_ns
+    firings = _in_order(trace.firings)
+    yield from [firing.started_ns for firing in firings]
+    yield from [firing.ended_ns for firing in firings]
     for run in trace.runs:
         yield run.started_ns
         yield max(run.started_ns, run.ended_ns)
-    for sample in trace.memory:
-        yield sample.time_ns
+    yield from [sample.time_ns for sample in trace.memory]
     for transfer in trace.transfers:
         yield transfer.sent_ns
         yield max(transfer.sent_ns, transfer.received_ns)
 
 
-def _in_order(firing: Firing) -> Firing:
-    """The firing with scheduled <= started <= ended.
+def _in_order(firings: Iterable[Firing]) -> list[Firing]:
+    """The firings, each with scheduled <= started <= ended.
 
     One cancelled before its kernel began has neither start nor end; it is drawn as an instant where it was scheduled.
     """
+    return [
+        firing if firing.scheduled_ns <= firing.started_ns <= firing.ended_ns else _as_instant(firing)
+        for firing in firings
+    ]
+
+
+def _as_instant(firing: Firing) -> Firing:
     started = max(firing.scheduled_ns, firing.started_ns)
-    ended = max(started, firing.ended_ns)
-    if (started, ended) == (firing.started_ns, firing.ended_ns):
-        return firing
-    return firing._replace(started_ns=started, ended_ns=ended)
+    return firing._replace(started_ns=started, ended_ns=max(started, firing.ended_ns))

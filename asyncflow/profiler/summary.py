@@ -220,9 +220,10 @@ def _summarize_streams(lanes: Iterable[TimelineLane], wall_ns: int) -> Iterable[
 
 
 def _summarize_devices(trace: Trace, lanes: Sequence[TimelineLane]) -> tuple[DeviceSummary, ...]:
-    peaks: Counter[str] = Counter()
+    samples: defaultdict[str, list[int]] = defaultdict(list)
     for sample in trace.memory:
-        peaks[sample.device] = max(peaks[sample.device], sample.nbytes)
+        samples[sample.device].append(sample.nbytes)
+    peaks = Counter({device: max(held) for device, held in samples.items()})
     kernels: defaultdict[str, list[Span]] = defaultdict(list)
     copies: defaultdict[str, list[Span]] = defaultdict(list)
     for lane in lanes:
@@ -231,13 +232,14 @@ def _summarize_devices(trace: Trace, lanes: Sequence[TimelineLane]) -> tuple[Dev
             spans[lane.device] += [(f.started_ns, f.ended_ns) for f in lane.firings]
     summaries = []
     for device in devices(trace):
-        compute, copy = _union_ns(kernels[device]), _union_ns(copies[device])
+        computing, copying = _union(kernels[device]), _union(copies[device])
+        compute, copy = _union_ns(computing), _union_ns(copying)
         summaries.append(
             DeviceSummary(
                 device=device,
                 compute_ns=compute,
                 copy_ns=copy,
-                hidden_copy_ns=compute + copy - _union_ns(kernels[device] + copies[device]),
+                hidden_copy_ns=compute + copy - _union_ns(computing + copying),
                 peak_nbytes=peaks[device],
             )
         )
@@ -254,15 +256,25 @@ def _summarize_transfers(trace: Trace) -> tuple[TransferSummary, ...]:
     )
 
 
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans of which none touches another, by start; it begins at 0."""
+    found: list[Span] = []
+    first = last = 0
+    for start, end in sorted(spans):
+        if start > last:
+            if last > first:
+                found.append((first, last))
+            first = last = start
+        if end > last:
+            last = end
+    if last > first:
+        found.append((first, last))
+    return found
+
+
 def _union_ns(spans: Iterable[Span]) -> int:
     """Length of the union of the spans."""
-    total, reached = 0, 0
-    for start, end in sorted(spans):
-        start = max(start, reached)
-        if end > start:
-            total += end - start
-            reached = end
-    return total
+    return sum(end - start for start, end in _union(spans))
 
 
 def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
@@ -274,8 +286,9 @@ def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
     spans: list[Span] = []
     reached = [0]
     for more in (computing, awaiting, queueing, runs):
-        spans += more
-        reached.append(_union_ns(spans))
+        if more:
+            spans = _union([*spans, *more])
+        reached.append(sum(end - start for start, end in spans))
     names = ("computing_ns", "awaiting_ns", "queueing_ns", "runtime_ns")
     return {name: after - before for name, before, after in zip(names, reached, reached[1:], strict=False)}
 
@@ -289,18 +302,26 @@ class _Tally:
     iterations: int = 0
 
 
-def _summarize_nodes(firings: Iterable[Firing]) -> tuple[NodeSummary, ...]:
+def _summarize_nodes(firings: Sequence[Firing]) -> tuple[NodeSummary, ...]:
     tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
-    running: dict[tuple[int, str, str, str], int] = {}
-    for firing in sorted(firings, key=lambda firing: firing.part):
+    later = sorted([firing for firing in firings if firing.part], key=lambda firing: firing.part)
+    running: dict[tuple[int, str, str, str], int | None] = {_whole(firing): None for firing in later}
+    for firing in firings:
         tally = tallies[firing.node, firing.op]
-        tally.queued_ns += firing.queueing_ns
-        tally.iterations += firing.iterations or 0
-        one = firing.run, firing.node, firing.op, firing.tag
-        if firing.part and one in running:  # it goes on with a firing that has been counted
-            tally.times[running[one]] += firing.ended_ns - firing.started_ns
+        if firing.queued_ns is not None:
+            tally.queued_ns += firing.queueing_ns
+        if firing.iterations:
+            tally.iterations += firing.iterations
+        if not firing.part:
+            if running and _whole(firing) in running:
+                running[_whole(firing)] = len(tally.times)
+            tally.times.append(firing.ended_ns - firing.started_ns)
+    for firing in later:
+        tally, place = tallies[firing.node, firing.op], running[_whole(firing)]
+        if place is not None:  # it goes on with a firing that has been counted
+            tally.times[place] += firing.ended_ns - firing.started_ns
         else:
-            running[one] = len(tally.times)
+            running[_whole(firing)] = len(tally.times)
             tally.times.append(firing.ended_ns - firing.started_ns)
     nodes = [
         NodeSummary(
@@ -316,6 +337,11 @@ def _summarize_nodes(firings: Iterable[Firing]) -> tuple[NodeSummary, ...]:
         for (node, op), tally in tallies.items()
     ]
     return tuple(sorted(nodes, key=lambda node: (-node.total_ns, node.node, node.op)))
+
+
+def _whole(firing: Firing) -> tuple[int, str, str, str]:
+    """The key that the parts of a firing have in common."""
+    return firing.run, firing.node, firing.op, firing.tag
 
 
 def _totals(summary: Summary) -> str:
