@@ -411,7 +411,10 @@ class ChargedAccount(MemoryAccount):
     @property
     def used(self) -> int:
         """Bytes held now."""
-        return super().used if self._credited else self.at_most
+        if self._credited:
+            with self._lock:
+                self._settle()
+        return self.at_most
 
     def track(self, value: object, label: str = "") -> None:
         """Does nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""

@@ -155,9 +155,12 @@ class SimLauncher:
     def _raw(self, value: SimArray | SimOpaque | SimUnknown) -> Placed:
         if isinstance(value, SimOpaque):
             return value.value
-        data = value.stand_in()
-        if self._info.keeps_arrays and type(value) is SimArray:
-            value.storage.keep(data if isinstance(data, np.ndarray) else None)
+        if type(value) is not SimArray or not self._info.keeps_arrays:
+            return value.stand_in()
+        data = value.data
+        if data is None:
+            return value.storage.keep_stand_in(value.dtype, value.shape)
+        value.storage.keep(data if isinstance(data, np.ndarray) else None)
         return data
 
     def _has_data(self, values: Sequence[Placed], specs: OutputSpecs) -> bool:
@@ -296,15 +299,14 @@ class SimLauncher:
     def _count_buffers(self, output: object) -> None:
         """Count what a store has made for itself; what it was given is kept, and counts by itself."""
         held: Held | None = getattr(output, "held", None)
-        if held is None:
-            return
-        device, stream = self._device, self._stream
-        for buffer in held.buffers():
-            if device.machine.kept(buffer) is None:
-                kind = BlockStorage if held.gives_views else StoreBuffer
-                origin = stream.origin(self._info.name)
-                made = kind(device, stream, origin, buffer.nbytes)
-                made.keep(buffer)
+        if held is not None and (buffers := held.buffers()):
+            device, stream = self._device, self._stream
+            for buffer in buffers:
+                if device.machine.kept(buffer) is None:
+                    kind = BlockStorage if held.gives_views else StoreBuffer
+                    origin = stream.origin(self._info.name)
+                    made = kind(device, stream, origin, buffer.nbytes)
+                    made.keep(buffer)
 
     def _followed(self, array: SimArray) -> SimArray:
         """An array made on this stream, which has waited for whatever wrote the memory it looks into."""

@@ -132,9 +132,6 @@ class SimMachine:
         if self.loop.is_closed():
             return  # whatever ran has been dropped with the loop
         pool = storage.pool
-        readers = storage.readers
-        if storage.written.stream is pool and len(readers) == (pool in readers):
-            return
         for event, verb in ((storage.written, "writes"), *((event, "reads") for event in storage.readers.values())):
             if not pool.has_seen(event):
                 self.hazards.append(_early_free(storage, event, verb))

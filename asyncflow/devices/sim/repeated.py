@@ -137,7 +137,7 @@ class ComputeLauncher(SimLauncher):
         name = info.name
         outputs: list[SimArray] = []
         if known.is_work:
-            device.memory.check(known.fresh_nbytes, name)
+            device.memory.check_charge(known.fresh_nbytes, name)
             event = self._launched(known, arrays)
             for (dtype, shape), nbytes in zip(known.specs, known.nbytes, strict=True):
                 storage = Storage(device, stream, event, nbytes)

@@ -52,6 +52,11 @@ class SimMemoryAccount(ChargedAccount):
         if self._limit is not None and self.used + nbytes > self._limit:
             raise self.refusal(nbytes, label, self._limit)
 
+    def check_charge(self, nbytes: int, label: str) -> None:
+        """Raise what `check` does, just before `charge` is called, which looks at what was freed."""
+        if self._limit is not None and self.at_most + nbytes > self._limit:
+            self.check(nbytes, label)
+
     def one_kernel(self) -> AbstractContextManager[None]:
         """A kernel has its outputs before it lets go of what it takes out of a store: both count at once."""
         return _OneKernel(self)
@@ -113,10 +118,20 @@ class Storage:
     def __del__(self) -> None:
         if not self._charge:
             return
-        self.home.memory.credit(self._charge)
-        self.home.machine.check_reuse(self)
+        home, pool, readers = self.home, self.pool, self.readers
+        home.memory.credit(self._charge)
+        if self.written.stream is not pool or len(readers) != (pool in readers):
+            home.machine.check_reuse(self)
         if self.array is not None:
             poison(self.array)
+
+    def keep_stand_in(self, dtype: DType, shape: Shape) -> Placed:
+        """`keep` memory that has no data; return what state keeps in place of its array."""
+        self.array = None
+        stand_in = no_data(dtype, shape)
+        if shape:
+            self.home.machine.keep(owner_of(stand_in), self)
+        return stand_in
 
     def keep(self, array: Array | None = None) -> None:
         """Let state have the memory: it is not overwritten, and lives as long as state's `array` of it."""
