@@ -65,6 +65,33 @@ async def test_capacity_holds_for_what_is_added(session: af.Session, value: af.T
     assert outer.dropped == len(inner.firings) - 1
 
 
+@pytest.mark.parametrize("launches", ["regions", "nodes"])
+def test_a_full_trace_counts_what_a_device_does(launches: Any) -> None:
+    """Two runs on a simulated card, the second of which finds the trace full: all but a few firings are dropped."""
+
+    def traced(capacity: int) -> af.Trace:
+        trace = af.Trace(detail="region", capacity=capacity)
+
+        async def main() -> None:
+            with af.Graph() as graph:
+                x = af.placeholder("float32", (64,))
+                y = af.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, af.tanh(v)), (0, x))[1]
+            async with af.Session(graph) as session:
+                for _ in range(2):
+                    await session.run(y, {x: np.ones(64, np.float32)}, trace=trace)
+
+        with virtual_clock(launches=launches) as clock:
+            clock.run(main())
+        return trace
+
+    complete, short = traced(1_000), traced(3)
+    assert [each._replace(run=0, location="") for each in short.firings] == [
+        each._replace(run=0, location="") for each in complete.firings[:3]
+    ]
+    assert short.memory == complete.memory[:3]
+    assert (complete.dropped, short.dropped) == (0, len(complete.firings) - 3)
+
+
 async def test_trace_made_outside_is_independent(session: af.Session, value: af.Tensor) -> None:
     independent = af.Trace()
     with af.Trace() as outer:

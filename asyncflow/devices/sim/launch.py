@@ -157,7 +157,7 @@ class SimLauncher:
             return value.value
         if type(value) is not SimArray or not self._info.keeps_arrays:
             return value.stand_in()
-        data = value.data
+        data: Placed = value.data
         if data is None:
             return value.storage.keep_stand_in(value.dtype, value.shape)
         value.storage.keep(data if isinstance(data, np.ndarray) else None)
