@@ -116,7 +116,7 @@ class Span(NamedTuple):
     a region launches many kernels."""
 
 
-class CountedSpans(list[Any]):
+class CountedSpans(list[object]):
     """Spans of which only the number is needed: a device may put None in place of each."""
 
     __slots__ = ()

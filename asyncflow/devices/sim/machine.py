@@ -11,7 +11,7 @@ from random import Random
 from asyncflow.devices.host import LAUNCHES, Host, HostThread, Launches
 from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec
 from asyncflow.devices.sim.links import CopyLane
-from asyncflow.devices.sim.values import SimArray, Storage
+from asyncflow.devices.sim.values import SimArray, StandIn, Storage
 from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
 from asyncflow.streams.sim.stream import HostClock, SimEvent, SimStream
@@ -140,6 +140,9 @@ class SimMachine:
 
     def keep(self, owner: Array, storage: Storage) -> None:
         """Remember whose memory state's array is, and keep that while the array lives."""
+        if type(owner) is StandIn:
+            owner.storage = storage
+            return
         key = id(owner)
         kept = self._kept
         if key not in kept or kept[key][1] is not storage:
@@ -147,6 +150,8 @@ class SimMachine:
 
     def kept(self, owner: Array) -> Storage | None:
         """The storage of an array that state keeps."""
+        if type(owner) is StandIn:
+            return owner.storage
         entry = self._kept.get(id(owner))
         return None if entry is None else entry[1]
 

@@ -7,7 +7,6 @@ such inputs. A call of another kind goes to `SimLauncher`, before it has any eff
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -238,7 +237,8 @@ class StoreLauncher(SimLauncher):
         if device.machine.hazards:
             device.machine.check()
         memory = device.memory
-        at_once, late = memory.credit, deque[int]()
+        late: list[int] = []
+        at_once = memory.credit
         memory.credit = late.append  # see `SimMemoryAccount.one_kernel`, which would take twice as long
         try:
             if arrays:
@@ -252,8 +252,8 @@ class StoreLauncher(SimLauncher):
             wrapped = self._wrap(args, arrays, shapes, [result] if info.single else list(result))
         finally:
             memory.credit = at_once
-            while late:
-                at_once(late.popleft())
+            for charge in late:
+                at_once(charge)
         return wrapped[0] if info.single else tuple(wrapped)
 
     def _moved(self, output: Placed, stores: Sequence[SimOpaque], arrays: Sequence[SimArray]) -> Placed | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncflow.devices.memory import owner_of
 from asyncflow.devices.protocol import Placed, Shape, recording
-from asyncflow.devices.sim.values import SimArray, SimOpaque, Storage, no_data
+from asyncflow.devices.sim.values import SimArray, SimOpaque, Storage
 from asyncflow.devices.swapping import Movable, Swapping
 
 if TYPE_CHECKING:
@@ -127,7 +127,6 @@ def _view(dtype: DType, shape: Shape, strides: tuple[int, ...], contents: _Conte
 
 
 def _without_data(dtype: DType, shape: Shape, contents: _Contents) -> Array:
-    array: Array = no_data(dtype, shape)
     assert contents.storage is not None
-    contents.storage.keep(array)
+    array: Array = contents.storage.keep_stand_in(dtype, shape)
     return array

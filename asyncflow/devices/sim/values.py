@@ -128,10 +128,7 @@ class Storage:
     def keep_stand_in(self, dtype: DType, shape: Shape) -> Placed:
         """`keep` memory that has no data; return what state keeps in place of its array."""
         self.array = None
-        stand_in = no_data(dtype, shape)
-        if shape:
-            self.home.machine.keep(owner_of(stand_in), self)
-        return stand_in
+        return no_data(dtype, shape, self)
 
     def keep(self, array: Array | None = None) -> None:
         """Let state have the memory: it is not overwritten, and lives as long as state's `array` of it."""
@@ -298,14 +295,30 @@ def poison(array: Array) -> None:
         array.fill(np.frombuffer(_POISON_BYTE * dtype.itemsize, dtype)[0])
 
 
-def no_data(dtype: DType, shape: Shape) -> Placed:
-    """NaN, or 0 where there is none, of this shape, read-only and of no size; a scalar of NumPy's for rank 0."""
+class StandIn(np.ndarray):  # of any rank and dtype
+    """The one element that an array without data shows everywhere: the owner of that array's memory.
+
+    Attributes:
+        storage: the memory that the array stands for; None for one that state does not keep.
+    """
+
+    __slots__ = ("storage",)
+
+    storage: Storage | None
+
+
+def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Placed:
+    """NaN, or 0 where there is none, of this shape, read-only and of no size; a scalar of NumPy's for rank 0.
+
+    It stands for `storage`, which lives as long.
+    """
     found = _NO_DATA.get(dtype)
     if found is None:
-        found = _NO_DATA[dtype] = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
+        found = _NO_DATA[dtype] = np.full((), np.nan if dtype.kind in "fc" else 0, dtype).view(StandIn)
     if not shape:
         return found[()]
     element = found.copy()
+    element.storage = storage
     element.setflags(write=False)  # all that look into it are known to be read-only: state need not copy it
     if dtype.isbuiltin == 1 and dtype.kind in "biufc":  # one that Python knows as a buffer, and an array is made of
         return np.ndarray(shape, dtype, element, 0, (0,) * len(shape))
@@ -314,5 +327,5 @@ def no_data(dtype: DType, shape: Shape) -> Placed:
 
 _shared_no_data = lru_cache(256)(no_data)
 
-_NO_DATA: dict[DType, Array] = {}
+_NO_DATA: dict[DType, StandIn] = {}
 """A number for each dtype, of which `no_data` makes copies."""
