@@ -59,9 +59,8 @@ class ComputeLauncher(SimLauncher):
 
     def __call__(self, *args: Value) -> Placed:
         """See `SimLauncher`."""
-        stream = self._stream
+        stream, info = self._stream, self._info
         arrays: list[SimArray] = []
-        raw: list[Value] = []
         key: list[object] = []
         for value in args:
             if type(value) is SimArray:
@@ -69,23 +68,20 @@ class ComputeLauncher(SimLauncher):
                 if value.storage.pool is not stream or not (written.stream is stream or _has_waited(stream, value)):
                     return self._checked(args)
                 arrays.append(value)
-                data = value.data
-                raw.append(data)
                 key += value.dtype, value.shape
-                if data is None:
+                if value.data is None:
                     key.append(None)
             elif isinstance(value, np.generic):
-                raw.append(value)
                 key.append(type(value))
                 if self._needs_values:
                     key.append(value)
-            elif self._info.on_host is None or any(type(each) is SimArray for each in args):
+            elif info.on_host is None or any(type(each) is SimArray for each in args):
                 return self._checked(args)
         machine = self._device.machine
         if machine.hazards:
             machine.check()
         if not arrays:
-            return self._checked(args) if self._info.on_host is None else self._on_host(args)
+            return self._checked(args) if info.on_host is None else self._on_host(args)
         known_as = tuple(key)
         try:
             known = self._known[known_as]
@@ -99,17 +95,18 @@ class ComputeLauncher(SimLauncher):
         if not known.runs:
             return self._without_running(known, arrays)
         if known.is_work and not self._needs_values:
-            self._device.memory.check(known.fresh_nbytes, self._info.name)
-        if self._info.in_region:
+            self._device.memory.check(known.fresh_nbytes, info.name)
+        raw = [value.data if type(value) is SimArray else value for value in args]
+        if info.in_region:
             result = self._kernel(*raw)
         else:
             with quiet():
                 result = self._kernel(*raw)
-        outputs = [result] if self._info.single else list(result)
+        outputs = [result] if info.single else list(result)
         placed = self._place(known, arrays, raw, outputs)
         if placed is None:
             placed = self._wrap(args, arrays, [getattr(value, "shape", ()) for value in args], outputs)
-        return placed[0] if self._info.single else tuple(placed)
+        return placed[0] if info.single else tuple(placed)
 
     def _find_out(self, key: tuple[object, ...], args: Sequence[Placed], arrays: Sequence[SimArray]) -> _Known | None:
         """Find and keep the outputs' specs and the cost for such dtypes and shapes; None if they need data."""
@@ -138,6 +135,10 @@ class ComputeLauncher(SimLauncher):
         if known.is_work:
             device.memory.check_charge(known.fresh_nbytes, name)
             event = self._launched(known, arrays)
+            if info.single:
+                ((dtype, shape),) = known.specs
+                storage = Storage(device, stream, event, known.fresh_nbytes)
+                return SimArray(None, dtype, shape, storage, event, name)
             for (dtype, shape), nbytes in zip(known.specs, known.nbytes, strict=True):
                 storage = Storage(device, stream, event, nbytes)
                 outputs.append(SimArray(None, dtype, shape, storage, event, name))
