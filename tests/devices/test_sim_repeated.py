@@ -32,16 +32,16 @@ def check_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "sim_launcher", SimLauncher)
 
 
-def trained(**options: Any) -> tuple[object, ...]:
+def trained(rows: int = 3, hidden: int = 8, **options: Any) -> tuple[object, ...]:
     """The figures of a few steps of a recurrent loop on two cards, with gradients."""
     with af.Graph() as graph:
-        x = af.placeholder("float32", (None, 3, 8))
+        x = af.placeholder("float32", (None, rows, 8))
         losses = []
         for number in range(2):
             with af.device(f"sim:{number}"):
-                cell = partial(af.nn.lstm_cell, weights=af.nn.lstm_weights(8, 8, seed=number).read())
-                zeros = af.zeros((3, 8), dtype="float32")
-                outputs, _ = af.nn.dynamic_rnn(cell, x, (zeros, zeros), af.constant([5, 4, 2]))
+                cell = partial(af.nn.lstm_cell, weights=af.nn.lstm_weights(8, hidden, seed=number).read())
+                zeros = af.zeros((rows, hidden), dtype="float32")
+                outputs, _ = af.nn.dynamic_rnn(cell, x, (zeros, zeros), af.constant([5, 4, 2] * (rows // 3)))
                 losses.append(af.sum(outputs))
         (gradient,) = af.gradients(af.sum(af.stack(losses)), [x])
     trace = af.Trace(detail="region")
@@ -49,7 +49,7 @@ def trained(**options: Any) -> tuple[object, ...]:
     async def main() -> list[Any]:
         async with af.Session(graph) as session:
             return [
-                await session.run(gradient, {x: np.ones((length, 3, 8), np.float32)}, trace=trace)
+                await session.run(gradient, {x: np.ones((length, rows, 8), np.float32)}, trace=trace)
                 for length in (5, 7, 5)
             ]
 
@@ -60,7 +60,21 @@ def trained(**options: Any) -> tuple[object, ...]:
     return [array.tobytes() for array in gradients], firings, trace.memory, now_s, threads
 
 
-@pytest.mark.parametrize("options", [{}, {"jitter": 0.2, "seed": 7}, {"launches": "graphs"}, {"shapes_only": True}])
+WIDE: dict[str, Any] = {"rows": 24, "hidden": 64, "shapes_only": True}
+"""A simulation in which most values have no data."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"jitter": 0.2, "seed": 7},
+        {"launches": "graphs"},
+        {"shapes_only": True},
+        {**WIDE, "jitter": 0.2, "seed": 7},
+        {**WIDE, "launches": "graphs"},
+    ],
+)
 def test_figures_are_the_same_without_the_checks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found = trained(**options)
     check_everything(monkeypatch)
@@ -101,10 +115,13 @@ KERNELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-def launched(kernel: Callable[..., Any], options: dict[str, Any], loop: VirtualClockLoop) -> list[object]:
-    """The figures of three launches of one kernel, the last of which has a scalar of the host among its inputs."""
-    device = SimDevice(machine_of(loop))
-    a, b = (device.constant(np.full(64, number, np.float32)) for number in range(2))
+def launched(kernel: Callable[..., Any], options: dict[str, Any], loop: VirtualClockLoop, rows: int) -> list[object]:
+    """The figures of three launches of one kernel, the last of which has a scalar of the host among its inputs.
+
+    Arrays of more than 4 KiB have no data.
+    """
+    device = SimDevice(machine_of(loop, shapes_only=rows > 1024))
+    a, b = (device.constant(np.full(rows, number, np.float32)) for number in range(2))
     call = bind(device, kernel, **options)
     found: list[object] = []
     for inputs in ((a, b), (a, b), (a, np.float32(2))):
@@ -112,19 +129,48 @@ def launched(kernel: Callable[..., Any], options: dict[str, Any], loop: VirtualC
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if not isinstance(output, np.generic | np.ndarray):
                 shared = [output.storage is each.storage for each in (a, b)]
-                found += [output.data.tobytes(), output.dtype, output.shape, *shared, output.storage.nbytes]
+                found += [
+                    np.asarray(output.stand_in()).tobytes(),
+                    output.dtype,
+                    output.shape,
+                    *shared,
+                    output.storage.nbytes,
+                ]
                 found += [output.written.started_ns, output.written.time_ns, output.storage.array is None]
         found += [device.memory.used, device.memory.peak, device.dispatched_ns, device.compute.free_at_ns]
     return found
 
 
+@pytest.mark.parametrize("rows", [64, 2048])
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_kernel_gives_is_where_it_is_with_all_checks(
-    name: str, loop: VirtualClockLoop, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, loop: VirtualClockLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = launched(*KERNELS[name], loop)
+    found = launched(*KERNELS[name], loop, rows)
     check_everything(monkeypatch)
-    assert found == launched(*KERNELS[name], loop)
+    assert found == launched(*KERNELS[name], loop, rows)
+
+
+def test_small_arrays_with_data_and_without_are_told_apart(loop: VirtualClockLoop) -> None:
+    """An array of up to 4 KiB has data in a simulation of shapes, unless it is computed from one that has none."""
+    device = SimDevice(machine_of(loop, shapes_only=True))
+    small, large = (device.constant(np.ones(length, np.float32)) for length in (4, 2048))
+    unknown = bind(device, lambda a: a[:4] * 2, infer=lambda specs: [(np.dtype(np.float32), (4,))])(large)
+    double = bind(device, lambda a: a * np.float32(2))
+    assert [double(x).data is None for x in (small, unknown, small, unknown)] == [False, True, False, True]
+
+
+def test_a_launch_without_data_that_does_not_fit_takes_no_time(loop: VirtualClockLoop) -> None:
+    device = SimDevice(machine_of(loop, shapes_only=True), memory_limit=20_000)
+    x = device.constant(np.ones(2048, np.float32))
+    double = bind(device, lambda a: a * np.float32(2))
+    kept = double(x)
+    before = device.dispatched_ns, device.compute.free_at_ns, device.memory.used
+    with pytest.raises(MemoryLimitExceeded):
+        double(x)
+    assert before == (device.dispatched_ns, device.compute.free_at_ns, device.memory.used)
+    del kept
+    assert double(x).shape == (2048,)
 
 
 def test_memory_is_checked_before_a_launch_like_an_earlier_one(loop: VirtualClockLoop) -> None:
