@@ -70,8 +70,11 @@ def find_single_call(
     if len(partitions) > 1 or any(d.asynchronous is not None for d in devices if d.name == partition.device):
         return None
     nodes = partition.root.nodes
-    kernels = [node for node in nodes if node.kind == Kind.KERNEL and node.source.op is not RANDOM_KEY]
-    makers = [node for node in nodes if node.kind == Kind.KERNEL and node.source.op is RANDOM_KEY]
+    kernels = [node for node in nodes if node.kind == Kind.KERNEL]
+    makers: list[PlanNode] = []
+    if len(kernels) > 1:
+        makers = [node for node in kernels if node.source.op is RANDOM_KEY]
+        kernels = [node for node in kernels if node.source.op is not RANDOM_KEY]
     n_others = len(makers) + len(partition.feeds) + partition.n_fetches
     if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + n_others:
         return None
@@ -85,17 +88,20 @@ def find_single_call(
         return None
     fed: list[tuple[int, int]] = []
     keys: list[tuple[int, Kernel]] = []
-    for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
-        places = _places_at(node, feed)
-        if places is None:
+    feed_indexes = iter(partition.feed_indexes)
+    for source in [*partition.feeds, *makers]:
+        feed_index = next(feed_indexes, None)
+        plain, merges = source.targets[0]
+        for _, slot, target in plain:
+            if target is not node:
+                return None
+            if feed_index is not None:
+                fed.append((slot - node.slot, feed_index))
+            else:
+                assert source.kernel is not None
+                keys.append((slot - node.slot, source.kernel))
+        if merges:
             return None
-        fed += [(place, feed_index) for place in places]
-    for maker in makers:
-        places = _places_at(node, maker)
-        if places is None:
-            return None
-        assert maker.kernel is not None
-        keys += [(place, maker.kernel) for place in places]
     fetched: dict[int, int] = {}
     for output, (plain, merges) in enumerate(node.targets):
         for _, _, target in plain:
@@ -109,14 +115,6 @@ def find_single_call(
     template = partition.root.values[node.slot : node.slot + node.n_inputs]
     in_order = tuple(fetched[index] for index in sorted(fetched))
     return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small, keys=tuple(keys))
-
-
-def _places_at(node: PlanNode, source: PlanNode) -> list[int] | None:
-    """Which inputs of a node are the first output of another; None if that goes anywhere else, too."""
-    plain, merges = source.targets[0]
-    if merges or any(target is not node for _, _, target in plain):
-        return None
-    return [slot - node.slot for _, slot, _ in plain]
 
 
 def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:
