@@ -27,7 +27,7 @@ class Memory(enum.Enum):
     """How a kernel treats the memory of its inputs."""
 
     NEW = "results are in memory of their own, and no input is kept, so that its buffer may be written again"
-    VIEW = "the result may look into the memory of the first input, and nothing else of the inputs is kept"
+    VIEW = "results may look into the memory of the first input, and nothing else of the inputs is kept"
     WHOLE_VIEW = "the result is another name for all of the first input's memory"
     METADATA = "it looks at what is known of the inputs without their data"
     STORE = "it reads a store of values, and leaves it as it is"
@@ -55,6 +55,8 @@ NEW: Final = Traits(Memory.NEW, is_capturable=True, is_cheap=False)
 NEW_UNCAPTURED: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 VIEW: Final = Traits(Memory.VIEW, is_capturable=True, is_cheap=True)
 WHOLE_VIEW: Final = Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=True)
+PARTS: Final = Traits(Memory.VIEW, is_capturable=False, is_cheap=False)
+"""Of an op that gives views of parts of its first input, and is not repeated for them."""
 METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)
 METADATA_UNCAPTURED: Final = Traits(Memory.METADATA, is_capturable=False, is_cheap=False)
 READS_STORE: Final = Traits(Memory.STORE, is_capturable=False, is_cheap=False)

@@ -8,7 +8,7 @@ from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import DTypeLike
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, define, inputs_from
+from asyncflow.graph.op import OPAQUE, PARTS, define, inputs_from
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -40,7 +40,7 @@ def _diagonal_kernel(xp: Namespace, *, offset: int) -> Kernel:
 
 
 DIAGONAL = define(
-    "diagonal", _diagonal_spec, _diagonal_kernel, is_total=True, flops=free, rows="matrices", traits=OPAQUE
+    "diagonal", _diagonal_spec, _diagonal_kernel, is_total=True, flops=free, rows="matrices", traits=PARTS
 )
 
 

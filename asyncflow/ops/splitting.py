@@ -9,7 +9,7 @@ from typing import TypeAlias
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, define
+from asyncflow.graph.op import PARTS, define
 from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import replaced, static_int
@@ -60,7 +60,7 @@ def _split_kernel(xp: Namespace, *, sections: Sections, axis: int) -> Kernel:
     return kernel
 
 
-SPLIT = define("split", _split_spec, _split_kernel, flops=free, rows="axis", traits=OPAQUE)
+SPLIT = define("split", _split_spec, _split_kernel, flops=free, rows="axis", traits=PARTS)
 
 
 def split(x: TensorLike, sections: int | Sequence[int], /, *, axis: int = 0) -> tuple[Tensor, ...]:

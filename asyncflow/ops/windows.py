@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, define, inputs_from
+from asyncflow.graph.op import PARTS, define, inputs_from
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -45,7 +45,7 @@ def _window_kernel(xp: Namespace, *, sizes: tuple[int, ...]) -> Kernel:
 
 
 DYNAMIC_SLICE = define(
-    "dynamic_slice", _window_spec, _window_kernel, flops=free, host_inputs=inputs_from(1), traits=OPAQUE
+    "dynamic_slice", _window_spec, _window_kernel, flops=free, host_inputs=inputs_from(1), traits=PARTS
 )
 
 

@@ -192,6 +192,32 @@ async def test_rows_that_wait_for_their_product_are_predicted(monkeypatch: pytes
     assert batched.planned[0].held == pytest.approx(batched.peak, rel=0.1)
 
 
+PARTS: dict[str, Any] = {
+    "split, a small part": (64, lambda big, _: af.split(big, (64, 960), axis=1)[0]),
+    "split, most of it": (960, lambda big, _: af.split(big, (64, 960), axis=1)[1]),
+    "window": (64, lambda big, i: af.dynamic_slice(big, (0, i), (64, 64))),
+    "diagonal": (16, lambda big, _: af.linalg.diagonal(af.reshape(big, (64, 16, 64)))),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+async def test_a_part_that_is_saved_counts_with_all_that_it_keeps(name: str) -> None:
+    """A view keeps its whole array in memory: a small part is copied, and a large one counts as the array does."""
+    width, part = PARTS[name]
+    with af.Graph():
+        x, w = af.placeholder("float32", (64, 64)), af.placeholder("float32", (width, 64))
+
+        def body(i: af.Tensor, y: af.Tensor) -> Any:
+            return i + 1, af.tanh(part(af.concat([y] * 16, axis=1) * 1.5, i) @ w)
+
+        y = af.while_loop(lambda i, _: i < STEPS, body, (0, x))[1]
+        grads = af.gradients(af.sum(y), [x, w])
+        async with af.Session(devices=["cpu:0"], memory_limit=1 << 30) as session:
+            (planned,) = session.plan(grads, [x, w]).memory
+            await session.run(grads, {x: np.ones((64, 64), "f4") / 8, w: np.ones((width, 64), "f4") / width})
+            assert planned.held == pytest.approx(session.devices[0].memory.peak, rel=0.1)
+
+
 async def test_nothing_is_planned_without_a_limit() -> None:
     assert (await train(memory_limit=None)).planned == ()
 

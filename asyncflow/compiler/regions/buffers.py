@@ -48,8 +48,8 @@ def dead_values(
         last.update((owner.get(tensor, tensor), index) for tensor in node.inputs)
         if node.op is IDENTITY:  # shares its input's variable
             owner[node.outputs[0]] = owner.get(node.inputs[0], node.inputs[0])
-        elif deep and isinstance(node, StructuredNode):
-            last.update(dict.fromkeys(node.outputs, index))
+        elif deep if isinstance(node, StructuredNode) else len(node.outputs) > 1:
+            last.update(dict.fromkeys(node.outputs, index))  # some of which nothing may use
     kept = {owner.get(tensor, tensor) for tensor in escaping}
     made = {node for node in nodes if makes_name(node, deep=deep)}
     dead: dict[int, list[Tensor]] = {}
@@ -119,7 +119,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
             last[buffer] = index
             if memory in (Memory.VIEW, Memory.WHOLE_VIEW):
                 if place == 0:  # of what it is a view; others say of which part
-                    owner[node.outputs[0]] = buffer
+                    owner.update((output, buffer) for output in node.outputs)
             elif memory is not Memory.NEW:
                 kept.add(buffer)
     kept.update(owner.get(tensor, tensor) for tensor in escaping)

@@ -29,7 +29,6 @@ from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
 from asyncflow.ops.manipulation import CONCAT
-from asyncflow.ops.splitting import SPLIT
 from asyncflow.state.variable import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, UPDATE, USER_UPDATE, VARIABLE_READ
 
 _KEEPING = (ACCUMULATE, ADD_PARTS, ADD_ROWS)
@@ -41,7 +40,7 @@ VARIABLE_WRITES = (ASSIGN, ASSIGN_ADD, ASSIGN_SUB, UPDATE, USER_UPDATE)
 _ELSEWHERE = (VARIABLE_READ, row_store.SLICE, tensor_array.READ, *VARIABLE_WRITES)
 """Ops whose results are in memory that counts where it was made."""
 
-_MOSTLY_VIEWS = (SPLIT, ENSURE_SHAPE, SUM_TO)
+_MOSTLY_VIEWS = (ENSURE_SHAPE, SUM_TO)
 
 _STORES = (NEW_STORE, NO_GRADIENT, tensor_array.TENSOR_ARRAY, row_store.ROW_STORE)
 """Ops that make stores whose values others may have, too; of any other, values count as the store's alone."""
