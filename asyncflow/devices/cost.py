@@ -18,6 +18,9 @@ NS_PER_BYTE = 0.1
 INLINE_LIMIT_NS = 200_000
 """A kernel that is expected to take longer does not run on the event loop (0.2 ms)."""
 
+SLICE_NS = 200_000
+"""How long a slice of a region should take: short beside a turn, long beside looking at the clock."""
+
 _WEIGHT = 0.25
 
 _PROVING_CALLS = 8

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.compiler.regions.region_code import Phase
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.cost import INLINE_LIMIT_NS, SLICE_NS, MeasuredCost
 from asyncflow.devices.protocol import Spans
 from asyncflow.devices.working_set import WorkingSet
 from asyncflow.ops.rows.by_row import Paused
@@ -29,9 +29,6 @@ from asyncflow.runtime.scheduler.first_guess import user_cost
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.values import Value
-
-_SLICE_NS = 200_000
-"""How long a slice should take: short beside a turn, long beside looking at the clock."""
 
 _OVERRUN_NS = 1_000_000
 """A slice that takes longer holds heavy work among light, though its mean iteration be short."""
@@ -166,7 +163,7 @@ class SlicedRegion:
             return now
         # What iterations took so far says nothing about those of another loop.
         most = min(spent * _GROWTH, _MOST_STEPS)
-        self.budget = 1 if begins_loop else max(1, min(most, spent * _SLICE_NS // max(taken, 1)))
+        self.budget = 1 if begins_loop else max(1, min(most, spent * SLICE_NS // max(taken, 1)))
         return now
 
     def _phase(self) -> Phase | None:
