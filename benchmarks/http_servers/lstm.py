@@ -1,4 +1,4 @@
-"""The model of `benchmarks.http_serving`, in NumPy: eight LSTM steps over one vector."""
+"""The models of `benchmarks.http_serving`, in NumPy: eight LSTM steps over one vector, and one layer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ MOST = 32
 WAIT_S = 0.002
 """For those that want a time to wait for others."""
 WEIGHTS = np.random.default_rng(0).normal(scale=0.05, size=(2 * SIZE, 4 * SIZE)).astype(np.float32)
+
+
+SMALL_WEIGHTS = np.ascontiguousarray(WEIGHTS[:SIZE, :SIZE])
+
+
+def small_model(x: Any) -> Any:
+    """One layer, for many rows."""
+    return np.tanh(x @ SMALL_WEIGHTS)
 
 
 def sigmoid(x: Any) -> Any:

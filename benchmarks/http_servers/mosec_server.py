@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mosec import Server, Worker
 
-from benchmarks.http_servers.lstm import MOST, WAIT_S, model
+from benchmarks.http_servers.lstm import MOST, WAIT_S, model, small_model
 
 
 class MosecWorker(Worker):
@@ -27,8 +27,17 @@ class MosecWorker(Worker):
         return list(model(np.stack(data)))
 
 
+class SmallMosecWorker(MosecWorker):
+    """Computes the small model."""
+
+    def forward(self, data: Any) -> Any:
+        """A batch."""
+        return list(small_model(np.stack(data)))
+
+
 if __name__ == "__main__":
+    worker = SmallMosecWorker if "small" in sys.argv else MosecWorker
     sys.argv = ["mosec", "--port", sys.argv[1]]
     server = Server()
-    server.append_worker(MosecWorker, max_batch_size=MOST, max_wait_time=int(1000 * WAIT_S))
+    server.append_worker(worker, max_batch_size=MOST, max_wait_time=int(1000 * WAIT_S))
     server.run()

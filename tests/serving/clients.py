@@ -19,12 +19,14 @@ class Client:
         self.sent: list[Any] = []
         self.can_take = asyncio.Event()
         self.can_take.set()
+        self.is_watched = False
         self._has_body = False
 
     async def receive(self) -> Any:
         if not self._has_body:
             self._has_body = True
             return {"type": "http.request", "body": b"", "more_body": False}
+        self.is_watched = True
         await self.gone.wait()
         return {"type": self._leaves}
 

@@ -38,7 +38,7 @@ async def test_f21_a_client_that_goes_cancels_its_run_within_a_tick() -> None:
     gated, client = Gated(), Client()
     async with af.Session(gated.graph) as session:
         work = serving.run_or_disconnect(client.receive, gated.run(session))
-        async with in_flight(work, lambda: gated.gate.started) as request:
+        async with in_flight(work, lambda: gated.gate.started and client.is_watched) as request:
             client.gone.set()
             passes = 0
             while not gated.gate.cancelled:
@@ -57,6 +57,7 @@ async def test_f21_a_client_that_waits_gets_its_result() -> None:
     gated.gate.opened.set()
     async with af.Session(gated.graph) as session:
         assert await serving.run_or_disconnect(client.receive, gated.run(session)) == 2
+        assert not client.is_watched, "that takes longer than a short run"
         client.gone.set()  # too late to matter
         assert_baseline(session)
 
