@@ -1,7 +1,8 @@
 """The progress of a simulated program, shown on standard error and never on standard output.
 
 A program does not say how much work it has. Its loops do: while it awaits a run, the iterators of the ``for`` loops
-around the ``await`` are among the references of its suspended coroutines, and tell how many items are left.
+around the ``await`` are among the references of its suspended coroutines, and tell how many items are left. They are
+read on the event loop's thread, where no coroutine runs meanwhile; another thread shows what was read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 BAR_S, LINE_S = 0.5, 10.0
 """Seconds between two states of the bar on a terminal, and between two lines elsewhere."""
+
+ANSWER_S = 0.1
+"""Seconds for which an event loop that is busy is waited for, before an older state is shown."""
 
 _WIDTH = 24
 
@@ -64,6 +68,31 @@ class ProgramProgress:
         self._started_s = clock()
         self._loops = _ForLoops()
         self._known: tuple[float, float | None] | None = None
+        self._is_asked = False
+        """An event loop is to look, and has not yet."""
+
+    def ask(self) -> None:
+        """Have the event loop look at its coroutines, and wait a moment for it; called on another thread."""
+        if self._is_asked or not self._machines:
+            return
+        looked = threading.Event()
+
+        def answer() -> None:
+            self.look()
+            self._is_asked = False
+            looked.set()
+
+        self._is_asked = True
+        try:
+            self._machines[-1].loop.call_soon_threadsafe(answer)
+        except RuntimeError:  # it is closed
+            self._is_asked = False
+        else:
+            looked.wait(ANSWER_S)
+
+    def look(self) -> None:
+        """Find out how much is done; called on the event loop's thread."""
+        self._known = self._loops.look(self._machines[-1].loop, self._clock()) or self._known
 
     def show(self) -> None:
         """Write the state of now."""
@@ -81,7 +110,7 @@ class ProgramProgress:
         """Return one line: how much of the program is done, what was simulated, and the time left."""
         now_s = self._clock()
         machine = self._machines[-1]
-        known = self._known = self._loops.look(machine.loop, now_s) or self._known
+        known = self._known
         runs, virtual = len(self._trace.runs), format_duration(machine.now_ns())
         told = f"{runs} run{'' if runs == 1 else 's'}, {virtual} simulated in {_seconds(now_s - self._started_s)}"
         if known is None:
@@ -148,6 +177,7 @@ def shown_progress(trace: Trace, machines: Sequence[SimMachine], stream: TextIO 
 
     def show_often() -> None:
         while not ended.wait(BAR_S if progress.is_terminal else LINE_S):
+            progress.ask()
             progress.show()
 
     thread = threading.Thread(target=show_often, name="asyncflow progress", daemon=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from asyncflow.cli import progress
 from asyncflow.cli.main import main
 from asyncflow.cli.progress import ProgramProgress, shown_progress
 from asyncflow.runtime.trace import RunSpan, Trace
@@ -63,6 +65,7 @@ def test_loops_around_a_run_tell_how_much_is_left(epochs: Iterable[object]) -> N
         program = asyncio.ensure_future(two_loops(watched, epochs))
         await asyncio.sleep(0)
         for _ in range(4):
+            watched.progress.look()
             told.append(watched.progress.state())
             await watched.steps(5, 2.0)
         await program
@@ -88,6 +91,7 @@ def test_a_program_in_no_loop_of_known_length_has_no_estimate() -> None:
         running = asyncio.ensure_future(program())
         await asyncio.sleep(0)
         await watched.steps(1, 4000.0)
+        watched.progress.look()
         state = watched.progress.state()
         running.cancel()
         return state
@@ -105,6 +109,33 @@ def test_a_terminal_shows_one_line_that_changes_and_goes_away() -> None:
         watched.loop.close()
     assert terminal.getvalue() == "\r\x1b[K0 runs, 2.50 ms simulated in 0 s\r\x1b[K"
     assert lines.getvalue() == "simulate: 0 runs, 2.50 ms simulated in 0 s\n"
+
+
+def test_coroutines_are_read_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another thread they would change meanwhile."""
+    readers: list[threading.Thread] = []
+    iterators_of = progress._iterators_of
+
+    def noted(coroutine: object) -> list[Iterator[object]]:
+        readers.append(threading.current_thread())
+        return iterators_of(coroutine)
+
+    monkeypatch.setattr(progress, "_iterators_of", noted)
+    monkeypatch.setattr(progress, "BAR_S", 0.0)
+    watched, terminal = WatchedProgram(Terminal()), Terminal()
+
+    async def program() -> None:
+        for _ in range(1 << 20):
+            await asyncio.sleep(0)
+            if "%  " in terminal.getvalue():
+                break
+
+    with shown_progress(watched.trace, watched.progress._machines, terminal):
+        watched.loop.run_until_complete(program())
+    watched.loop.close()
+    watched.progress.ask()  # a closed loop has nothing to say
+    assert "%  " in terminal.getvalue()
+    assert set(readers) == {threading.current_thread()}
 
 
 def test_nothing_is_left_of_it_after_the_program() -> None:
