@@ -363,6 +363,10 @@ _NO_EXIT: Final = (Exception, asyncio.CancelledError, GeneratorExit)
 """Errors that tasks and generators may end with; any other that leaves a task ends the event loop."""
 
 
+class RowByRow(Exception):
+    """Raised by a kernel of `Op.rows_kernel`: these rows are to be computed one by one. Records know it by its name."""
+
+
 class ExitRaised(Exception):
     """A function of the user's raised what is no `Exception`, in a body that is computed for several firings.
 

@@ -528,10 +528,6 @@ class _Results:
             ) from None
 
 
-class RowByRow(Exception):
-    """Raised by a kernel of `Op.rows_kernel`: these rows are to be computed one by one."""
-
-
 def require_rows(results: Sequence[Array], rows: int) -> None:
     """Raises ValueError if a function of rows did not give one for each."""
     if any(len(y) != rows for y in results):

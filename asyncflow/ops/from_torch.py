@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.errors import GraphError, brief
+from asyncflow.errors import GraphError, RowByRow, brief
 from asyncflow.foreign_names import install
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
@@ -33,7 +33,7 @@ from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import check_flag
-from asyncflow.ops.custom import Outputs, RowByRow, declared_specs, require_rows
+from asyncflow.ops.custom import Outputs, declared_specs, require_rows
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import output_gradients
 from asyncflow.ops.recorded_calls import recorded

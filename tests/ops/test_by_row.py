@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.errors import RowByRow
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op
-from asyncflow.ops.custom import RowByRow
+from asyncflow.ops.recorded_calls import recorded
 from asyncflow.ops.rows.by_row import BY_ROW_OPS, Paused, RowKernel
 
 Array = np.ndarray[Any, Any]
@@ -55,6 +57,22 @@ async def test_rows_may_be_left_to_calls_of_each() -> None:
         assert library.calls[1:] == [[1, 2], [3, -4]]
         with pytest.raises(af.KernelError, match=r"(?s)too low.*vmap/1"):
             await session.run(y, {x: [[1, 2], [-30, -4]], k: 2})
+
+
+async def test_rows_that_were_left_are_left_again_where_a_recorded_run_is_done_again(tmp_path: Path) -> None:
+    library = Library()
+    for kernel in ("kernel", "rows_kernel"):
+        made = getattr(library.op, kernel)
+        object.__setattr__(library.op, kernel, lambda xp, made=made: recorded(made(xp)))
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (None, 2), name="x")
+        y = af.vmap(lambda row: apply(library.op, row, 2.0)[0])(x)
+    async with af.Session(graph) as session:
+        found = await session.run(y, {x: [[1, 2], [3, -4]]}, record=tmp_path / "run.json")
+    calls = list(library.calls)
+    (again,) = (await af.replay(tmp_path / "run.json", graph)).values()
+    assert again.tolist() == found.tolist() == [[2, 4], [6, -8]]
+    assert library.calls == calls, "no function is called"
 
 
 def test_rows_that_are_left_may_pause_between_them() -> None:

@@ -504,6 +504,22 @@ async def test_a_thread_that_cannot_start_gives_its_slot_back(monkeypatch: pytes
         assert await session.run(y, {x: 1.0}) == 2
 
 
+async def test_a_plain_function_that_raises_a_runtime_error_gives_its_slot_back_once() -> None:
+    """As an error of starting its thread does, and the thread may have ended before anybody waits for it."""
+
+    @af.op(outputs=SCALAR, max_concurrency=1)
+    def fails(x: Any) -> Any:
+        raise RuntimeError("of the function's own")
+
+    graph, x, y = graph_of(fails)
+    async with af.Session(graph) as session:
+        for _ in range(10):
+            with pytest.raises(af.KernelError, match="of the function's own"):
+                await session.run(y, {x: 1.0})
+        await until(lambda: session.statistics().limits["fails"].running <= 0)
+        assert session.statistics().limits["fails"].running == 0
+
+
 async def test_a_plain_function_may_ask_for_a_run_of_its_session() -> None:
     """It has a thread of its own, so the run finds those of the session free."""
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
-from asyncflow.errors import in_row
+from asyncflow.errors import RowByRow, in_row
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Attrs, Node, Tensor
@@ -37,7 +37,7 @@ from asyncflow.graph.op import (
 from asyncflow.graph.shapes import Shape, format_shape, is_static, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
-from asyncflow.ops.custom import RowByRow, require_rows
+from asyncflow.ops.custom import require_rows
 from asyncflow.ops.draws import RowContexts
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule

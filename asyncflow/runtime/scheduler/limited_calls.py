@@ -253,7 +253,9 @@ class LimitedFunction(LinedState):
             raise
 
     def _ended(self, begun: _Begun) -> None:
-        """Give back the slot of an attempt."""
+        """Give back the slot of an attempt, once."""
+        if begun.is_over:
+            return
         begun.is_over = True
         with self.lock:
             self._counts["running"] -= 1
@@ -391,8 +393,7 @@ class LimitedFunction(LinedState):
                 raise
             self._leave(begun)
         except RuntimeError:
-            if not begun.is_over:
-                self._ended(begun)  # no thread could be started
+            self._ended(begun)  # no thread could be started, or the function raised it and has returned
             raise
         except asyncio.CancelledError:
             self._leave(begun)
