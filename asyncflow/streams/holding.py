@@ -44,7 +44,7 @@ class RunPart:
         trace: what it is recorded into; None if it is not.
         in_line: tasks of it that wait for other runs, and functions that say what for.
         on_wait: is called when one of them begins to.
-        back: waits until the run has its place in the session, which it may have given away; None if it never does.
+        back: gives None if the run has its place in the session, and else waits for it; None if it never gives it away.
     """
 
     owner: object
@@ -57,7 +57,11 @@ class RunPart:
     trace: object = None
     in_line: dict[asyncio.Task[object], Callable[[], str]] = field(default_factory=dict)
     on_wait: Callable[[], None] | None = None
-    back: Callable[[], Awaitable[None]] | None = None
+    back: Callable[[], Awaitable[None] | None] | None = None
+
+    def coming_back(self) -> Awaitable[None] | None:
+        """Return the wait for the place of the run, if it has given it away; None if it can go on."""
+        return None if self.back is None else self.back()
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)

@@ -280,6 +280,32 @@ def test_max_runs_holds_for_attempts_of_runs_that_have_stepped_aside(waits: str)
     assert tool.times == [0, 3.5]
 
 
+def test_a_call_whose_run_has_no_place_lets_one_go_first_that_keeps_it() -> None:
+    """A run has the place of the session, and waits for a run inside it, whose call is behind that of a run aside."""
+
+    async def main() -> None:
+        async with af.Session(graph, max_runs=1, max_queued=10, devices=["cpu:0"]) as session:
+            sessions.append(session)
+            await session.run(y, {x: 0.0})
+            aside = asyncio.create_task(session.run(y, {x: 1.0}))
+            await asyncio.sleep(1)
+            async with asyncio.timeout(100):
+                assert await session.run(z, {x: 2.0}) == 3
+            assert await aside == 2
+
+    @af.op(outputs=SCALAR)
+    async def asks(value: Any) -> Any:
+        return await sessions[0].run(y, {x: value})
+
+    sessions: list[af.Session] = []
+    tool = Tool()
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+        y, z = tool.op(rate=(1, 5.0))(x), asks(x)
+    on_virtual_time(main)
+    assert tool.begun == [(0, 0), (2, 5), (1, 10)]
+
+
 # -- retries ---------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from asyncflow.state.waiting.taken import Taken, own_taken
 from asyncflow.streams.holding import RunPart, current_part, own_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.plan import Partition, Plan
@@ -364,9 +364,15 @@ class Run:
         if not any(each.has_launched(self.on_quiet) for each in executors):
             ticket.step_aside()
 
-    async def back(self) -> None:
-        """Wait until the run has its place, which it may have given to others."""
-        while self.ticket is not None and self.ticket.is_aside and not self.ticket.come_back(self.come_back):
+    def back(self) -> Awaitable[None] | None:
+        """Return None if the run has its place, which it may have given to others; else the wait for it."""
+        return None if self._has_place() else self._until_back()
+
+    def _has_place(self) -> bool:
+        return self.ticket is None or not self.ticket.is_aside or self.ticket.come_back(self.come_back)
+
+    async def _until_back(self) -> None:
+        while not self._has_place():
             self._came = self._came or asyncio.Event()
             await self._came.wait()
 

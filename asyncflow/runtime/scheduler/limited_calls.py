@@ -12,7 +12,8 @@ first stood, before those that came after it.
 The first call of the line is told that it may go on, and then claims its slot and token by itself
 (`asyncflow.state.waiting.lines`): a call whose run was cancelled meanwhile takes nothing from the next one. A run that
 can only wait for its turn gives its place in the session to others. It has its place back before an attempt begins, so
-`max_runs` holds for attempts too; ``max_runs="auto"`` gives no places to runs that wait or call.
+`max_runs` holds for attempts too; ``max_runs="auto"`` gives no places to runs that wait or call. While a run waits for
+its place, later calls may go first: the run that has the place may itself wait for a run inside it that calls.
 
 What not to do: hand a slot to the next call when an attempt times out. A plain function cannot be stopped. Its thread
 still works, so its slot is free when the thread returns and not before.
@@ -113,13 +114,17 @@ class LimitStatistics(NamedTuple):
 
 
 class CallPlace(PlaceInLine):
-    """The place of one call; lower `rank` first."""
+    """The place of one call; lower `rank` first.
 
-    __slots__ = ("priority", "rank")
+    Attributes:
+        is_away: True while its run waits for its place in the session.
+    """
+
+    __slots__ = ("is_away", "priority", "rank")
 
     def __init__(self, state: LimitedFunction, what: str, priority: int, rank: tuple[float, int]) -> None:
         super().__init__(state, what, lambda _: ())
-        self.priority, self.rank = priority, rank
+        self.priority, self.rank, self.is_away = priority, rank, False
 
 
 class LimitedFunction(LinedState):
@@ -215,8 +220,13 @@ class LimitedFunction(LinedState):
         if wait_s > 0:
             self._timer = self._loop.call_later(wait_s, self._look)
         elif self._called is None:
-            self._called = line[self._shares.next(dict.fromkeys(line, 1.0))][0]
-            self.call(self._called)
+            firsts = {
+                each: next((place for place in places if not place.is_away), None) for each, places in line.items()
+            }
+            here = {each: place for each, place in firsts.items() if place is not None}
+            if here:
+                self._called = here[self._shares.next(dict.fromkeys(here, 1.0))]
+                self.call(self._called)
 
     def _look(self) -> None:
         with self.lock:
@@ -228,8 +238,8 @@ class LimitedFunction(LinedState):
 
         Cancellation: the place in line is given up, and nothing was taken.
         """
-        if part.back is not None and self._has_turn:
-            await part.back()  # it may have stepped aside before it is tried again
+        if self._has_turn and (coming := part.coming_back()) is not None:
+            await coming  # it may have stepped aside before it is tried again
         if self._has_turn:
             self._begin()
             return
@@ -243,14 +253,28 @@ class LimitedFunction(LinedState):
             while True:
                 with in_line(place.describe):
                     await called.wait()
-                if part.back is not None:
-                    await part.back()
+                if (coming := part.coming_back()) is not None:
+                    self._set_away(place, True)
+                    await coming
+                    self._set_away(place, False)
                 called.clear()
                 if place.claim() is not NOT_YET:
                     return
         except BaseException:
             place.leave()
             raise
+
+    def _set_away(self, place: CallPlace, is_away: bool) -> None:
+        """Let later calls have the turn of one whose run has no place; call it once more when the run has it again."""
+        with self.lock:
+            place.is_away = is_away
+            place.is_called = not is_away and self._wait_s() == 0
+            if place.is_called:
+                self._called = place
+            elif place is self._called:
+                self._called = None
+            self._settle()
+        self.wake_called()
 
     def _ended(self, begun: _Begun) -> None:
         """Give back the slot of an attempt, once."""
