@@ -356,6 +356,11 @@ class Plan:
     read_on_host: tuple[VariableState, ...] = ()
     is_shared: bool = False
 
+    @property
+    def only_awaits(self) -> bool:
+        """True if runs of it wait in coroutines, and neither in lines of queues nor for elements of inputs."""
+        return self.awaits and not (self.waits or self.takes or self.gathers)
+
     def __repr__(self) -> str:
         parts = (f"{_counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)
         where = ", ".join(parts)

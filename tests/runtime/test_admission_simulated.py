@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.run_cost import RunCost
+from asyncflow.compiler.run_cost import Crowd, RunCost
 from asyncflow.runtime.run_queue import QueuedRun, RunQueue
+from asyncflow.testing import virtual_clock
+from tests.faults.kernels import INT
 
 SECONDS = 100.0
 PATIENCE = 10
@@ -148,3 +153,91 @@ def test_a_run_that_never_ends_takes_no_place_for_ever() -> None:
     assert now_s < inf
     queue.let_go(now_s)
     assert [run for run, _ in queue.decide(now_s)] == [waiting]
+
+
+class Database:
+    """An op that waits, `places` at a time, in a session on virtual time."""
+
+    def __init__(self, places: int, took_s: Callable[[int], float]) -> None:
+        free = asyncio.Semaphore(places)
+
+        @af.op(outputs=INT)
+        async def ask(number: Any) -> Any:
+            async with free:
+                await asyncio.sleep(took_s(int(number)))
+            return number
+
+        with af.Graph() as self.graph:
+            self.x = af.placeholder("int64", ())
+            self.answer = ask(self.x)
+
+    async def ends(self, rate: float, seconds: float, timeout_s: float, **options: Any) -> Counter[str]:
+        """What becomes of requests that come at this rate."""
+        found: Counter[str] = Counter()
+        dice = Random(7)
+        async with af.Session(self.graph, **options) as session:
+
+            async def request(number: int) -> None:
+                try:
+                    await session.run(self.answer, {self.x: number}, timeout=timeout_s)
+                    found["in time"] += 1
+                except af.AsyncflowError as error:
+                    found[type(error).__name__] += 1
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(int(rate * seconds)):
+                    group.create_task(request(number))
+                    await asyncio.sleep(dice.expovariate(rate))
+            assert session.load().queued == 0
+            assert session.plan(self.answer, [self.x]).cost.crowd.count == 0
+        return found
+
+
+def on_virtual_time(places: int, took_s: Callable[[int], float], *args: float, **options: Any) -> Counter[str]:
+    with virtual_clock("1 x v100") as clock:
+
+        async def main() -> Counter[str]:
+            return await Database(places, took_s).ends(*args, **options)
+
+        return clock.run(main())
+
+
+@pytest.mark.slow
+def test_runs_that_wait_for_something_that_is_too_slow() -> None:
+    """Four at a time, 20 ms each, of use within 200 ms, five times too many: 85 % of what can be done is in time."""
+    found = on_virtual_time(4, lambda _: 0.02, 1000.0, 2.5, 0.2)
+    assert found["in time"] >= 0.85 * 2.5 * 4 / 0.02, found
+    found = on_virtual_time(4, lambda _: 0.02, 1000.0, 1.0, 0.2, max_runs=None)
+    assert found["in time"] <= 0.6 * 1.0 * 4 / 0.02, found
+
+
+def test_a_crowd_is_bounded_once_most_of_it_is_late() -> None:
+    crowd = Crowd(count=80)
+    for _ in range(40):
+        crowd.end()
+    for _ in range(10):
+        crowd.miss(0, 1.0)
+    assert not crowd.is_full(1.0)
+    crowd.miss(0, 1.0)
+    assert crowd.most == 20
+    assert crowd.is_full(1.0)
+    crowd.count = 19
+    assert not crowd.is_full(1.0)
+    crowd.end()
+    assert crowd.most == pytest.approx(20.05)
+    crowd.count = 100
+    crowd.miss(crowd.ended, 2.0)
+    assert crowd.most == 8
+    assert not crowd.is_full(12.1)
+    assert crowd.most == inf
+    # A few are never bounded, however late they are.
+    few = Crowd(count=8)
+    for _ in range(40):
+        few.miss(0, 1.0)
+    assert few.most == inf
+
+
+def test_runs_that_just_take_long_are_not_refused() -> None:
+    """Hundreds at a time, nearly as long as they may be, and one in twenty longer: none of the others is refused."""
+    found = on_virtual_time(1000, lambda number: 11.0 if number % 20 == 0 else 8.0, 10.0, 20.0, 10.0)
+    assert found == {"in time": 190, "DeadlineExceeded": 10}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import inf
@@ -29,7 +29,7 @@ from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedErr
 from asyncflow.runtime.run_queue import QueuedRun, RunQueue, too_late
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
@@ -45,6 +45,8 @@ _SPARE_PLACES = 2
 
 _WAITING_S = 0.000_2
 """A run that has coroutines and computes for less than this is one that only waits."""
+
+_LEAST_RETRY_S = 0.05
 
 _SHORTEST_S = 0.004
 """Runs that take less are of one length; others are where they take up to four times as long."""
@@ -184,6 +186,34 @@ class Admission:
         if not (number & 63 and cost.is_known):
             return False
         return 2 * calls <= self.max_runs or (plan.awaits and cost.mean_s < _WAITING_S)
+
+    @contextmanager
+    def in_progress(self, cost: RunCost) -> Iterator[None]:
+        """Count a run that has a deadline, and mostly waits, as long as it is in progress.
+
+        Raises:
+            OverloadedError: it would end too late, as runs of its plan did that had come beside as many.
+        """
+        crowd, loop = cost.crowd, asyncio.get_running_loop()
+        if crowd.is_full(loop.time()):
+            self.refused += 1
+            raise OverloadedError(
+                f'the session is busy with {crowd.count} runs that wait for others (max_runs="auto"), and this one '
+                f"would take too long to end in time; it did not start; ask again in {_LEAST_RETRY_S:.2g} s, or ask "
+                "another",
+                retry_after_s=_LEAST_RETRY_S,
+                runs=crowd.count,
+            )
+        ended = crowd.ended
+        crowd.count += 1
+        try:
+            yield
+            crowd.end()
+        except DeadlineExceeded:
+            crowd.miss(ended, loop.time())
+            raise
+        finally:
+            crowd.count -= 1
 
     def _queue_for(self, cost: RunCost | None) -> RunQueue[AdmissionTicket]:
         if not self.is_auto or cost is None:

@@ -202,7 +202,9 @@ class Runs:
             start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
             start = partial(start, priority=priority, begun=begun, ticket=ticket)
             is_recorded = recorder is not None and recorder.order is not None
-            if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
+            if timeout is not None and plan.only_awaits and self.admission is not None and self.admission.is_auto:
+                fetched = await self._in_crowd(self.admission, start, plan)
+            elif self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
                 run = start()
                 taken, work = run.taken, run.wait()
                 del run  # an error that somebody keeps leads here
@@ -239,6 +241,13 @@ class Runs:
         if taken is not None:
             taken.settle(None)
         return call.result(plan, fetched, allow_dead=allow_dead)
+
+    async def _in_crowd(self, admission: Admission, start: Callable[..., Run], plan: Plan) -> list[Value]:
+        """The values of a run that waits in coroutines, and is refused where too many of its plan do."""
+        if is_within(self._turn):
+            return await start().wait()
+        with admission.in_progress(plan.cost):
+            return await start().wait()
 
     def expect(self, timeout: float | None, priority: int) -> ExpectedRun:
         """Does what `Session.expect_run` promises."""
