@@ -142,6 +142,7 @@ async def test_batches_and_pools_are_counted() -> None:
 
 
 @pytest.mark.usefixtures("work")
+@pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
 async def test_failed_calls_are_those_that_the_session_counts() -> None:
     """Of batched functions of one name in two graphs, and of vertex maps that share calls."""
 
