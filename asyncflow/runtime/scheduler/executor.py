@@ -122,7 +122,8 @@ class Executor:
             self.recorder = Recorder(run.trace, run.id, self.device, run.turn.clock, seed, number)
             if self._swapping is not None:
                 self.recorder.moves = self._swapping.watch(run.number)
-            self.scheduler.ready = self.recorder.ready
+            if self.recorder.ready is not None:
+                self.scheduler.ready = self.recorder.ready
             if run.trace.order is not None:
                 run.trace.order.join(
                     number, partial(run.turn.enqueue, self), partial(run.turn.loop.call_soon, run.close)

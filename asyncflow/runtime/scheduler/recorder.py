@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import NamedTuple
@@ -45,14 +46,8 @@ class Recorder:
         self.order = trace.order
         """Hears what is taken, and may say what is next; None for a run that is only traced."""
         self._is_full = self.order is None and len(trace.firings) >= trace.capacity
-        self.ready = (
-            _OrderedQueue(now, seed, self.order, partition)
-            if self.order is not None
-            else ShuffledQueue(seed)
-            if self._is_full
-            else _TimedQueue(now, seed)
-        )
-        """The scheduler's ready queue, which notes when each firing became ready unless the trace is full."""
+        self.ready = self._ready_queue(seed, partition)
+        """The scheduler's ready queue, which notes when each firing became ready; None where that is not needed."""
         self._trace = trace
         self._partition = partition
         self._run_id = run_id
@@ -62,6 +57,13 @@ class Recorder:
         device.memory.lap(self)  # from here on
         self.moves: Sequence[SwapCopy] = ()
         """How saved values have moved."""
+
+    def _ready_queue(self, seed: int | None, partition: int) -> deque[tuple[PlanNode, Iteration]] | None:
+        if self.order is not None:
+            return _OrderedQueue(self.now, seed, self.order, partition)
+        if self._is_full:
+            return None
+        return _TimedQueue(self.now) if seed is None else _TimedShuffledQueue(self.now, seed)
 
     def firing(
         self,
@@ -301,8 +303,33 @@ _DEFAULTS = tuple(Firing._field_defaults.values())
 _FULL_SAMPLE = len(MemorySample._fields) - 1
 
 
-class _TimedQueue(ShuffledQueue):
-    """A ready queue by which iterations remember when each of their firings became ready.
+class _Timed(deque["tuple[PlanNode, Iteration]"]):
+    """A ready queue by which iterations remember when each of their firings became ready."""
+
+    _now: Callable[[], int]
+
+    def append(self, item: tuple[PlanNode, Iteration]) -> None:
+        node, iteration = item
+        if iteration.ready_ns is None:
+            iteration.ready_ns = {}
+        iteration.ready_ns[node] = self._now()
+        super().append(item)
+
+
+class _TimedQueue(_Timed):
+    """One that gives the oldest firing.
+
+    Args:
+        now: nanoseconds.
+    """
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        super().__init__()
+        self._now = now
+
+
+class _TimedShuffledQueue(_Timed, ShuffledQueue):
+    """One that gives any of its firings.
 
     Args:
         now: nanoseconds.
@@ -313,15 +340,8 @@ class _TimedQueue(ShuffledQueue):
         super().__init__(seed)
         self._now = now
 
-    def append(self, item: tuple[PlanNode, Iteration]) -> None:
-        node, iteration = item
-        if iteration.ready_ns is None:
-            iteration.ready_ns = {}
-        iteration.ready_ns[node] = self._now()
-        super().append(item)
 
-
-class _OrderedQueue(_TimedQueue):
+class _OrderedQueue(_TimedShuffledQueue):
     """A ready queue of which a log hears what is taken, and may say what is next.
 
     Args:
