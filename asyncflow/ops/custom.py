@@ -357,7 +357,7 @@ def op(
             function is cancelled then. A plain function cannot be stopped: its thread goes on, and its result is
             dropped. The same happens when its run is cancelled. None: any time.
         retries: further attempts after one that raised. The last error tells how many there were, and its traceback
-            goes on with those of the earlier ones.
+            goes on with those of up to seven before it.
         retry_on: errors that are worth another attempt: a class, a tuple of classes, or a function of the error. None:
             any `Exception` but what this library raises of the program itself, such as `GraphError`. A cancellation is
             never retried.

@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,26 @@ def test_the_last_error_tells_the_attempts_and_leads_to_the_others() -> None:
     told = "".join(traceback.format_exception(error))
     assert told.index("first") < told.index("second") < told.index("third")
     assert counts == LimitStatistics(calls=1, attempts=3, retries=2, failed=1)
+
+
+def test_a_call_that_fails_for_hours_keeps_the_last_errors_alone() -> None:
+    class Failed(Exception):
+        pass
+
+    made: list[weakref.ref[Failed]] = []
+    kept: list[int] = []
+
+    def error() -> Failed:
+        kept.append(sum(each() is not None for each in made))
+        found = Failed(f"number {len(made)}.")
+        made.append(weakref.ref(found))
+        return found
+
+    raised, _ = on_virtual_time(lambda: failing(Tool(failures=100, error=error), retries=49, backoff=1.0))
+    assert kept == [*range(8), *[8] * 42]
+    told = "".join(traceback.format_exception(raised))
+    assert "attempt 50 of 50" in told
+    assert [f"number {k}." in told for k in (41, 42, 49)] == [False, True, True]
 
 
 def test_one_error_again_and_again_is_no_circle() -> None:

@@ -24,11 +24,12 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from operator import add, attrgetter
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -48,6 +49,10 @@ from asyncflow.streams.latch import Latch
 if TYPE_CHECKING:
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.values import Nest, Value
+
+
+_MOST_TOLD = 8
+"""Errors of the last attempts that a call keeps, as each holds what the function did: a poll may fail for hours."""
 
 
 class Attempt(NamedTuple):
@@ -298,10 +303,10 @@ class LimitedFunction(LinedState):
         log, counts = attempts_of.get(), self._counts
         counts["calls"] += 1
         within = _within.get()
-        self._refuse_to_wait_for_itself(within)
         attempt = partial(self._awaited if is_async else self._beside, limits, function, values)
-        failed, earlier = 0, None
+        failed, errors = 0, deque[Exception](maxlen=_MOST_TOLD)
         try:
+            self._refuse_to_wait_for_itself(within)
             while True:
                 asked_ns = self._clock()
                 await self._turn(part, f"a call of {limits.name}", rank)
@@ -316,8 +321,7 @@ class LimitedFunction(LinedState):
                     return found
                 except Exception as error:
                     failed, status = failed + 1, "error"
-                    _chain(error, earlier)
-                    earlier = error
+                    errors.append(error)
                     delay_s = self._delay_s(limits, part, failed, error)
                     if delay_s is None:
                         raise
@@ -328,9 +332,10 @@ class LimitedFunction(LinedState):
                 await self._back_off(delay_s)
         except Exception:
             counts["failed"] += 1
+            _chain(errors)
             raise
         finally:
-            del earlier  # its traceback leads to this frame, and that would be a cycle
+            errors.clear()  # their tracebacks lead to this frame, and that would be a cycle
 
     def _refuse_to_wait_for_itself(self, within: Sequence[_Begun]) -> None:
         """Raise if every slot is taken by attempts that this call is part of.
@@ -474,18 +479,20 @@ class LimitedCalls:
         return found
 
 
-def _chain(error: BaseException, earlier: Exception | None) -> None:
-    """Have the traceback of an error go on with that of the attempt before."""
-    seen = set()
-    while earlier is not None and id(error) not in seen and error is not earlier:
-        seen.add(id(error))
-        inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if inner is not None:
-            error = inner
-        elif error.__suppress_context__:
-            error.__cause__ = earlier
-        else:
-            error.__context__ = earlier
+def _chain(errors: Iterable[Exception]) -> None:
+    """Have the traceback of each error go on with that of the attempt before."""
+    for earlier, later in pairwise({id(error): error for error in errors}.values()):
+        inner: BaseException = later
+        seen = {id(earlier)}
+        while id(inner) not in seen:
+            seen.add(id(inner))
+            further = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
+            if further is not None:
+                inner = further
+            elif inner.__suppress_context__:
+                inner.__cause__ = earlier
+            else:
+                inner.__context__ = earlier
 
 
 def _no_retry(limits: CallLimits) -> str:
