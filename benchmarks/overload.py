@@ -108,8 +108,8 @@ async def measure(
                     system: _trial(call, each * capacity, alone_s, capacity, seconds) for system, call in asks.items()
                 }
                 results += await compare("overload", f"{name}, {each:g}x", trials, repeats=repeats)
-        for rate in rates:
-            results += await _batches(rate, repeats, seconds)
+    for rate in rates:
+        results += await _batches(rate, repeats, seconds)
     return results
 
 
