@@ -2,7 +2,7 @@
 
 Large files bypass the kernel's page cache where the file system allows it (direct I/O, on Linux). Through the cache,
 the kernel copies every page and flushes it later, on a processor that it does not share meanwhile. With two processors
-the event loop then waited for up to 39 ms while 1 GB was saved (1.1 ms now), and a save took twice as long.
+the event loop then waited for up to 39 ms while 1 GB was saved, in place of 1.1 ms.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK: Final = 32 * BLOCK
 """Bytes that are written at a time.
 
 After each call that sums, copies or writes them, the thread takes the GIL again. In chunks of 1 MiB, training steps of
-1 ms took 4 % longer beside a save, in chunks of 16 MiB 1.6 % longer, and in chunks of 32 MiB less than 1 %.
+1 ms took 4 to 5 % longer beside a save, in chunks of 16 MiB 2 % longer, and in chunks of 32 MiB 1 to 2 % longer.
 """
 DIRECT: Final = 8 << 20
 """Files of at least this many bytes bypass the page cache. Small ones cost the event loop nothing either way."""
