@@ -38,7 +38,8 @@ class Crowd:
     end within a deadline. For example, requests take 20 ms and have 200 ms, and 8 are served at a time. When 2,000 a
     second come, 80 end while the first one misses its deadline. Half of these may be in progress then: they keep the
     database busy, and wait for half of their time. While runs end in time the number grows by one each time that so
-    many have ended. A few misses among many runs change nothing, as some calls just take long.
+    many have ended. A few misses among many runs change nothing, as some calls just take long. Nor do misses while no
+    run ends in time: clients that poll wait for something rare, and not for one another.
 
     Attributes:
         count: runs that are in progress.
@@ -71,7 +72,8 @@ class Crowd:
         """One has missed its deadline, and `ended` had ended in time when it began."""
         self.missed_s = now_s
         self.missed += (1 - self.missed) / _RECENT
-        if self.missed > 0.5 and self.count > _LEAST_CROWD:
+        is_crowded = self.ended > ended or self.most < inf
+        if is_crowded and self.missed > 0.5 and self.count > _LEAST_CROWD:
             self.most = max(_LEAST_CROWD, (self.ended - ended) / 2)
 
 

@@ -237,6 +237,15 @@ def test_a_crowd_is_bounded_once_most_of_it_is_late() -> None:
     assert few.most == inf
 
 
+def test_runs_of_which_none_ends_in_time_are_not_bounded() -> None:
+    """They wait for something rare, such as a message that mostly does not come: clients poll so."""
+    crowd = Crowd(count=80)
+    crowd.end()
+    for _ in range(100):
+        crowd.miss(1, 1.0)
+    assert crowd.most == inf
+
+
 def test_runs_that_just_take_long_are_not_refused() -> None:
     """Hundreds at a time, nearly as long as they may be, and one in twenty longer: none of the others is refused."""
     found = on_virtual_time(1000, lambda number: 11.0 if number % 20 == 0 else 8.0, 10.0, 20.0, 10.0)
