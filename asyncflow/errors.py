@@ -409,26 +409,30 @@ class RaceWarning(UserWarning):
     """
 
 
+_ROW, _ATTEMPT = "asyncflow_row", "asyncflow_attempt"
+"""Notes on errors of users, which may have attributes of any other names, and refuse to be written to."""
+
+
 def in_row(error: Exception, label: str, numbers: Sequence[int]) -> None:
     """Notes in which row a kernel failed that works on many; `row_of` tells it."""
     for each in map(str, numbers):
         label = label.replace(":", each, 1) if ":" in label else f"{label}/{each}"
-    error.row = label  # type: ignore[attr-defined]
+    vars(error)[_ROW] = label
 
 
 def row_of(error: BaseException) -> str:
     """The row, such as ``map/3``, in which a kernel failed; empty if it does not work on rows."""
-    return getattr(error, "row", "")
+    return str(vars(error).get(_ROW, ""))
 
 
 def in_attempt(error: Exception, which: str) -> None:
     """Note which attempt of a function failed for good; `attempt_of` tells it."""
-    error.attempt = which  # type: ignore[attr-defined]
+    vars(error)[_ATTEMPT] = which
 
 
 def attempt_of(error: BaseException) -> str:
     """Return the attempt, such as ``attempt 3 of 3``, that failed for good; empty if there could be only one."""
-    return getattr(error, "attempt", "")
+    return str(vars(error).get(_ATTEMPT, ""))
 
 
 class EndOfInput(KernelError):

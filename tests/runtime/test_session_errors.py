@@ -6,6 +6,7 @@ import asyncio
 import gc
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -219,3 +220,26 @@ async def test_a_stream_that_is_awaited_ends_within_the_grace(graph: af.Graph) -
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(gate.set)
     assert await items == [0, 1, 2]
+
+
+@pytest.mark.parametrize("way", ["once", "in rows", "in an attempt"])
+async def test_errors_of_users_may_have_attributes_of_any_names(way: str) -> None:
+    @dataclass(frozen=True)
+    class ParseError(Exception):
+        row: int
+        attempt: int
+
+    @af.op(outputs=af.spec("float64", ()), retries=int(way == "in an attempt"))
+    def parse(x: Any) -> Any:
+        raise ParseError(12, 7)
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (2,))
+        y = af.vmap(parse)(x) if way == "in rows" else parse(x[0])
+    async with af.Session(graph) as session:
+        with pytest.raises(af.KernelError) as caught:
+            await session.run(y, {x: np.ones(2)})
+    cause, told = caught.value.__cause__, str(caught.value)
+    assert isinstance(cause, ParseError)
+    assert (cause.row, cause.attempt) == (12, 7)
+    assert ("vmap/0" in told, "(attempt 2 of 2)" in told) == (way == "in rows", way == "in an attempt")

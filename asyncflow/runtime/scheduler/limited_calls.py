@@ -489,10 +489,9 @@ def _chain(errors: Iterable[Exception]) -> None:
             further = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
             if further is not None:
                 inner = further
-            elif inner.__suppress_context__:
-                inner.__cause__ = earlier
-            else:
-                inner.__context__ = earlier
+            else:  # an error's own `__setattr__` may refuse
+                name = "__cause__" if inner.__suppress_context__ else "__context__"
+                object.__setattr__(inner, name, earlier)
 
 
 def _no_retry(limits: CallLimits) -> str:
