@@ -30,12 +30,11 @@ class PriorityShares:
 
     def next(self, costs: Mapping[int, float]) -> int:
         """Whose turn it is, given what the first of each one that waits would take."""
-        found = first = min(costs)
-        own, most = 1 - share_of(len(costs)), 0.0
-        for each, owed in self._owed.items():
-            if each != first and each in costs and owed - own * costs[each] >= most:
-                found, most = each, owed - own * costs[each]
-        return found
+        own = 1 - share_of(len(costs))
+        # Of those that are owed as much, the most important goes: a burst of single ones keeps its order.
+        left = {each: self._owed.get(each, 0.0) - own * cost for each, cost in costs.items()}
+        most = max(left.values())
+        return min(costs) if most < 0 else min(each for each, owed in left.items() if owed == most)
 
     def took(self, priority: int, cost: float, waiting: Collection[int]) -> None:
         """One has had its turn, when these waited, itself among them."""

@@ -41,3 +41,11 @@ def test_what_is_owed_is_forgotten_with_those_that_wait() -> None:
             shares.took(0, 1.0, [0, 5])
         shares.took(0, 1.0, others)
         assert shares.next({0: 1.0, 5: 1.0}) == 0
+
+
+def test_a_burst_of_single_ones_keeps_the_order_of_their_priorities() -> None:
+    shares, waiting, order = PriorityShares(), list(range(40))[::-1], []
+    while waiting:
+        order.append(shares.pick(waiting))
+        waiting.remove(order[-1])
+    assert order == list(range(40))
