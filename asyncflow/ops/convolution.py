@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Literal, TypeAlias, get_args
 
 from asyncflow.errors import GraphError, ShapeError
@@ -11,11 +12,14 @@ from asyncflow.graph.dtypes import DType, complex64, complex128, float32, float6
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.axes import as_axes, normalize_axes, replaced
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.derivatives.shapes import ensure_shape
+from asyncflow.ops.derivatives.shapes import CHECK_SHAPE, ensure_shape
 from asyncflow.ops.elementwise import maximum, minimum, multiply, real
+from asyncflow.ops.extents import apply_to_shape
 from asyncflow.ops.fft import FFT, IFFT, irfftn, rfftn
 from asyncflow.ops.indexing import sliced
+from asyncflow.ops.logic import greater_equal, logical_and
 from asyncflow.ops.promotion import kind_of, require_kind
+from asyncflow.ops.searching import where
 from asyncflow.ops.shape import extent_of
 
 ConvolutionMode: TypeAlias = Literal["full", "same", "valid"]
@@ -49,7 +53,8 @@ def fftconvolve(
         DTypeError: an operand has no numbers.
         GraphError: `mode` is another, or `axes` is empty.
         ShapeError: a rank is not known, ranks differ, other axes do not broadcast, an array is empty; or, for
-            ``"valid"``, neither array is at least as large as the other along all `axes`.
+            ``"valid"``, neither array is at least as large as the other along all `axes`. Extents that only the run
+            knows make it a `KernelError` there; of arrays that are empty only there, sums are zeros.
 
     >>> import asyncflow as af
     >>> with af.Graph():
@@ -64,6 +69,8 @@ def fftconvolve(
         if not one.ndim:
             return multiply(one, other)
         _check(one, other, found, mode)
+        if mode == "valid":
+            one = _valid(one, other, found)
         dtype = _dtype_of(one, other)
         whole = _whole(astype(one, dtype), astype(other, dtype), found)
         for axis in range(one.ndim):
@@ -100,6 +107,19 @@ def _check(one: Tensor, other: Tensor, axes: Sequence[int], mode: ConvolutionMod
             f"fftconvolve: mode='valid' needs one array that is at least as large as the other along all axes; got "
             f"{one.spec} and {other.spec}"
         )
+
+
+def _valid(one: Tensor, other: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return `one`, in the run only if one array is at least as large as the other along all `axes`."""
+    extents = [(axis, extent_of(one, axis), extent_of(other, axis)) for axis in axes]
+    if len(axes) == 1 or all(isinstance(n, int) and isinstance(m, int) for _, n, m in extents):
+        return one  # `_check` has seen them
+    is_larger = reduce(logical_and, (greater_equal(n, m) for _, n, m in extents))
+    expected: list[int | Tensor] = [extent_of(one, axis) for axis in range(len(one.shape or ()))]
+    for axis, n, m in extents:
+        expected[axis] = where(is_larger, maximum(n, m), minimum(n, m))
+    what = "mode='valid' needs one array that is at least as large as the other along all axes: the first"
+    return ensure_shape(apply_to_shape(CHECK_SHAPE, expected, one, what=what), one.shape)
 
 
 def _dtype_of(one: Tensor, other: Tensor) -> DType:

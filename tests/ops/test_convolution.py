@@ -163,5 +163,17 @@ def test_refusals(x: Any, y: Any, options: Any, message: str) -> None:
             af.fftconvolve(*given, **options)
 
 
+@pytest.mark.parametrize(("x", "y"), [((1, 6), (3, 2)), ((4, 1, 5), (1, 3, 2))])
+async def test_valid_refuses_in_the_run_what_only_the_run_knows(x: tuple[int, ...], y: tuple[int, ...]) -> None:
+    """Neither array is the larger one, so there is no part that needs no zeros."""
+    with af.Graph() as graph:
+        given = [af.placeholder("float64", (None,) * len(shape)) for shape in (x, y)]
+        z = af.fftconvolve(*given, "valid")
+    async with af.Session(graph) as session:
+        with pytest.raises(af.KernelError, match="needs one array that is at least as large as the other along all"):
+            await session.run(z, dict(zip(given, map(np.ones, (x, y)), strict=True)))
+        assert (await session.run(z, dict(zip(given, map(np.ones, (y, y)), strict=True)))).shape == (1,) * len(y)
+
+
 def test_lengths_that_are_transformed_fast() -> None:
     assert [_fast(least) for least in (1, 7, 11, 97, 1021, 1025)] == [1, 8, 12, 100, 1024, 1080]
