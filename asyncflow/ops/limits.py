@@ -9,6 +9,7 @@ import math
 import numbers
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 from random import Random
 from typing import TypeAlias, TypeGuard
 
@@ -122,8 +123,10 @@ class CallLimits:
         given: object = self.retry_on
         kinds = given if isinstance(given, tuple) else (given,)
         are_errors = bool(kinds) and all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds)
-        is_predicate = callable(given) and not isinstance(given, type)
-        rule = "a class of errors, a tuple of classes, or a function of an error; CancelledError is never retried"
+        is_predicate = callable(given) and not isinstance(given, type) and not iscoroutinefunction(given)
+        rule = (
+            "a class of errors, a tuple of them, or a function of an error, not async; CancelledError is never retried"
+        )
         self._check("retry_on", given, rule, given is None or are_errors or is_predicate)
 
     def is_retried(self, error: Exception) -> bool:

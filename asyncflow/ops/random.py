@@ -86,7 +86,8 @@ def _apply(op: Op, *inputs: TensorLike, seed: SeedLike, name: str | None, **attr
     if is_symbolic(given):
         return _seeded(op, given, own, inputs, name, attrs)
     if seed is not None:
-        return apply(op, *inputs, name=name, seed=static_int(seed, "seed"), **attrs)[0]
+        own = static_int(seed, "a seed that is no tensor, nor a pair (tensor, int),")
+        return apply(op, *inputs, name=name, seed=own, **attrs)[0]
     (result,) = apply(op, *inputs, name=name, seed=0, **attrs)
     # Only now is it known what the node is called.
     result.node.attrs["seed"] = seed_of_name(result.node.name)
@@ -108,7 +109,7 @@ def _seeded(
             raise GraphError(
                 f"the seed of {op.name} is an int, or an integer tensor of rank 0 for each request; got {seed!r}"
             )
-        arguments = {**attrs, "seed": 0 if own is None else static_int(own, "seed")}
+        arguments = {**attrs, "seed": 0 if own is None else static_int(own, "the second of seed=(tensor, int)")}
         (result,) = apply(SEEDED, seed, *inputs, name=name or op.name, draws=op.name, arguments=arguments)
         if own is None:
             arguments["seed"] = seed_of_name(result.node.name)

@@ -18,6 +18,10 @@ def same(x: Any) -> Any:
     return x
 
 
+async def lately(error: Exception) -> bool:
+    return True
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
@@ -33,6 +37,7 @@ def same(x: Any) -> Any:
         ({"retries": 1, "retry_on": BaseException}, r"retry_on= of same is a class of errors, .* never retried; got"),
         ({"retries": 1, "retry_on": ()}, r"retry_on= of same is a class of errors, .*; got \(\)"),
         ({"retries": 1, "retry_on": "no"}, r"retry_on= of same is a class of errors, .*; got 'no'"),
+        ({"retries": 1, "retry_on": lately}, r"retry_on= of same is .* a function of an error, not async; .*; got"),
         ({"rate": 1, "backoff": 2.0}, r"backoff= of same is for retries, and retries= is 0; got 2.0"),
         ({"rate": 1, "retry_on": OSError}, r"retry_on= of same is for retries, and retries= is 0; got <class"),
     ],
