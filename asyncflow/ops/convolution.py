@@ -69,10 +69,9 @@ def fftconvolve(
         if not one.ndim:
             return multiply(one, other)
         _check(one, other, found, mode)
-        if mode == "valid":
-            one = _valid(one, other, found)
+        checked = _valid(one, other, found) if mode == "valid" else one
         dtype = _dtype_of(one, other)
-        whole = _whole(astype(one, dtype), astype(other, dtype), found)
+        whole = _whole(astype(checked, dtype), astype(other, dtype), found)
         for axis in range(one.ndim):
             whole = _part(whole, axis, extent_of(one, axis), extent_of(other, axis), mode, is_summed=axis in found)
         return whole
@@ -115,7 +114,7 @@ def _valid(one: Tensor, other: Tensor, axes: Sequence[int]) -> Tensor:
     if len(axes) == 1 or all(isinstance(n, int) and isinstance(m, int) for _, n, m in extents):
         return one  # `_check` has seen them
     is_larger = reduce(logical_and, (greater_equal(n, m) for _, n, m in extents))
-    expected: list[int | Tensor] = [extent_of(one, axis) for axis in range(len(one.shape or ()))]
+    expected: list[int | Tensor] = [extent_of(one, axis) for axis in range(one.ndim or 0)]
     for axis, n, m in extents:
         expected[axis] = where(is_larger, maximum(n, m), minimum(n, m))
     what = "mode='valid' needs one array that is at least as large as the other along all axes: the first"

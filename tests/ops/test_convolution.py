@@ -167,8 +167,8 @@ def test_refusals(x: Any, y: Any, options: Any, message: str) -> None:
 async def test_valid_refuses_in_the_run_what_only_the_run_knows(x: tuple[int, ...], y: tuple[int, ...]) -> None:
     """Neither array is the larger one, so there is no part that needs no zeros."""
     with af.Graph() as graph:
-        given = [af.placeholder("float64", (None,) * len(shape)) for shape in (x, y)]
-        z = af.fftconvolve(*given, "valid")
+        a, b = given = [af.placeholder("float64", (None,) * len(shape)) for shape in (x, y)]
+        z = af.fftconvolve(a, b, "valid")
     async with af.Session(graph) as session:
         with pytest.raises(af.KernelError, match="needs one array that is at least as large as the other along all"):
             await session.run(z, dict(zip(given, map(np.ones, (x, y)), strict=True)))
