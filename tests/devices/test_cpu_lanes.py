@@ -27,6 +27,7 @@ class Held:
         self.loop = asyncio.get_running_loop()
         self.gate = threading.Event()
         self.outcomes: list[asyncio.Future[Any]] = []
+        self.now_ns = 0
 
     def give(self, expected_ns: float | None, *, planned: int = 0, owner: object = None, node: object = None) -> str:
         """The lane that a firing goes to, which it stays on."""
@@ -51,6 +52,7 @@ class Held:
 async def held(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Held]:
     monkeypatch.setattr(lanes_module, "usable_cores", lambda: CORES)
     made = Held()
+    monkeypatch.setattr(lanes_module, "perf_counter_ns", lambda: made.now_ns)
     yield made
     await made.ended()
     for stream in made.lanes.streams:
@@ -100,6 +102,15 @@ async def test_least_loaded_first(held: Held) -> None:
 
 async def test_a_little_wait_wakes_no_further_thread(held: Held) -> None:
     assert [held.give(400_000) for _ in range(4)] == ["compute", "compute:1", "compute", "compute:1"]
+
+
+async def test_nothing_queues_behind_a_function_that_waits_while_a_lane_is_idle(held: Held) -> None:
+    """The first was expected to take 1 ms, and waits for something else than the processor since 30 ms."""
+    assert held.give(1_000_000) == "compute"
+    held.now_ns += 30_000_000
+    burst = [held.give(2_000_000) for _ in range(12)]
+    assert "compute" not in burst
+    assert set(burst) == {"compute:1", "compute:2", "compute:3"}
 
 
 async def test_a_lane_is_free_again_when_its_work_is_delivered(held: Held) -> None:

@@ -49,6 +49,9 @@ _UNMEASURED_NS = 1_000_000_000
 _SPARE_NS = 1_000_000
 """To wait for so little is better than to wake one more thread, for the interpreter's lock is one for all."""
 
+_STUCK_NS = 5_000_000
+"""So much later than expected is no inaccuracy of measurement."""
+
 _MOST = 8
 """Long firings at a time, on a machine with many cores."""
 
@@ -88,14 +91,25 @@ class _ThreadLane:
         name: of the stream, as traces show it.
         stream: the thread.
         load_ns: what all that it was given and has not been delivered is expected to take.
+        moved_ns: when it was given work while it had none, or when it last delivered some.
     """
 
-    __slots__ = ("load_ns", "name", "stream")
+    __slots__ = ("load_ns", "moved_ns", "name", "stream")
 
     def __init__(self, device: str, number: int) -> None:
         self.name = f"compute:{number}" if number else "compute"
         self.stream = ThreadStream(f"{device}/{self.name}")
         self.load_ns = 0
+        self.moved_ns = 0
+
+    def likely_ns(self, now_ns: int) -> int:
+        """Return the time that work given now would wait here.
+
+        Where nothing was delivered for much longer than all of it was to take, the thread is stuck: a function of the
+        user's waits, for a lock or for an answer. As much as it has taken is then expected to come.
+        """
+        taken_ns = now_ns - self.moved_ns
+        return self.load_ns + (taken_ns if self.load_ns and taken_ns > self.load_ns + _STUCK_NS else 0)
 
 
 class _StatefulLane:
@@ -177,10 +191,10 @@ class Lanes:
         """
         hold = None if owner is None else self._holds.get(id(owner))
         likely_ns = _UNMEASURED_NS if expected_ns is None and self._unmeasured[node] else expected_ns
-        lane = self._choose(likely_ns, self._lanes[planned]) if hold is None else hold.lane
+        queued_ns, computed_ns = perf_counter_ns(), 0
+        lane = self._choose(likely_ns, self._lanes[planned], queued_ns) if hold is None else hold.lane
         is_unmeasured = expected_ns is None
         load_ns = _UNMEASURED_NS if expected_ns is None else int(expected_ns)
-        queued_ns, computed_ns = perf_counter_ns(), 0
 
         def timed(*given: Value) -> object:
             nonlocal computed_ns
@@ -201,6 +215,7 @@ class Lanes:
 
         def done(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
             settle()
+            lane.moved_ns = perf_counter_ns()
             if error is not None and error.__traceback__ is not None:
                 # Without the frame of what was timed, which has the arguments.
                 error = error.with_traceback(error.__traceback__.tb_next)
@@ -213,6 +228,8 @@ class Lanes:
             return True
 
         submission = lane.stream.submit(timed, args, done, loop)
+        if not lane.load_ns:
+            lane.moved_ns = queued_ns
         lane.load_ns += load_ns
         if is_unmeasured:
             self._unmeasured[node] += 1
@@ -222,15 +239,15 @@ class Lanes:
             hold.count += 1
         return withdraw
 
-    def _choose(self, expected_ns: float | None, planned: _ThreadLane) -> _ThreadLane:
+    def _choose(self, expected_ns: float | None, planned: _ThreadLane, now_ns: int) -> _ThreadLane:
         more = 1 if expected_ns is None or expected_ns <= MEDIUM_NS else 0
         if expected_ns is not None and expected_ns <= SHORT_NS:
             more = 2
-        best, least_ns = planned, planned.load_ns
-        if not least_ns:
+        if not planned.load_ns:
             return planned
+        best, least_ns = planned, planned.likely_ns(now_ns)
         for number, lane in enumerate(self._lanes[: self.threads + more]):
-            load_ns = lane.load_ns + (_SPARE_NS if number >= self.threads else 0)
+            load_ns = lane.likely_ns(now_ns) + (_SPARE_NS if number >= self.threads else 0)
             if load_ns < least_ns:
                 best, least_ns = lane, load_ns
         return best
