@@ -216,6 +216,8 @@ def _segments(program: Program, _: Context) -> None:
 
 @wraps(batch_loops)
 def _batch_loops(program: Program, context: Context) -> None:
+    if not any([node.subgraphs for node in program.graph.nodes]):
+        return  # without bodies there are no loops, and many small plans are made
     usual, least = blocks_of_sums(program.graph, context.devices, in_plan=bool(program.memory))
     is_usual = all(loop.has_usual_blocks for loop in program.memory)
     batch_loops(program.graph, context.block_bytes or 0, usual if is_usual else least)
