@@ -216,7 +216,7 @@ def _segments(program: Program, _: Context) -> None:
 
 @wraps(batch_loops)
 def _batch_loops(program: Program, context: Context) -> None:
-    if not any([node.subgraphs for node in program.graph.nodes]):
+    if not [node for node in program.graph.nodes if node.subgraphs]:
         return  # without bodies there are no loops, and many small plans are made
     usual, least = blocks_of_sums(program.graph, context.devices, in_plan=bool(program.memory))
     is_usual = all(loop.has_usual_blocks for loop in program.memory)

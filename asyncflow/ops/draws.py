@@ -2,7 +2,7 @@
 
 A firing starts at the six words of its `KernelContext`: a key of the session's seed and the op's, and a counter of the
 run and the iteration tag. Rows start at words of their own, so what a row draws does not depend on the others. To start
-takes 0.1 µs, and 0.6 µs with the first number. NumPy code of Philox over rows takes 110 µs for any few of them.
+takes 0.1 µs, and 0.6 µs with the first number. Philox written in NumPy is estimated to take 110 µs for any few rows.
 """
 
 from __future__ import annotations

@@ -61,6 +61,29 @@ async def test_a_kernel_gets_arrays_and_scalars_while_its_stream_is_active(cupy:
         assert np.array_equal(await device.fetched(y), 2 * VALUE)
 
 
+@pytest.mark.parametrize("is_generator", [False, True])
+async def test_a_region_gets_numbers_of_the_host_as_scalars(cupy: FakeCupy, is_generator: bool) -> None:
+    """A row of a pool gives arrays of rank 0, which CuPy refuses."""
+
+    def scaled(x: Any, factor: Any) -> tuple[Any]:
+        return (x * factor,)
+
+    def steps(x: Any, factor: Any) -> Generator[bool, int | None, tuple[Any]]:
+        yield True
+        return scaled(x, factor)
+
+    async with opened(cupy) as device:
+        x = await device.fed(VALUE, "x")
+        launch = device.bind_region(steps if is_generator else scaled, info(single=False), is_generator=is_generator)
+        found: Any = launch(x, np.asarray(2))
+        if is_generator:
+            with pytest.raises(StopIteration) as ended:
+                for _ in range(3):
+                    next(found)
+            found = ended.value.value
+        assert np.array_equal(await device.fetched(found[0]), 2 * VALUE)
+
+
 @pytest.mark.parametrize(
     ("output", "kind"),
     [

@@ -31,19 +31,22 @@ class Values:
         self._is_alone = len(device.compute_streams) == 1
 
     def raw(self, value: Placed, name: str) -> Placed:
-        """The argument of a kernel for `value`, which its stream now waits for."""
+        """Return the argument of a kernel for `value`, which its stream now waits for.
+
+        A host array of rank 0, such as a row of a pool gives, becomes a scalar: CuPy refuses such arrays.
+        """
         kind = type(value)
         if kind is CudaArray:
             if value.stream is not self.stream:
                 self._order(value, name)
             return value.array
-        return value.value if kind is CudaOpaque else value
+        if kind is CudaOpaque:
+            return value.value
+        return as_scalar(value) if kind is np.ndarray else value
 
     def uploaded(self, value: Value, name: str) -> Placed:
         """The result of `raw`; an array of the host is copied to the device first."""
-        if type(value) is np.ndarray:
-            if stays_on_host(value) or not value.ndim:
-                return as_scalar(value)
+        if type(value) is np.ndarray and value.ndim and not stays_on_host(value):
             value = self._device.copy_in(value, name)
             self.hold((value,))
         return self.raw(value, name)
