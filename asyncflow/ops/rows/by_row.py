@@ -57,7 +57,8 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
     """
     op = node.op
     if op.is_async and op.rows_kernel is None:
-        raise CannotLift(f"{node.name} ({op.name}) awaits, for each row by itself")
+        why = "is async or has limits (timeout=, rate=, ...): it awaits for each row"
+        raise CannotLift(f"{node.name} ({op.name}) {why if op.is_user else 'awaits, for each row by itself'}")
     if op.rows_kernel is not None:
         inputs = [LiftedValue(rows.spread(value), has_rows=True) for value in inputs]
     elif op.is_user and not all(is_static(y.shape) for y in node.outputs):
