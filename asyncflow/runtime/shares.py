@@ -20,7 +20,7 @@ class PriorityShares:
     """Whose turn it is: the lowest number's, but for the share of each other one that waits.
 
     Of whatever one takes, a share is owed to each other one. One that is owed all that it takes but its own share of
-    that goes first.
+    that goes first; of several, the one that is owed most, and then the lowest number.
     """
 
     __slots__ = ("_owed",)
@@ -30,6 +30,8 @@ class PriorityShares:
 
     def next(self, costs: Mapping[int, float]) -> int:
         """Whose turn it is, given what the first of each one that waits would take."""
+        if not self._owed:
+            return min(costs)
         own = 1 - share_of(len(costs))
         # Of those that are owed as much, the most important goes: a burst of single ones keeps its order.
         left = {each: self._owed.get(each, 0.0) - own * cost for each, cost in costs.items()}
