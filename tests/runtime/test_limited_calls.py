@@ -169,7 +169,9 @@ def test_rows_at_once_are_refused_with_the_reason() -> None:
         x = af.placeholder("float64", ())
         with pytest.raises(af.GraphError, match=r"plain \(plain\) is async or has limits .* it awaits for each row"):
             af.vmap(plain)(np.arange(3.0))
-        with pytest.raises(af.GraphError, match=r"calls cannot be batched: calls/plain \(plain\) is async or has limits"):
+        with pytest.raises(
+            af.GraphError, match=r"calls cannot be batched: calls/plain \(plain\) is async or has limits"
+        ):
             af.batched(calls)(x)
 
 
