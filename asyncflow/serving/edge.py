@@ -1,4 +1,4 @@
-"""What stands around an application: requests that are refused before they are read, and streams that are cut."""
+"""`Edge`, an ASGI application around another: refuses requests before it reads them, and cuts failed streams off."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from asyncflow.runtime.session.session import Session
 from asyncflow.serving.responses import Application, Message, Receive, Send, error_response
 
 HEALTH: Final = ("/health", "/healthz", "/livez", "/metrics", "/readyz")
-"""Paths that orchestrators and monitoring ask; load balancers stop a server that does not answer there."""
+"""Paths of health checks and monitoring. An orchestrator stops a server that does not answer there."""
 
 _MOST_HELD: Final = 1000
-"""Refusals that are held at a time: each keeps a connection, some 20 KB."""
+"""Maximum number of refusals held at a time. Each keeps a connection open, which takes some 20 KB."""
 _REFUSALS_PER_S: Final = 100
 _LINGER_S: Final = 1.0
 _LINGER_BYTES: Final = 4 << 20
-"""How much more of a body, and for how long, is read and dropped behind a refusal."""
+"""Maximum number of bytes of a body that are read and dropped after a refusal, within `_LINGER_S`."""
 _SMALL_BODY: Final = 16 << 10
-"""A body that servers have read before an application is asked."""
+"""Bytes of a body that servers read before they call the application."""
 
 _log: Final = logging.getLogger("asyncflow.serving")
 
@@ -30,17 +30,17 @@ _log: Final = logging.getLogger("asyncflow.serving")
 class HeldRefusals:
     """Refusals that wait before they are sent, so that they go out evenly.
 
-    A client that asks again as soon as it is refused costs half as much as one that is answered. With 192 such clients
-    and 100 refusals a second, each is held for 1.92 s, and refusals take 2 % of the time. One client is held for 10 ms.
+    A refusal costs half as much as an answer, and some clients ask again at once. With 192 such clients and 100
+    refusals a second, each refusal is held for 1.92 s, and all of them take 2 % of the time. One client waits 10 ms.
     """
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
         self._last_s = 0.0
-        """When the last of them is sent."""
+        """Time at which the last of them is sent."""
 
     def plan(self, longest_s: float) -> float:
-        """Return how long the next refusal is to be held, at most `longest_s`; 0 if too many are."""
+        """Return the seconds to hold the next refusal, at most `longest_s`; 0 if too many are held."""
         if len(self._waiting) >= _MOST_HELD:
             return 0.0
         now_s = asyncio.get_running_loop().time()
@@ -60,7 +60,7 @@ class HeldRefusals:
             self._waiting.discard(waiting)
 
     def end(self) -> None:
-        """Has none wait any longer."""
+        """Release all refusals that are held."""
         for waiting in self._waiting:
             _let_go(waiting)
 
@@ -94,7 +94,7 @@ class Edge:
         self._hold_s = hold_s
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Has the application answer a request, or refuses it."""
+        """Let the application answer a request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -132,7 +132,7 @@ class Edge:
 async def answer_or_cut(
     app: Application, scope: Message, receive: Receive, send: Send, on_start: Callable[[], object] | None = None
 ) -> None:
-    """Has an application answer; a response that fails when it has begun is cut off, and logged in one line.
+    """Let an application answer; cut a response off that fails after its start, and log it in one line.
 
     Returning before the response is complete has servers close the connection: clients see that something is missing.
 
@@ -164,7 +164,7 @@ async def answer_or_cut(
 
 
 def _reason(error: BaseException | None) -> BaseException | None:
-    """The error of a run, or of a client that has gone, behind those that frameworks make of it."""
+    """Return the error of a run, or of a client that has gone, that a framework may have wrapped in others."""
     while error is not None:
         if isinstance(error, AsyncflowError | OSError):
             return error
@@ -176,7 +176,7 @@ def _reason(error: BaseException | None) -> BaseException | None:
 
 
 def _has_large_body(scope: Message) -> bool:
-    """Whether the client is likely to be still sending."""
+    """Return True if the client is probably still sending the body."""
     for name, value in cast("Collection[tuple[bytes, bytes]]", scope["headers"]):
         if name == b"transfer-encoding":
             return True
@@ -186,7 +186,7 @@ def _has_large_body(scope: Message) -> bool:
 
 
 async def _linger(receive: Receive) -> None:
-    """Reads what the client still sends, for a while: closing before that would have TCP drop the response."""
+    """Read what the client still sends, for a while. If the server closed earlier, TCP would drop the response."""
     nbytes = 0
     try:
         async with asyncio.timeout(_LINGER_S):
