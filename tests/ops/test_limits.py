@@ -41,7 +41,6 @@ async def lately(error: Exception) -> bool:
         ({"rate": 1, "backoff": 2.0}, r"backoff= of same is for retries, and retries= is 0; got 2.0"),
         ({"rate": 1, "retry_on": OSError}, r"retry_on= of same is for retries, and retries= is 0; got <class"),
     ],
-    ids=str,
 )
 def test_a_limit_out_of_its_range_is_an_error_at_the_decorator(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(af.GraphError, match=message):
