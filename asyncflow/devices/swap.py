@@ -328,19 +328,26 @@ class SwapManager:
         self._relieve(out)
         return Orders(out=out)
 
-    def wanted(self, handle: SavedHandle, now_ns: int) -> Orders:
-        """A value is to be read: if it is away, it is the first to come; others that are read after it follow."""
+    def wanted(self, handle: SavedHandle, now_ns: int, rank: int | None = None) -> Orders:
+        """A value is to be read: if it is away, it is the first to come; others that are read after it follow.
+
+        Args:
+            handle: of the value.
+            now_ns: the time.
+            rank: the place of the save that is read, if `again` gave one; else the value's own.
+        """
         group = handle.group
         into: list[SavedHandle] = []
-        group.reads.note(now_ns, handle.rank, -1)
-        group.until = handle.rank - 2 * handle.stride
+        rank = handle.rank if rank is None else rank
+        group.reads.note(now_ns, rank, -1)
+        group.until = rank - 2 * handle.stride
         self._late += handle.state is SavedState.AWAY
         if handle.state is SavedState.LEAVING:
             self._stay(handle)
         elif handle.state is SavedState.AWAY:
             self._come(handle, into)
         if group.out:
-            self._fetch_ahead(group, handle.rank - handle.stride, into)
+            self._fetch_ahead(group, rank - handle.stride, into)
         return Orders(into=into)
 
     def left(self, handle: SavedHandle, taken_ns: int | None) -> Orders:
@@ -398,6 +405,20 @@ class SwapManager:
     def shared(self, handle: SavedHandle) -> None:
         """One more entry of a store refers to the value."""
         handle.holders += 1
+
+    def again(self, handle: SavedHandle, label: str) -> int:
+        """Note that node `label` saves a known value once more, and return the place of this save.
+
+        All iterations may save one buffer, such as a matrix of weights. The gradient's first iteration reads it first,
+        although it was saved before all others: its own place would say that all values are read next.
+        """
+        group = handle.group
+        handle.holders += 1
+        rank = group.count - 1
+        if label == handle.label:
+            handle.stride = max(1, rank - group.last[label])
+            group.last[label] = rank
+        return rank
 
     def dropped(self, handle: SavedHandle) -> bool:
         """An entry of a store refers to the value no longer; whether that was the last."""

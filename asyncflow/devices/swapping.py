@@ -75,14 +75,22 @@ _Values: TypeAlias = defaultdict[int, Counter[str]]
 
 
 class SavedEntry:
-    """Stands in a store for a value that may move."""
+    """Stands in a store for a value that may move.
 
-    __slots__ = ("handle", "nbytes", "view")
+    Attributes:
+        handle: of the value, which several entries may share.
+        nbytes: its size.
+        view: gives the value for a buffer that has come back; None where it is the buffer.
+        rank: the place of this save among those of the run.
+    """
 
-    def __init__(self, handle: SavedHandle, nbytes: int, view: Callable[[Placed], Value] | None) -> None:
+    __slots__ = ("handle", "nbytes", "rank", "view")
+
+    def __init__(self, handle: SavedHandle, nbytes: int, view: Callable[[Placed], Value] | None, rank: int) -> None:
         self.handle = handle
         self.nbytes = nbytes
         self.view = view
+        self.rank = rank
 
 
 class SwapCopy(NamedTuple):
@@ -225,14 +233,15 @@ class Swapping(ABC):
         known = self._known.get(id(found.owner))
         handle = None if known is None else known.handle
         if handle is not None and handle.state is not SavedState.GONE:
-            manager.shared(handle)
+            rank = manager.again(handle, label)
         elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
             return value
         else:
             handle = SavedHandle(nbytes, label, manager.group(run), tag=tag)
             self.arrives(handle, found.owner, found.buffer)
             self._start(manager.saved(handle, now_ns, moves=moves))
-        return SavedEntry(handle, nbytes, found.view)
+            rank = handle.rank
+        return SavedEntry(handle, nbytes, found.view, rank)
 
     def rests(self, log: RestingLog) -> bool:
         """Whether a store may keep one value more, as nobody needs to be told of any; under its lock."""
@@ -268,7 +277,7 @@ class Swapping(ABC):
         handle = entry.handle
         with self._lock:
             try:
-                self._start(self.manager.wanted(handle, self.now_ns()), handle)
+                self._start(self.manager.wanted(handle, self.now_ns(), entry.rank), handle)
                 handle.is_late = handle.state is SavedState.COMING and self.comes_late(handle)
                 while self.waits and handle.state is SavedState.COMING and handle.error is None:
                     self._wait()

@@ -126,6 +126,8 @@ class Pace:
 
     def note(self, now_ns: int, rank: int, towards: int) -> None:
         """A value of that rank was saved (`towards` 1) or read (-1)."""
+        if self._last is not None and rank == self._last[1]:
+            return  # the same save, or one buffer that is read twice: the time until the next one counts from the first
         if self._last is not None and (rank - self._last[1]) * towards > 0:
             self._ns = _MEMORY * self._ns + now_ns - self._last[0]
             self._ranks = _MEMORY * self._ranks + abs(rank - self._last[1])

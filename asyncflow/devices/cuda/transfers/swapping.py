@@ -254,7 +254,7 @@ class CudaSwapping(Swapping):
             handle = entry.handle
             with self._locked():
                 try:
-                    self._start(self.manager.wanted(handle, self.now_ns()), handle)
+                    self._start(self.manager.wanted(handle, self.now_ns(), entry.rank), handle)
                 except MemoryLimitExceeded as error:
                     handle.error = copy(error)  # without what led here
                 if handle.state is SavedState.COMING and handle.here is None:
