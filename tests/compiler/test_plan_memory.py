@@ -447,6 +447,38 @@ def test_what_was_asked_to_move_and_has_no_place_runs_again() -> None:
     assert less.peak <= usual.peak // 2
 
 
+def test_a_matrix_that_all_iterations_save_brings_back_one_iteration_at_a_time() -> None:
+    """The gradient reads it first, although it was saved first: not all other values come back then."""
+    limit = 4 << 20
+
+    async def step() -> tuple[int, int]:
+        with af.Graph():
+            x, w = af.placeholder("float32", (64, SIDE)), af.Variable(np.eye(SIDE, dtype=np.float32))
+            body: Any = lambda i, y: (i + 1, af.tanh(y @ w.read()))  # noqa: E731
+            _, last = af.while_loop(lambda i, _: i < 2 * STEPS, body, (0, x), swap_memory=True)
+            grad = af.gradients(af.sum(last), w)
+        async with af.Session(devices=["sim:0"], memory_limit=limit) as session:
+            (planned,) = session.plan(grad, [x]).memory
+            assert planned.kept_all > limit > 2 * planned.held
+            await session.run(grad, {x: np.ones((64, SIDE), np.float32)})
+            return planned.held, session.devices[0].memory.peak
+
+    with virtual_clock("v100") as clock:
+        held, peak = clock.run(step())
+    assert peak <= 1.5 * held
+
+
+def test_the_limit_that_an_error_names_counts_what_has_no_place_to_go() -> None:
+    usual = on_card(memory_limit=1 << 30)
+    options: dict[str, Any] = {"saved_values": "swap", "host_memory_limit": 8 * VALUE}
+    with pytest.raises(af.OutOfMemoryError, match="no place to go") as raised:
+        on_card(memory_limit=usual.peak // 2, **options)
+    (note,) = raised.value.__notes__
+    assert "(2.0 MiB of the 20.0 MiB that would move have a place to go)" in note
+    named = int(note.partition("memory_limit=")[2].partition(" ")[0])
+    assert on_card(memory_limit=named, **options).peak <= named
+
+
 @pytest.mark.usefixtures("computes_long")
 def test_a_loop_of_unknown_length_moves_its_values_where_a_link_is_quick() -> None:
     """Once memory is short, or from the first byte on where that was asked for."""

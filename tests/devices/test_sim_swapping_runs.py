@@ -233,7 +233,7 @@ def test_a_younger_run_that_waits_goes_at_once_when_it_is_cancelled(regions: boo
         assert len(manager._ages) == 1
         return [await older, await machine.train(1)]
 
-    limit = (17 if regions else 14) * SMALL  # where a second run lacks memory that no copy will make free
+    limit = (16 if regions else 14) * SMALL  # where a second run lacks memory that no copy will make free
     np.testing.assert_array_equal(on_machine(main, limit=limit, regions=regions), expected[:2])
 
 

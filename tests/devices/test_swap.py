@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from asyncflow.devices.swap import Orders, SavedHandle, SavedState, Space, SwapManager
-from asyncflow.devices.working_set import WorkingSet
+from asyncflow.devices.working_set import Pace, WorkingSet
 
 MIB = 1 << 20
 
@@ -200,6 +200,32 @@ def test_all_values_of_an_iteration_come_back_an_iteration_ahead() -> None:
     machine.orders.clear()
     assert machine.read(values[-1])
     assert machine.orders == ["in b", "in a", "in c"]
+
+
+def test_a_value_that_all_iterations_save_brings_back_the_next_ones_alone() -> None:
+    """The gradient's first iteration reads it at the place of its last save, not of its first."""
+    machine = Machine(limit=100 * MIB)
+    shared = machine.save("w")
+    values, places = [machine.save("y", always=True)], [shared.rank]
+    for _ in range(7):
+        places.append(machine.manager.again(shared, "w"))
+        values.append(machine.save("y", always=True))
+    while machine.out:
+        machine.end_out(taken_ns=1)
+    assert machine.read(values.pop())
+    machine.orders.clear()
+    machine.start(machine.manager.wanted(shared, machine.now_ns, places.pop()))
+    assert [values.index(handle) for handle in machine.into] == [6, 5]
+    assert shared.group.until == 5
+    for _ in places:
+        machine.manager.dropped(shared)
+
+
+def test_a_buffer_that_is_read_twice_counts_the_time_to_the_next_one() -> None:
+    pace = Pace()
+    for now_ns, rank in ((0, 3), (400, 3), (1_000, 2), (1_400, 2), (2_000, 1)):
+        pace.note(now_ns, rank, -1)
+    assert pace.step_ns() == pytest.approx(1_000)
 
 
 def test_nothing_comes_ahead_into_memory_that_others_need() -> None:

@@ -116,11 +116,11 @@ class Way:
 
     Attributes:
         saving: which of the `LoopFigures.savings`.
-        moved: how many of its values move, the first ones.
+        moved: how many of its values move, the first ones; those of late iterations stay once there is no place.
         kept: so many iterations, the first ones, keep what they save; the others run again.
         length: of the segments in which they do.
         held: most bytes held at a time.
-        away: bytes that move.
+        away: bytes that move, as far as there is a place for them.
         ns: the time of the run.
         exposed_ns: the part of it that waits for copies.
     """
@@ -168,14 +168,17 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
     forward = figures.forward.times(count)
     backward = figures.backward.plus(chosen.again).times(count).plus(figures.forward, again)
     usual_ns = forward.ns + backward.ns
+    away = int(min(kept * going, figures.away))
     if going:
-        starts_ns = figures.start_ns * (sum(chosen.copies[:moved]) or moved)
-        copies, link_ns = Work(0.0, kept * starts_ns), kept * going * (figures.copy_ns_per_byte or 0.0)
+        share = away / max(kept * going, 1)
+        starts_ns = share * figures.start_ns * (sum(chosen.copies[:moved]) or moved)
+        copies, link_ns = Work(0.0, kept * starts_ns), away * (figures.copy_ns_per_byte or 0.0)
         step_ns = figures.forward.plus(Work(0.0, starts_ns)).ns
         # What is on its way, and what the link has not taken yet when the last iteration saves.
         left = max(0.0, 1 - kept * step_ns / link_ns) if link_ns else 0.0
-        held += _moving(chosen, moved, kept) + kept * going * left
-        unseen = min(kept, figures.unseen_ns / step_ns) * going if step_ns else 0.0
+        held += share * _moving(chosen, moved, kept) + away * left
+        held += kept * going - away  # what has no place to go stays
+        unseen = min(kept, figures.unseen_ns / step_ns) * share * going if step_ns else 0.0
         held = max(held, min(held + unseen, figures.room))
         ns = max(forward.plus(copies).ns, link_ns) + max(backward.plus(copies).ns, link_ns)
     else:
@@ -186,7 +189,7 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
         kept=kept,
         length=length,
         held=held,
-        away=kept * going,
+        away=away,
         ns=ns,
         exposed_ns=ns - usual_ns,
     )
@@ -199,8 +202,8 @@ def _moving(saving: Saving, moved: int, kept: int) -> float:
 
 
 def fits(way: Way, figures: LoopFigures) -> bool:
-    """Whether there is room for it, here and away."""
-    return way.held <= figures.room and way.away <= figures.away
+    """Whether there is room for it."""
+    return way.held <= figures.room
 
 
 def _ways(figures: LoopFigures) -> Iterator[Way]:

@@ -129,8 +129,11 @@ class PlannedLoop:
             return ""
         least = self.least_limit
         way = "in the way that holds least" if self.asked is None else f"with saved_values={self.asked!r}"
+        moving = self.way.kept * sum(self.figures.savings[self.way.saving].sizes[: self.way.moved])
+        place = f" ({format_bytes(self.way.away)} of the {format_bytes(moving)} that would move have a place to go)"
         return (
-            f"{way} loop {self.name} ({self.location}) is predicted to hold {format_bytes(self.held)}; "
+            f"{way} loop {self.name} ({self.location}) is predicted to hold {format_bytes(self.held)}"
+            f"{place if self.way.away < moving else ''}; "
             f"memory_limit={least:_} ({format_bytes(least)}) is predicted to be enough"
         )
 
