@@ -45,7 +45,7 @@ async def call_beside(
     """
     loop, ended = asyncio.get_running_loop(), Latch()
     outcome: list[tuple[_Result | None, BaseException | None]] = []
-    call: Callable[[], _Result] = partial(work, *args)
+    call: Callable[[], _Result] = partial(copy_context().run, partial(work, *args))
     name = getattr(work, "__name__", type(work).__name__).strip("_")
     del work, args
 
@@ -56,11 +56,12 @@ async def call_beside(
         except BaseException as error:
             outcome.append((None, without_this_frame(error)))  # which would be a cycle
         finally:
-            del call  # whoever waits may go on before this thread has ended, and count what is still referred to
+            # Whoever waits may go on before this thread has ended, and count what is still referred to. The context
+            # refers to the session and the run.
+            del call
             ended.set()
 
-    context, is_daemon = copy_context(), not outlasts_program
-    threading.Thread(target=context.run, args=(run,), name=f"asyncflow:{name}", daemon=is_daemon).start()
+    threading.Thread(target=run, name=f"asyncflow:{name}", daemon=not outlasts_program).start()
     with loop.outside_work() if isinstance(loop, VirtualClockLoop) else nullcontext():
         await ended.wait()
     result, failure = outcome.pop()

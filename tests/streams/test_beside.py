@@ -18,6 +18,7 @@ from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
 
 _tag: ContextVar[str] = ContextVar("tag", default="nowhere")
+_value: ContextVar[object] = ContextVar("value")
 
 
 async def test_it_runs_on_a_thread_of_its_own_in_the_callers_context() -> None:
@@ -90,13 +91,18 @@ async def test_a_thread_that_ends_slowly_refers_to_nothing(monkeypatch: pytest.M
         whole(latch)
         assert may_end.wait(PATIENCE_S)
 
+    async def caller() -> Work:
+        _value.set(Work())
+        return await call_beside(Work())
+
     monkeypatch.setattr(Latch, "set", set_slowly)
     try:
-        result = await call_beside(Work())
+        result = await asyncio.create_task(caller())  # in a context of its own
+        await asyncio.sleep(0)  # the callback that tells of the task's end has it
         alive = [ref() for ref in Work.made]
-        assert alive == [None, result]
+        assert alive == [None, None, result]
         del result, alive
-        assert [ref() for ref in Work.made] == [None, None]
+        assert [ref() for ref in Work.made] == [None, None, None]
     finally:
         may_end.set()
 
