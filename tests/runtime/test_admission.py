@@ -346,21 +346,35 @@ async def test_a_run_inside_a_run_does_not_wait_for_it() -> None:
         assert await session.run(y) == 5
 
 
-async def test_streams_are_runs_too() -> None:
+async def test_a_stream_has_a_place_but_while_it_waits_for_its_consumer() -> None:
+    """The consumer may itself wait for runs of the session, which would else wait for the stream."""
+    opened = asyncio.Event()
+
+    @af.op(outputs=INT, stateful=True)
+    async def gated(x: Any) -> Any:
+        if x == 2:
+            await opened.wait()
+        return x
+
     with af.Graph():
         seen: list[af.Tensor] = []
 
         def body(i: af.Tensor) -> af.Tensor:
-            seen.append(i + 1)
+            seen.append(gated(i + 1))
             return seen[0]
 
-        last = af.while_loop(lambda i: i < 3, body, 0)
+        last = af.while_loop(lambda i: i < 4, body, 0)
+        other = af.constant(5) * 2
     async with af.Session(max_runs=1, max_queued=0) as session:
         async for item in session.stream(seen[0]):
             if item == 1:
                 with pytest.raises(af.OverloadedError):
-                    await session.run(last)
-        assert await session.run(last) == 3
+                    await session.run(other)
+                opened.set()
+            elif item == 2:
+                await until(lambda: session.statistics().aside == 1)
+                assert await session.run(other) == 10
+        assert await session.run(last) == 4
 
 
 async def test_closing_ends_the_wait(program: Program) -> None:

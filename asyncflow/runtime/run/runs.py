@@ -536,8 +536,8 @@ class Runs:
         self.begun += 1
         plan.used = self.begun
         if ticket is not None and not (plan.waits or plan.takes or plan.awaits):
-            # With max_runs="auto" a run gives its place away while it waits for the consumer of its stream, too.
-            ticket = ticket if ticket.queue.is_auto and channel is not None else None
+            # A run gives its place away while it waits for the consumer of its stream, which may itself wait for runs.
+            ticket = ticket if channel is not None else None
         run = Run(
             plan,
             number=self.begun + self.numbered_from if number is None else number,

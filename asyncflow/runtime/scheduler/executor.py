@@ -430,15 +430,15 @@ class Executor:
 
     @property
     def is_in_line(self) -> bool:
-        """True if all that is left waits in lines of queues and the like, for other runs.
+        """True if all that is left waits for other runs in lines of queues and the like, or for the stream's consumer.
 
-        With ``max_runs="auto"`` that includes coroutines, and the consumer of what is streamed.
+        With ``max_runs="auto"`` that includes coroutines.
         """
         scheduler, ports = self.scheduler, self._ports
         if self.is_driven or self.stopped or scheduler.ready or scheduler.ended or self._has_suspended:
             return False
         untaken = 0 if ports is None else ports.untaken
-        if (ports is not None and ports.incoming) or (untaken and not self.is_auto):
+        if ports is not None and ports.incoming:
             return False
         kinds = (self._waits, self._regions, self._coroutines)
         in_line = sum(kind.in_line for kind in kinds if kind is not None)
