@@ -98,10 +98,11 @@ class SessionOptions:
             graph goes when the graph does.
         max_runs: most runs in flight at once; others wait their turn, with a `memory_limit` also for as much memory as
             runs of their kind needed before. Not counted are runs that need no scheduler, as they are over at once,
-            those that a run asks for, and runs that wait for other runs at a queue, an input, a mutex or a barrier,
-            until they go on. ``"auto"`` allows two more runs of about the same length than the devices have threads, so
-            that short runs never wait for long ones. It counts no run that waits in any way, be it in a coroutine, none
-            that shares batches or pools, and none that takes eight times as long as usual. None for no limit.
+            those that a run asks for, and runs that wait for other runs at a queue, an input, a mutex or a barrier, or
+            for the consumer of a stream, until they go on. ``"auto"`` allows two more runs of about the same length
+            than the devices have threads, so that short runs never wait for long ones. It counts no run that waits in
+            any way, be it in a coroutine, none that shares batches or pools, and none that takes eight times as long as
+            usual. None for no limit.
         max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
             are refused (`OverloadedError`). None for no limit. Of runs of several priorities (`Session.run`) the less
             important ones give way.
