@@ -197,11 +197,10 @@ class Lane(Generic[M]):
 
     def fit(self, members: list[M], now_ns: int) -> list[M]:
         """Return the members to call: those taken, or fewer or others, so that more are answered in time."""
-        first_ns = min([member.deadline_ns for member in members])
-        if first_ns == inf or self.policy.cost == "none":
+        if self.policy.cost == "none" or (len(members) == 1 and not self.waiting):
             return members
-        costs = self.costs
-        if now_ns + costs.likely_ns(len(members)) <= first_ns or (len(members) == 1 and not self.waiting):
+        first_ns, costs = min([member.deadline_ns for member in members]), self.costs
+        if first_ns == inf or now_ns + costs.likely_ns(len(members)) <= first_ns:
             return members
         lines: dict[int, list[float]] = {}
         for member in chain(members, *self.waiting.values()):
