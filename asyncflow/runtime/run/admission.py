@@ -9,10 +9,11 @@ a run that computes. A run has none while all that is left of it waits, be it in
 stream, or once it takes too long (`RunQueue.let_go`). Runs that share batches or pools need none at all: the more there
 are, the less each costs.
 
-A run steps aside when all that is left of it waits in lines of queues, inputs, mutexes and barriers (`Run.look_aside`),
-and comes back before a kernel of it goes on. It claims its element, or whatever else it was called for, before it has
-its place again: others may stand behind it in the line of the queue. While a run is aside, runs that wait for atomic
-ones step aside as well: the atomic run may be the one that waits at a queue.
+A run steps aside when all that is left of it waits in lines of queues, inputs, mutexes and barriers, or for the
+consumer of its stream (`Run.look_aside`), and comes back before a kernel of it goes on. It claims its element, or
+whatever else it was called for, before it has its place again: others may stand behind it in the line of the queue.
+While a run is aside, runs that wait for atomic ones step aside as well: the atomic run may be the one that waits at a
+queue.
 """
 
 from __future__ import annotations

@@ -535,9 +535,9 @@ class Runs:
             raise SessionClosedError(self.closed or self.drained)
         self.begun += 1
         plan.used = self.begun
-        if ticket is not None and not (plan.waits or plan.takes or plan.awaits):
-            # A run gives its place away while it waits for the consumer of its stream, which may itself wait for runs.
-            ticket = ticket if channel is not None else None
+        # A stream waits for its consumer, which may itself wait for runs of the session.
+        if channel is None and not (plan.waits or plan.takes or plan.awaits):
+            ticket = None  # the run never waits, so it keeps its place to its end
         run = Run(
             plan,
             number=self.begun + self.numbered_from if number is None else number,

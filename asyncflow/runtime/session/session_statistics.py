@@ -56,9 +56,9 @@ class SessionStatistics(NamedTuple):
         batches: of each batched function that runs have called, by its name in the graph.
         late: of those that were not started, the ones that had waited, and whose turn came too late.
         queued_bytes: with `max_queued_bytes`, what is fed to those that wait.
-        aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, and have given their place
-            to others until they go on; with those that wait for an atomic run meanwhile. With ``max_runs="auto"`` also
-            those that wait in coroutines, and for the consumers of their streams.
+        aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, or for the consumer of
+            their stream, and have given their place to others until they go on; with those that wait for an atomic run
+            meanwhile. With ``max_runs="auto"`` also those that wait in coroutines.
         limits: of each function with limits (``@af.op(timeout=, retries=, ...)``) that runs have called, by its name.
     """
 
