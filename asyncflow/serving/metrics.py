@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple, Self, TypeVar
 from asyncflow.runtime.observer import ObservedBatch, ObservedRun
 from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
 from asyncflow.runtime.session.session import Session
+from asyncflow.runtime.session.session_statistics import SessionStatistics
 from asyncflow.serving.arguments import check_count, check_kind
 from asyncflow.serving.responses import status_code
 
@@ -198,7 +199,8 @@ class Metrics:
 
     def snapshot(self) -> tuple[Metric, ...]:
         """All metrics as they are now; on the event loop's thread."""
-        return (*self._of_runs(), *self._of_batches(), *self._of_limits(), *self._of_session())
+        now = self._session.statistics()
+        return (*self._of_runs(), *self._of_batches(now), *self._of_limits(now), *self._of_session(now))
 
     def _of_runs(self) -> Iterator[Metric]:
         fetches = self._fetches.items()
@@ -219,7 +221,7 @@ class Metrics:
         yield _histogram("queue_duration_seconds", "From asking for a run to its start.", "fetch", queued)
         yield _histogram("compute_duration_seconds", "From the start of a run to its end.", "fetch", computed)
 
-    def _of_batches(self) -> Iterator[Metric]:
+    def _of_batches(self, now: SessionStatistics) -> Iterator[Metric]:
         batched, pooled = self._batched.items(), self._pooled.items()
         executions = tuple(
             Sample({"function": label, "kind": kind}, sum(each.sizes.counts))
@@ -234,9 +236,8 @@ class Metrics:
         )
         # The session's own counts, since its start: functions and loops that share calls, whichever way they do.
         failed: dict[str, int] = {}
-        now = self._session.statistics()
         for name, counts in now.batches.items():
-            label = name if len(failed) < self._most_labels else _OTHER
+            label = _label_in(failed, name, self._most_labels)
             failed[label] = failed.get(label, 0) + counts.failed
         failures = tuple(Sample({"function": label}, count) for label, count in failed.items())
         text = "Calls that several runs shared, and that failed."
@@ -252,10 +253,10 @@ class Metrics:
         rows = tuple(Sample({"function": label}, 0 if idle else each.last) for label, each in pooled)
         yield Metric("asyncflow_pool_rows", "gauge", "Activations in the latest step of a pooled loop.", rows)
 
-    def _of_limits(self) -> Iterator[Metric]:
+    def _of_limits(self, now: SessionStatistics) -> Iterator[Metric]:
         found: dict[str, LimitStatistics] = {}
-        for name, counts in self._session.statistics().limits.items():
-            label = name if len(found) < self._most_labels else _OTHER
+        for name, counts in now.limits.items():
+            label = _label_in(found, name, self._most_labels)
             found[label] = found.get(label, LimitStatistics()).plus(counts)
         for count, documentation in _LIMIT_COUNTS.items():
             samples = tuple(Sample({"function": label}, getattr(each, count)) for label, each in found.items())
@@ -268,8 +269,7 @@ class Metrics:
         text = "Calls of functions with limits now: those under way, of these left behind, and those that wait."
         yield Metric("asyncflow_limited_now", "gauge", text, states)
 
-    def _of_session(self) -> Iterator[Metric]:
-        now = self._session.statistics()
+    def _of_session(self, now: SessionStatistics) -> Iterator[Metric]:
         yield _gauge("inflight_runs", "Runs in flight.", now.runs)
         yield _gauge("queue_depth", "Runs that wait for their turn.", now.queued)
         refused = (Sample(MappingProxyType({}), now.refused),)
@@ -304,9 +304,13 @@ def _labelled(found: dict[str, Counts], label: str, most: int, make: Callable[[]
     """The counts of a label, or of all others, if there are too many."""
     counts = found.get(label)
     if counts is None:
-        label = label if len(found) < most else _OTHER
-        counts = found.setdefault(label, make())
+        counts = found.setdefault(_label_in(found, label, most), make())
     return counts
+
+
+def _label_in(found: Mapping[str, object], label: str, most: int) -> str:
+    """Return the label under which to count: itself, or `_OTHER` if there are too many others."""
+    return label if label in found or len(found) < most else _OTHER
 
 
 def _histogram(name: str, documentation: str, label: str, found: Mapping[str, _Histogram]) -> Metric:
