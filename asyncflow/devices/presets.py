@@ -189,7 +189,7 @@ HOSTS: Mapping[str, Host] = {
             "Xeon; a second machine gave 1.5 times as much for a launch, and 0.7 of it for a region",
         ),
         # No such runtime exists: it is what the experiments of EuroSys '18 ran on, as far as they say, with TensorFlow
-        # 1's costs as measured in docs/performance.md where there are any.
+        # 1's costs as measured in docs/performance_tables.md where there are any.
         Host(
             name="c++",
             summary="a C++ runtime with a thread a device",

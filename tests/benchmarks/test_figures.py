@@ -25,7 +25,7 @@ from benchmarks import (
 )
 from benchmarks.simulation import Curve, by_host, require_bodies, simulate
 
-PAGE = " ".join((Path(__file__).parents[2] / "docs/performance.md").read_text().split())
+PAGE = " ".join((Path(__file__).parents[2] / "docs/performance_tables.md").read_text().split())
 
 OURS, CPP = "this runtime", "a thread a device"
 
