@@ -45,4 +45,4 @@ def test_readers_are_led_to_the_page(page: str) -> None:
 def test_the_page_says_for_whom_asyncflow_is_not() -> None:
     page = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
     assert "## For whom asyncflow is not" in page
-    assert "](performance_tables.md" in page
+    assert "](performance.md" in page
