@@ -1,0 +1,295 @@
+"""Measures of the prose in the package, and the table of figures that a room may not exceed.
+
+``python -m tests.packaging.prose`` prints the table as the code is; with the name of a room, its docstrings to mend.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PACKAGE: Final = ROOT / "asyncflow"
+
+PEOPLE: Final = "user|caller|client|reader|person|programmer|author|newcomer"
+"""Nouns after which "who" has a referent: "a user who" is fine, "who waits" and "those who wait" are not."""
+UNNAMED: Final = re.compile(
+    r"""\b(?:
+      (?:no|some|any|every)body | no\ one
+    | whom?
+    | those(?=[.,;:)]|\s+(?:who|that|which|whose|of|in|with|to|on|at|for|from|by|before|after|behind|above|below|not
+          |it|they|is|are|was|were|has|have|had|go|come|wait|a|the|there|without|as|and|or|but|do|be|may|can|must)\b)
+    | ones?\s+(?:that|who|which|whose)
+    | what(?=\s+(?:is|are|was|were|has|have|had|it|they|there|can|may|must|could|does|do|did|comes?|came|goes|needs?
+          |stands?|happens?|remains?|takes?|took|waits?)\b)
+    | so\s+many | such\s+ones?
+    )\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Words without a referent: the reader has to find the noun that the writer left out."""
+_PRONOUNS: Final = """
+    it its itself they them their theirs themselves this these those one ones he she his her him such what who whom
+    nobody somebody anybody everybody someone anyone everyone something anything everything nothing
+"""
+PRONOUNS: Final = frozenset(_PRONOUNS.split())
+"""Pronouns counted in first sentences. The relatives *that*, *which* and *whose* follow their noun: not counted."""
+QUESTION: Final = re.compile(r"(?:Whether|How|What|Who|Whose|Which|When|Where|Why|If)\b|[^.!]*\?(?:\s|$)")
+"""How a docstring opens that is a question; `Return True if ...` says the same thing plainly."""
+MOST_WORDS: Final = 25
+LONG_FILE: Final = 300
+LEAST_COMMENTS: Final = 0.03
+"""Share of lines of a long file that carry a comment: fewer leave a reader without the reasons."""
+UNNAMED_IN_NAMES: Final = re.compile(
+    r"_(?:(?:no|some|any|every)body|who|whom|those|ones?_(?:that|who)|what_(?:is|are|was|has|have|it|they|comes?))(?=_|$)"
+)
+"""Words without a referent in the name of a test."""
+
+_WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+_CODE = re.compile(r"`+[^`]*`+")
+_COMMENT = re.compile(r"(?:^|\s)#\s+(?!type:|noqa|pragma|fmt:)")
+_SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Measures of one room's docstrings."""
+
+    unnamed: float
+    """Words without a referent, in a thousand words."""
+    pronouns: float
+    """Pronouns, in a thousand words of first sentences."""
+    long: int
+    """Sentences of more than `MOST_WORDS` words."""
+    questions: int
+    """Docstrings that are questions."""
+
+
+FIGURES: Final = {
+    "modules": Figures(5.6, 62, 4, 5),
+    "autodiff": Figures(13.4, 75, 8, 11),
+    "checkpoint": Figures(14.6, 72, 3, 9),
+    "cli": Figures(12.8, 73, 2, 4),
+    "compiler": Figures(15.6, 76, 50, 158),
+    "control": Figures(5.9, 59, 6, 6),
+    "devices": Figures(14.0, 70, 40, 99),
+    "graph": Figures(7.0, 69, 4, 26),
+    "inputs": Figures(15.3, 74, 2, 5),
+    "lift": Figures(15.9, 77, 14, 13),
+    "nn": Figures(9.6, 56, 4, 1),
+    "ops": Figures(7.3, 54, 18, 23),
+    "optim": Figures(5.9, 71, 0, 2),
+    "profiler": Figures(3.4, 62, 4, 11),
+    "runtime": Figures(20.8, 91, 53, 155),
+    "semantics": Figures(14.6, 90, 11, 11),
+    "serving": Figures(8.8, 64, 3, 5),
+    "state": Figures(20.7, 85, 8, 23),
+    "streams": Figures(12.3, 64, 17, 31),
+    "testing": Figures(7.2, 79, 1, 1),
+    "vertex": Figures(11.2, 72, 6, 9),
+}
+"""Most that a room may have, with a little slack; a commit that mends a room lowers its line, towards `GOAL`."""
+GOAL: Final = Figures(0.3, 50, 0, 0)
+UNNAMED_TESTS: Final = 399
+"""Most names of tests with words without a referent."""
+_UNCOMMENTED: Final = """
+    __init__.py
+    autodiff/custom_gradient.py
+    autodiff/gradients.py
+    autodiff/part_sums.py
+    autodiff/recompute.py
+    autodiff/row_gradients.py
+    autodiff/stores.py
+    checkpoint/checkpoints.py
+    checkpoint/saver.py
+    cli/main.py
+    compiler/batching/products_ahead.py
+    compiler/memory/choose_saved.py
+    compiler/memory/plan_memory.py
+    compiler/memory/repeats.py
+    compiler/memory/segments.py
+    compiler/pipeline.py
+    compiler/placement/constraints.py
+    compiler/placement/place.py
+    compiler/plan.py
+    compiler/program/extract.py
+    compiler/program/hand_written.py
+    compiler/program/kernels.py
+    compiler/regions/codegen.py
+    compiler/regions/regions.py
+    control/array_store.py
+    control/tensor_array.py
+    devices/cuda/transfers/swapping.py
+    devices/memory.py
+    devices/protocol.py
+    devices/sim/device.py
+    devices/sim/launch.py
+    devices/sim/repeated.py
+    devices/sim/values.py
+    devices/swap.py
+    devices/swapping.py
+    errors.py
+    graph/graph.py
+    graph/op.py
+    graph/parse.py
+    graph/text.py
+    lift/batched.py
+    lift/lifting.py
+    lift/pooled.py
+    ops/creation.py
+    ops/custom.py
+    ops/decompositions.py
+    ops/derivatives/scatter.py
+    ops/elementwise.py
+    ops/fft.py
+    ops/from_torch.py
+    ops/indexing.py
+    ops/keys.py
+    ops/manipulation.py
+    ops/nn.py
+    ops/random.py
+    ops/rows/by_row.py
+    ops/rows/rule.py
+    profiler/picture.py
+    profiler/summary.py
+    runtime/batcher.py
+    runtime/picks.py
+    runtime/pool.py
+    runtime/run/admission.py
+    runtime/run/batches.py
+    runtime/run/run.py
+    runtime/run_queue.py
+    runtime/scheduler/limited_calls.py
+    runtime/scheduler/recorder.py
+    runtime/scheduler/scheduler.py
+    runtime/session/record.py
+    runtime/session/session.py
+    runtime/vertex_rows.py
+    semantics/rules.py
+    serving/metrics.py
+    state/queue.py
+    state/queues.py
+    state/variable.py
+    streams/cpu/stream.py
+    streams/cuda/reaper.py
+    streams/cuda/stream.py
+    streams/sim/stream.py
+    streams/virtual.py
+    testing/device_checks.py
+    vertex/children.py
+    vertex/function.py
+    vertex/input_graph.py
+    vertex/map.py
+"""
+UNCOMMENTED: Final = frozenset(_UNCOMMENTED.split())
+"""Files of more than `LONG_FILE` lines with fewer comments than `LEAST_COMMENTS`: the list only shrinks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Docstring:
+    """A docstring of a module, class, function or attribute, and its place."""
+
+    path: Path
+    line: int
+    text: str
+
+    @property
+    def prose(self) -> str:
+        """The text without examples; a name in backticks counts as one word."""
+        lines = [line for line in self.text.splitlines() if not line.lstrip().startswith((">>>", "..."))]
+        return " ".join(_CODE.sub("X", "\n".join(lines)).split())
+
+    @property
+    def first(self) -> str:
+        """The first sentence."""
+        return _SENTENCE_END.split(_CODE.sub("X", " ".join(self.text.strip().split("\n\n")[0].split())))[0]
+
+    def unnamed(self) -> list[str]:
+        """Return the words without a referent."""
+        named = re.sub(rf"\b(?:{PEOPLE})s? who\b", "X", self.prose)
+        return UNNAMED.findall(named)
+
+    def long(self) -> list[str]:
+        """Return the sentences of more than `MOST_WORDS` words."""
+        return [each for each in _SENTENCE_END.split(self.prose) if len(_WORD.findall(each)) > MOST_WORDS]
+
+    def is_question(self) -> bool:
+        """Return True if the docstring asks rather than says."""
+        return QUESTION.match(self.text) is not None
+
+
+def docstrings_in(path: Path) -> Iterator[Docstring]:
+    """Yield the docstrings of a file, with strings below attributes."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield Docstring(path, statement.lineno, value.value)
+
+
+def rooms() -> list[str]:
+    """Return the names of the rooms; modules at the top are one room, called ``modules``."""
+    return ["modules", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))]
+
+
+@cache
+def docstrings_of(room: str) -> list[Docstring]:
+    """Return the docstrings of a room."""
+    paths = PACKAGE.glob("*.py") if room == "modules" else (PACKAGE / room).rglob("*.py")
+    return [each for path in sorted(paths) for each in docstrings_in(path)]
+
+
+def figures_of(docstrings: list[Docstring]) -> Figures:
+    """Measure docstrings."""
+    firsts = [word.lower() for each in docstrings for word in _WORD.findall(each.first)]
+    words = sum(len(_WORD.findall(each.prose)) for each in docstrings)
+    return Figures(
+        round(1000 * sum(len(each.unnamed()) for each in docstrings) / words, 1),
+        round(1000 * sum(word in PRONOUNS for word in firsts) / len(firsts), 1),
+        sum(len(each.long()) for each in docstrings),
+        sum(each.is_question() for each in docstrings),
+    )
+
+
+def comment_share(path: Path) -> float:
+    """Return the share of a file's lines with a comment; directives to tools do not count."""
+    lines = path.read_text("utf-8").splitlines()
+    return sum(_COMMENT.search(line) is not None for line in lines) / len(lines)
+
+
+def long_files() -> list[Path]:
+    """Return the files of the package of more than `LONG_FILE` lines."""
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.read_text("utf-8").count("\n") > LONG_FILE]
+
+
+def unnamed_tests() -> list[str]:
+    """Return the names of tests with words without a referent."""
+    names = [
+        name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    return [name for name in names if UNNAMED_IN_NAMES.search(name)]
+
+
+def main(rooms_asked: list[str]) -> None:
+    """Print the table, or the docstrings to mend of rooms."""
+    for room in rooms():
+        docstrings = docstrings_of(room)
+        found = figures_of(docstrings)
+        if not rooms_asked:
+            rounded = f"{1.03 * found.unnamed:.1f}, {math.ceil(1.03 * found.pronouns)}, {found.long}, {found.questions}"
+            print(f'    "{room}": Figures({rounded}),')
+        for each in docstrings if room in rooms_asked else ():
+            if each.unnamed() or each.long() or each.is_question():
+                print(f"{each.path.relative_to(ROOT)}:{each.line}: {' '.join(each.text.split())}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
