@@ -9,6 +9,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+GUIDE = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("guide", "howto")
+    for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+    if "```python\n" in path.read_text(encoding="utf-8")
+]
+"""Chapters of the guide and pages on single tasks that show programs."""
+
 RUNNER = """
 import runpy
 import sys

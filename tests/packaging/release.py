@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 
-from tests.packaging.pages import ROOT, RUNNER, programs_on
+from tests.packaging.pages import GUIDE, ROOT, RUNNER, programs_on
 from tests.patience import PATIENCE_S
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -94,7 +94,7 @@ def problem_of(version: str, python: Path, wheel: Path, folder: Path) -> str:
     new = folder / "environment" / "bin" / "python"
     runner = folder / "runner.py"
     runner.write_text(RUNNER, encoding="utf-8")
-    programs, guide = _written("README.md", folder), _written("docs/guide.md", folder)
+    programs, guide = _written("README.md", folder), [path for page in GUIDE for path in _written(page, folder)]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     # The pip of this environment installs into the new one, which saves it a pip of its own.
     pip: list[str | Path] = [

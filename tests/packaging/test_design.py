@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "design").glob("*.md"))
+DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*/*.md"))]
 LEADING_HERE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 ROOMS = sorted((ROOT / "asyncflow").rglob("README.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -35,7 +36,7 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [*PAGES, *LEADING_HERE, *ROOMS], ids=lambda page: f"{page.parent.name}-{page.name}")
+@pytest.mark.parametrize("page", [*DOCS, *LEADING_HERE, *ROOMS], ids=lambda page: f"{page.parent.name}-{page.name}")
 def test_links_resolve(page: Path) -> None:
     assert broken(page) == []
 

@@ -13,9 +13,9 @@ from types import ModuleType
 import httpx
 import pytest
 
-from tests.packaging.pages import ROOT, RUNNER, programs_on
+from tests.packaging.pages import GUIDE, ROOT, RUNNER, programs_on
 
-PAGES = ("README.md", "docs/guide.md")
+PAGES = ("README.md", *GUIDE)
 CHECK_S = 240.0
 
 PYRIGHT = {
@@ -113,7 +113,7 @@ BODIES = {
 
 async def test_the_guides_server_answers_any_body() -> None:
     """What cannot be read is the client's fault."""
-    (program,) = (program for program in programs_on("docs/guide.md") if "async def predict" in program)
+    (program,) = (program for program in programs_on("docs/howto/web_server.md") if "async def predict" in program)
     module = ModuleType("guide_server")
     exec(compile(program, "guide_server", "exec"), vars(module))
     app, statuses = module.app, {}
