@@ -1,4 +1,4 @@
-"""What can go wrong, and where in the user's code.
+"""Errors, warnings, and the lines of the user's code that caused them.
 
 Every error asyncflow raises on purpose derives from `AsyncflowError`::
 
@@ -80,7 +80,7 @@ UNKNOWN_LOCATION = SourceLocation("<unknown>", 0, "<unknown>")
 
 @dataclass(frozen=True, slots=True)
 class LoopIdentity:
-    """Names a loop, the same whatever drives it: generated code, the scheduler, a card, or the host for a card.
+    """The name of a loop, the same for every driver: generated code, the scheduler, a card, or the host for a card.
 
     Attributes:
         name: that of its `while` node, or of the frame that a user has entered by hand.
@@ -94,7 +94,7 @@ class LoopIdentity:
 
     @property
     def label(self) -> str:
-        """The last part of its name, as tags show it."""
+        """The last part of the loop's name, as tags show it."""
         return self.name.rpartition("/")[2]
 
     def check(self, count: int, limit: int | None) -> None:
@@ -142,12 +142,14 @@ def located_at(function: Callable[..., object]) -> Iterator[None]:
 
 
 def is_users(file: str) -> bool:
-    """Whether code in a file may be what a user has written."""
+    """Return True if a user may have written the code in a file."""
     return not file.startswith(_OURS)
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether its code is no user's; a dataclass's `__init__` stands in no file, but among the names of a module."""
+    """Return True if the frame's code belongs to asyncflow; a dataclass's `__init__` has no file, but its module's
+    names.
+    """
     file = frame.f_code.co_filename
     return file.startswith(_OURS) or (
         file == "<string>" and str(frame.f_globals.get("__name__")).startswith(f"{__package__}.")
@@ -166,10 +168,10 @@ def user_location() -> SourceLocation:
 
 
 def warn_user(message: str, *, registry: dict[str | tuple[str, type[Warning], int], int] | None = None) -> None:
-    """Warn of something that has no effect or another one than it seems to; the warning names the user's line.
+    """Warn about an argument or call with no effect, or a surprising effect; the warning names the user's line.
 
     Args:
-        message: what is wrong, and what to do.
+        message: the problem, and how to solve it.
         registry: as of `warnings.warn_explicit`: filters that show a warning once look it up here; None shows each.
     """
     here = user_location()
@@ -177,7 +179,9 @@ def warn_user(message: str, *, registry: dict[str | tuple[str, type[Warning], in
 
 
 def told(error: BaseException) -> str:
-    """Kind and message of an error, for another's message; those of users' classes may fail to tell theirs."""
+    """Return kind and message of an error, for another error's message; user-defined classes may fail to format
+    theirs.
+    """
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as failure:
@@ -238,7 +242,7 @@ class FeedError(AsyncflowError, ValueError):
 
 
 class FetchError(AsyncflowError):
-    """Something that cannot be fetched, or a fetch that turned out dead."""
+    """A fetch that is not possible, or turned out dead."""
 
 
 class PlacementError(AsyncflowError):
@@ -246,7 +250,7 @@ class PlacementError(AsyncflowError):
 
 
 class DeadlineExceeded(AsyncflowError, TimeoutError):
-    """A run did not end within its ``timeout=``, or could not any more when its turn came, and did not start."""
+    """A run missed its ``timeout=``, or was dropped from the queue because it would have."""
 
 
 class OverloadedError(AsyncflowError):
@@ -283,7 +287,7 @@ class SessionClosedError(AsyncflowError):
 
 
 class HazardError(AsyncflowError):
-    """Two streams touch one buffer and no event orders them; only simulated devices can tell."""
+    """An access of two streams to one buffer that no event orders; only simulated devices detect hazards."""
 
 
 class DeviceLostError(AsyncflowError):
@@ -295,7 +299,7 @@ class InternalError(AsyncflowError):
 
 
 class KernelError(AsyncflowError):
-    """A node failed while it ran; ``__cause__`` is the original exception.
+    """A failure of a node during a run; ``__cause__`` is the original exception.
 
     Attributes:
         node: name of the node; empty where it is an awaited method that failed, as `Queue.get`, which is no node.
@@ -368,9 +372,9 @@ class RowByRow(Exception):
 
 
 class ExitRaised(Exception):
-    """A function of the user's raised what is no `Exception`, in a body that is computed for several firings.
+    """A `BaseException` that is no `Exception`, raised by a user's function in a body computed for several firings.
 
-    Each of them fails with `error`; out of the task that computes the body, that would end the event loop.
+    Each firing fails with `error`; raised out of the body's own task, it would end the event loop.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -403,7 +407,7 @@ def of_firing(error: Exception, tag: str | None = None) -> BaseException:
 
 
 class RaceWarning(UserWarning):
-    """A program with unordered effects may have several outcomes, and nothing says that this is meant.
+    """A program with unordered effects that may have several outcomes, and no `allow_races` for them.
 
     `allow_races` says so of a variable; ``warnings.filterwarnings("ignore", category=af.RaceWarning)`` of all.
     """

@@ -1,7 +1,7 @@
 """`Checkpoints`: what a session saves and restores, and when; see `Session.save`.
 
-To save, references to all values of one moment are taken (`SessionRuns.at_rest`), which holds nobody up: values never
-change. What devices have is copied to the host behind that, and a thread writes it.
+To save, references to all values of one moment are taken (`SessionRuns.at_rest`), which delays no run: values never
+change. Values on devices are copied to the host in the background, and a thread writes them.
 
 To restore, everything is read and checked before the first value changes, and all change at once, between runs.
 """
@@ -50,13 +50,13 @@ from asyncflow.values import Array, Value
 T = TypeVar("T")
 
 States: TypeAlias = "Mapping[str, tuple[Hashable, CheckpointedState]]"
-"""States by name, each with what tells it from others."""
+"""States by name, each with the key that distinguishes it."""
 
 _UNNAMED = re.compile(r"tensor 'variable_\d+'")
 _SHOWN = 5
-"""How many faults an error lists."""
+"""Maximum number of faults listed in an error."""
 _TURN_S = 0.5e-3
-"""How long the event loop is taken before others have a turn."""
+"""Seconds of work on the event loop before other tasks get a turn."""
 
 
 class SessionRuns(Protocol):
@@ -66,13 +66,13 @@ class SessionRuns(Protocol):
     """The counters that random numbers are made from."""
 
     async def at_rest(self, act: Callable[[], T], *, in_order: bool = False) -> T:
-        """Gives what `act` does when no run has written some of its variables and may write others."""
+        """Call `act` at a moment when no run is between two of its writes, and return its result."""
 
     async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
         """Calls `act` when no run that touches `states` is in flight; later ones wait."""
 
     def is_on_host(self, key: Hashable, value: Array | HeldValue) -> bool:
-        """Whether a value of a state is on the host as it is."""
+        """Return True if the value is on the host already."""
 
     async def to_host(self, name: str, key: Hashable, value: Array | HeldValue) -> Array:
         """A value of a state, on the host."""
@@ -86,7 +86,7 @@ class Restored:
         path: the directory of the step.
         step: its number.
         names: of the variables that have values of it now.
-        skipped: what was left as it is, and why, a sentence each; empty unless ``strict=False``.
+        skipped: states left unchanged, each with the reason, a sentence each; empty unless ``strict=False``.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class Checkpoints:
     # -- saving --------------------------------------------------------------------------------------------------
 
     async def cut(self, variables: Sequence[Resource] | None = None, *, in_order: bool = False) -> SessionSnapshot:
-        """All states of one moment, or those of `variables`.
+        """Return all states of one moment, or the states of `variables`.
 
         Raises:
             CheckpointError: two of them have one name.
@@ -228,13 +228,13 @@ class Checkpoints:
     # -- restoring -----------------------------------------------------------------------------------------------
 
     async def start(self, path: Path) -> Restored:
-        """Restores what a session begins with: without a graph, also states that nobody knows yet."""
+        """Restore a session at its start; without a graph, also states that the session does not know yet."""
         return await self.restore(path, None, True, awaits=self._graph is None)
 
     async def restore(
         self, path: Path, variables: Sequence[Resource] | None, strict: bool, *, awaits: bool = False
     ) -> Restored:
-        """Does what `Session.restore` promises; with `awaits`, states that nobody knows yet get their values later."""
+        """Restore as `Session.restore` promises; with `awaits`, states not known yet get their values later."""
         flips = self._state.flips
         found = await self._find_states(variables)
         read = partial(self._read, found, awaits, variables is None)
@@ -305,7 +305,7 @@ class Checkpoints:
     async def new_versions(
         self, source: Path | Mapping[Resource | str, Value], variables: Sequence[Resource] | None
     ) -> list[NewVersion]:
-        """States with new values of variables, beside those in use; see `Session.swap_variables`."""
+        """Return states with new values of variables, beside the states in use; see `Session.swap_variables`."""
         if isinstance(source, Path):
             states = await self._find_states(variables)
             found = {x: each for x, each in states.items() if isinstance(each[1], VariableState)}
@@ -428,7 +428,7 @@ async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 def _copied(source: Mapping[Resource | str, Value]) -> dict[str, dict[str, Array]]:
-    """Copies of arrays that nobody else can write to, by the names of states."""
+    """Return read-only copies of arrays, by the names of states."""
     copies = {}
     for key, value in source.items():
         array = np.array(value)
@@ -460,7 +460,7 @@ async def _of_latest(path: Path, read: Callable[[Path], Awaitable[tuple[T, list[
 
     Args:
         path: a step, or a directory of steps.
-        read: gives what it reads of a step, and what is wrong with it.
+        read: returns the values read from a step, and the faults found.
     """
     while True:
         step = await call_beside(find_step, path)
@@ -483,7 +483,7 @@ def _is_latest(step: Path, path: Path) -> bool:
 
 
 def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: States) -> bool:
-    """Whether arrays may be a state of the session's; if not, it is a fault."""
+    """Return True if arrays may be a state of the session; record a fault if not."""
     if name not in found:
         return False  # nobody knows yet
     record = compared.manifest.states[name]

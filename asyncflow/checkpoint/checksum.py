@@ -1,9 +1,9 @@
 """Checksums of the bytes of arrays, made while a chunk is at hand: they take a quarter of the time of reading it.
 
-Each MiB is seen as rows of 513 words of 64 bits. The sums of the columns go into a CRC-32, and what is left beyond the
-last whole row goes there as it is. A word that changes changes the sum of its column. Sectors and pages that change
-places come to other columns, as 513 has no divisor of theirs. Only words that change places by whole rows, or several
-changes that cancel out in a sum, go unnoticed: to find those, too, the bytes would have to be gone through twice.
+Each MiB is seen as rows of 513 words of 64 bits. The sums of the columns go into a CRC-32, and the bytes beyond the
+last whole row go in unchanged. A word that changes changes the sum of its column. Sectors and pages that change places
+come to other columns, as 513 has no divisor of theirs. Two kinds of change go unnoticed: words that move by whole rows,
+and several changes that cancel out in a sum. Finding these, too, would take a second pass over the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 BLOCK: Final = 1 << 20
-"""Chunks are multiples of so many bytes, but for the last one of an array."""
+"""Size in bytes of which every chunk is a multiple, except the last chunk of an array."""
 COLUMNS: Final = 513
 
 _WORD: Final = np.dtype("<u8")
@@ -24,7 +24,7 @@ _ROW_BYTES: Final = COLUMNS * _WORD.itemsize
 
 
 def column_sums_crc32(chunk: memoryview, before: int) -> int:
-    """Return the sum of what came before, whose sum is given, and a chunk.
+    """Return the checksum of the earlier bytes, given by `before`, followed by a chunk.
 
     All whole blocks are summed in one call: each call takes the GIL back from the event loop.
     """
@@ -38,7 +38,7 @@ def column_sums_crc32(chunk: memoryview, before: int) -> int:
 
 
 def _blocks_crc32(chunk: memoryview, count: int, nbytes: int, before: int) -> int:
-    """Return the sum of what came before and of `count` blocks, each of `nbytes` bytes."""
+    """Return the checksum of the earlier bytes followed by `count` blocks of `nbytes` bytes."""
     rows = nbytes // _ROW_BYTES
     strides = nbytes, _ROW_BYTES, _WORD.itemsize
     words = np.ndarray((count, rows, COLUMNS), _WORD, chunk, strides=strides) if rows else None

@@ -1,8 +1,8 @@
 """Directories of checkpoints: one for each step, such as ``step-1200``, which is there as a whole or not at all.
 
 A step is written under a temporary name, ``.step-1200.4711.tmp``, and renamed. So a step that has its name is complete,
-and the latest one is that with the highest number; there is no pointer to it that could be wrong. What a process that
-was killed has left under a temporary name, the next one that writes there deletes.
+and the latest one is that with the highest number; there is no pointer to it that could be wrong. Leftovers of a killed
+process under a temporary name are deleted by the next process that writes there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from asyncflow.checkpoint.manifest import NAME
 from asyncflow.errors import CheckpointError
 
 _STEP: Final = re.compile(r"step-(0|[1-9][0-9]*)")
-"""As `step_path` writes it: ``step-007`` is somebody else's."""
+"""Pattern of the names that `step_path` makes; ``step-007`` is a foreign name."""
 _TEMPORARY: Final = re.compile(r"\.step-\d+\.(\d+)\.tmp")
 _being_written: Final[set[Path]] = set()
-"""Temporary directories of this process, by their real paths: two sessions may write one by different names."""
+"""Temporary directories of this process, by real path: two sessions may write one directory by different names."""
 
 
 def step_path(root: Path, step: int) -> Path:
-    """Where a step is."""
+    """Return the directory of a step."""
     return root / f"step-{step}"
 
 
@@ -35,7 +35,7 @@ def step_of(path: Path) -> int:
 
 
 def steps(root: Path) -> list[int]:
-    """The complete steps under `root`, in their order; none where there is no such directory.
+    """Return the complete steps under `root`, in order; an empty list if there is no such directory.
 
     Raises:
         CheckpointError: it cannot be read, or is a file.
@@ -44,7 +44,7 @@ def steps(root: Path) -> list[int]:
 
 
 def next_step(root: Path) -> int:
-    """One more than the highest number that is taken under `root`, be it by what is no complete step.
+    """Return the highest number under `root` plus one; incomplete steps count.
 
     Raises:
         CheckpointError: see `steps`.
@@ -121,7 +121,7 @@ def drop(temporary: Path) -> None:
 def keep_latest(root: Path, count: int) -> None:
     """Deletes all complete steps but the latest `count`; each is gone as a whole, before its files go.
 
-    Of a step that is a link to where somebody has moved it, the link goes.
+    If a step is a link to another directory, only the link is deleted.
 
     Raises:
         OSError: it cannot.
@@ -159,7 +159,9 @@ def _temporary(root: Path, step: int) -> Path:
 
 
 def _is_at_work(process: int) -> bool:
-    """Whether another process of that number is there; in a container, ours may have the number of one before."""
+    """Return True if another process has that number; in a container, this process may have the number of an earlier
+    one.
+    """
     if process == os.getpid():
         return False
     with suppress(PermissionError):

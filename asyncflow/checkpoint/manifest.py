@@ -1,7 +1,7 @@
-"""`Manifest`: what is in one checkpoint, by which everything else in it is checked.
+"""`Manifest`: the contents of one checkpoint, by which all its files are checked.
 
-Its file is JSON for people and other programs, a line for each state, and ends with a checksum of all before
-it. So a byte that has changed in it is found, too.
+Its file is JSON for people and other programs, a line for each state, and ends with a checksum of all before it. So a
+changed byte in the manifest is found, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StateRecord:
 
     @property
     def file(self) -> str:
-        """The file with its arrays."""
+        """The file that holds the state's arrays."""
         return file_of(self.kind)
 
 
@@ -67,7 +67,7 @@ def file_of(kind: str) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of what writes a checkpoint."""
+    """Return the versions of the libraries that write a checkpoint."""
     ours = sys.modules[__name__.partition(".")[0]]
     return {"asyncflow": ours.__version__, "numpy": np.__version__, "python": platform.python_version()}
 
@@ -118,7 +118,7 @@ class Manifest:
 
 
 def _sealed(text: bytes) -> bytes:
-    """A file that begins with `text`, all of it but the end of its outer object."""
+    """Return a file that begins with `text`, which lacks only the end of its outer object."""
     return text + _CHECKSUM % zlib.crc32(text + b"\n}")
 
 

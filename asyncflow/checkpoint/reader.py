@@ -45,7 +45,7 @@ def _empty(record: TensorRecord) -> Array:
 def read_arrays(
     path: Path, manifest: Manifest, names: Collection[str], buffers: Buffers | None = None
 ) -> tuple[Arrays, list[str]]:
-    """The arrays of the states `names`, and what is wrong with those that are missing.
+    """Return the arrays of the states `names`, and the faults of the missing ones.
 
     Arrays are read-only and own their memory.
 
@@ -80,7 +80,7 @@ def read_arrays(
 def _read_file(
     path: Path, records: list[TensorRecord], wanted: Mapping[str, Array]
 ) -> tuple[dict[str, Array], list[str]]:
-    """The arrays of a file, and what is wrong with it."""
+    """Return the arrays of a file, and its faults."""
     head = header(records)
     expected = len(head) + sum(record.nbytes for record in records)
     try:

@@ -24,20 +24,20 @@ from asyncflow.streams.beside import call_beside
 from asyncflow.values import Kernel, Namespace, Value
 
 PATIENCE_S: Final = 10.0
-"""How long a saver waits for a moment at which no run is half way, before it lets this one go and says so."""
+"""Seconds that a saver waits for a moment at which no run is half way; it then skips this step with a warning."""
 
 
 class Saver(Resource):
-    """Publishes checkpoints of one session under a directory, beside what it runs.
+    """A saver: publishes checkpoints of one session under a directory, while the session runs.
 
     ``af.Session(graph, restore=saver)`` attaches it: the session begins with the latest step there, if there is one,
     and from then on the saver publishes: by the clock if it has `every_s`, or where the program calls `maybe_save`, at
-    these calls. Taking a checkpoint holds nobody up; a step that cannot be written is a warning, and training goes on.
+    these calls. Taking a checkpoint delays no run; a step that cannot be written is a warning, and training goes on.
 
     Args:
         path: the directory of the steps; made with the first.
-        every_steps: publish once so many steps have been made since the last.
-        every_s: publish once so many seconds have passed since the last.
+        every_steps: publish once this number of steps has been made since the last checkpoint.
+        every_s: publish once this number of seconds has passed since the last checkpoint.
         keep: how many steps stay; older ones are deleted after a publish. None for all.
 
     Attributes:
@@ -80,13 +80,13 @@ class Saver(Resource):
     # -- for programs --------------------------------------------------------------------------------------------
 
     async def save(self, step: int | None = None) -> Path:
-        """Publishes a checkpoint now, between runs, and returns its directory once it is on the disk.
+        """Publish a checkpoint now, between runs, and return its directory once it is on the disk.
 
         Args:
-            step: its number; None for the next one that is free.
+            step: number of the step; None for the next free number.
 
         Raises:
-            CheckpointError: it cannot be written; what was there is as it was.
+            CheckpointError: the checkpoint cannot be written; existing ones are unchanged.
             RuntimeError: no open session has been given the saver.
         """
         session = self._attached()
@@ -102,12 +102,12 @@ class Saver(Resource):
     def maybe_save(self, step: Tensor) -> Node: ...
 
     def maybe_save(self, step: int | Tensor) -> Coroutine[object, object, bool] | Node:
-        """Publishes a checkpoint if one is due; writing it goes on beside what comes next.
+        """Publish a checkpoint if one is due; the write goes on in the background.
 
         With a number, to be awaited, between runs: ``await saver.maybe_save(step)`` gives whether one was due. With a
-        tensor, a node, for loops that make many steps in one run: it is in order with all that the graph, as far as it
-        is built, has to do with variables, so put it where a step ends. While the step before is still being written,
-        both wait for that.
+        tensor, a node, for loops that make many steps in one run: it is ordered with all accesses to variables in the
+        graph built so far, so put it where a step ends. While the step before is still being written, both wait for
+        that.
 
         Args:
             step: how many steps have been made.
@@ -147,7 +147,7 @@ class Saver(Resource):
         return restored
 
     async def stop(self, session: Checkpoints) -> None:
-        """Detaches the saver from that session, once what it writes is written. Idempotent."""
+        """Detach the saver from that session, once the checkpoint being written is complete. Idempotent."""
         if self._session is not session:
             return
         beside, self._beside = self._beside, None
@@ -209,7 +209,7 @@ class Saver(Resource):
             self.step = max(step_of(path), self.step)
 
     async def _written(self) -> None:
-        """Returns when nothing is being written; a caller that is cancelled leaves the writer at work."""
+        """Return when no checkpoint is being written; a cancelled caller leaves the writer at work."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
             self._writing = None

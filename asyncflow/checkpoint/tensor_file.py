@@ -1,8 +1,8 @@
 """Files of arrays in the safetensors format: a header of JSON, then the bytes of all arrays, one behind another.
 
-The format is written and read here, and not by its library. That one holds the GIL while it reads or writes (a file of
-128 MB stops the event loop for up to 177 ms), maps files into memory, so that one that is cut off meanwhile kills the
-process, and in its version 0.8 writes arrays that are not contiguous wrong. It reads what is written here.
+The format is written and read here, and not by its library. That library holds the GIL while it reads or writes: a file
+of 128 MB stops the event loop for up to 177 ms. It maps files into memory, so a file truncated meanwhile kills the
+process. Its version 0.8 writes non-contiguous arrays wrong. It reads the files written here.
 
 A header is known before the file is read: what the manifest says of the arrays makes it, to the byte.
 """
@@ -32,15 +32,15 @@ _CODES = {
 """The format's names of dtypes; complex128 and strings have none."""
 _LENGTH_BYTES = 8
 _ALIGNMENT: Final = 64
-"""The first array of a file begins at a multiple of so many bytes.
+"""Alignment in bytes of a file's first array.
 
-Those that lie there as they do in memory are copied a tenth faster.
+Arrays aligned in the file as in memory are copied a tenth faster.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One array of a checkpoint, as its manifest tells of it.
+    """One array of a checkpoint, as the manifest describes it.
 
     Attributes:
         name: in its file.
@@ -58,7 +58,7 @@ class TensorRecord:
 
     @property
     def spec(self) -> Spec:
-        """Its dtype and shape.
+        """Dtype and shape of the array.
 
         Raises:
             DTypeError: there is no such dtype, or not without another package.
@@ -74,7 +74,7 @@ class TensorRecord:
         return _CODES[self.dtype], list(self.shape)
 
     def has_sense(self) -> bool:
-        """Whether there may be such an array."""
+        """Return True if such an array can exist."""
         if self.dtype == "string":
             return self.nbytes >= 0
         is_known = self.dtype == "complex128" or self.dtype in _CODES
@@ -82,7 +82,7 @@ class TensorRecord:
 
 
 def laid_out(records: Iterable[TensorRecord]) -> list[TensorRecord]:
-    """In the order of the file: by alignment, which those who map such files need."""
+    """Return the records in the order of the file: by alignment, as programs that map such files need it."""
     return sorted(records, key=lambda record: (-_itemsize(record), record.name))
 
 
@@ -111,10 +111,10 @@ def as_bytes(array: Array) -> Array:
 
 
 def from_strings(raw: Array, record: TensorRecord) -> Array:
-    """The array of strings with these bytes.
+    """Return the array of strings with these bytes.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the bytes hold no such array.
     """
     items = json.loads(bytes(raw).decode())
     if not isinstance(items, list) or len(items) != math.prod(record.shape):

@@ -33,8 +33,8 @@ if sys.platform == "linux":
 CHUNK: Final = 32 * BLOCK
 """Bytes that are written at a time.
 
-After each call that sums, copies or writes them, the thread takes the GIL again. In chunks of 1 MiB, training steps of
-1 ms took 4 to 5 % longer beside a save, in chunks of 16 MiB 2 % longer, and in chunks of 32 MiB 1 to 2 % longer.
+After each call that sums, copies or writes them, the thread takes the GIL again. Beside a save, training steps of 1 ms
+took 4 to 5 % longer with chunks of 1 MiB, 2 % with 16 MiB, and 1 to 2 % with 32 MiB.
 """
 DIRECT: Final = 8 << 20
 """Files of at least this many bytes bypass the page cache. Small ones cost the event loop nothing either way."""
@@ -52,23 +52,23 @@ class Content:
 
 
 class SaveStopped(Exception):
-    """Nobody waits for the checkpoint any more."""
+    """The checkpoint is no longer awaited."""
 
 
 def write_checkpoint(
     root: Path, step: int | None, content: Content, keep: int | None, check: Callable[[], None] = lambda: None
 ) -> Path:
-    """Writes a step under `root` and publishes it; then deletes all but the latest `keep`.
+    """Write a step under `root` and publish it; then delete all but the latest `keep`.
 
     Args:
         root: the directory of the steps, which is made if need be.
-        step: its number; None for the next one that is free.
+        step: number of the step; None for the next free number.
         content: of the step.
         keep: None for all.
-        check: called before each chunk, and before the step gets its name; what it raises ends the writing.
+        check: called before each chunk, and before the step gets its name; an exception ends the write.
 
     Raises:
-        CheckpointError: it cannot be written; what was there is as it was.
+        CheckpointError: the step cannot be written; existing ones are unchanged.
     """
     try:
         if step is None:

@@ -1,1 +1,1 @@
-"""How elements come in: files and generators, read ahead beside the runs that use them."""
+"""Inputs: files and generators, read ahead while runs use their elements."""

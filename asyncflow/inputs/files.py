@@ -160,7 +160,7 @@ _LOADERS: dict[str, Callable[[Path], dict[str, Array]]] = {
 
 
 def read_records(paths: Paths, spec: Spec = BYTES, *, prefetch: int = 4, name: str = "records") -> Input:
-    """Reads files of records: each is its number of bytes, 8 bytes little-endian, and then so many bytes.
+    """Read files of records: each record is its length, 8 bytes little-endian, followed by that number of bytes.
 
     Args:
         paths: a file, or several.

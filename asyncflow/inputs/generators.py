@@ -23,7 +23,7 @@ def from_async_generator(
 
     Args:
         fn: an async generator function without arguments; called for each pass, and again after a restore.
-        spec: of what it yields: a `Spec`, or a nest of them.
+        spec: of an element: a `Spec`, or a nest of them.
         prefetch: how many elements are made before they are asked for, 1 or more.
         name: for messages and nodes.
 

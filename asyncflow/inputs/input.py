@@ -30,7 +30,7 @@ class Pipeline:
     """The way from a source to the elements of an input.
 
     Attributes:
-        source: what is read.
+        source: the files or generator to read.
         structure: the nest of an element.
         specs: of its leaves.
         stages: what elements go through.
@@ -50,7 +50,7 @@ class Input(Resource):
 
     It belongs to no graph, and each session reads it for itself, from the start. Reading is a few elements ahead of the
     program, on a thread or in a task, and stops when these wait to be taken. How many have been taken is its position:
-    state, which a checkpoint may save. Closing the session closes what is open.
+    state, which a checkpoint may save. Closing the session closes the open files and generators.
 
     `shuffle`, `repeat` and `batch` give another input, which reads for itself.
 
@@ -79,11 +79,11 @@ class Input(Resource):
         return InputState(self.name, self.pipeline)
 
     def next(self, *, name: str | None = None) -> Nest:
-        """Takes the next element, and waits for it. Raises `EndOfInput`, in the run, where there is none."""
+        """Take the next element, and wait for it. Raises `EndOfInput`, in the run, where there is none."""
         return self.pipeline.structure.unflatten(apply(INPUT_NEXT, name=name or f"{self.name}/next", input=self))
 
     def has_more(self, *, name: str | None = None) -> Tensor:
-        """Whether another element comes, a bool; waits until that is known, and takes nothing."""
+        """Return True if another element comes, as a bool tensor; waits until that is known, and takes nothing."""
         return apply(INPUT_HAS_MORE, name=name or f"{self.name}/has_more", input=self)[0]
 
     def shuffle(self, size: int, *, seed: int = 0) -> Input:
@@ -137,7 +137,7 @@ class InputState:
     """One session's reading of an input.
 
     Attributes:
-        reading: what is read ahead of the elements that have been taken.
+        reading: the elements read ahead.
     """
 
     __slots__ = ("__weakref__", "_pipeline", "name", "reading")
@@ -160,7 +160,7 @@ class InputState:
         return ReadAhead(self.name, pipeline.source, pipeline.stages, pipeline.ahead, position, returned)
 
     async def has_more(self) -> np.bool_:
-        """Whether another element comes."""
+        """Return True if another element comes."""
         return np.bool_(await self.reading.has_more())
 
     async def next(self) -> Element:
@@ -168,17 +168,17 @@ class InputState:
         return await self.reading.take()
 
     def next_or_wait(self) -> Element | Awaitable[Element]:
-        """The next element if it is there, for which no task is needed; else what waits for it."""
+        """Return the next element if it has been read, which needs no task; otherwise an awaitable for it."""
         return self.reading.take_nowait() if self.reading.is_ready else self.next()
 
     def has_more_or_wait(self) -> np.bool_ | Awaitable[np.bool_]:
-        """True if another element is there; else what waits for it."""
+        """Return True if another element has been read; otherwise an awaitable for the answer."""
         return np.True_ if self.reading.is_ready else self.has_more()
 
     kind: ClassVar[str] = "input"
 
     def capture(self) -> dict[str, Array]:
-        """The position, and the elements before it that runs have given back; what was read ahead is read again."""
+        """Return the position, and earlier elements that runs have given back; elements read ahead are read again."""
         position, returned = self.reading.progress
         arrays: dict[str, Array] = {"position": np.array(position)}
         if returned:
@@ -211,7 +211,7 @@ class InputState:
             )
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Goes on at a captured position: reads from the start, and leaves out what was taken before.
+        """Resume at a captured position: read from the start, and skip the elements taken before.
 
         Raises:
             CheckpointError: it is no capture of an input; nothing has changed.
@@ -221,7 +221,7 @@ class InputState:
         self.reading = self._from(int(arrays["position"]), arrays.get("returned", np.zeros(0, np.int64)).tolist())
 
     async def aclose(self) -> None:
-        """Closes what is open."""
+        """Close open files and generators."""
         await self.reading.aclose()
 
 

@@ -21,11 +21,12 @@ def loop_over(
     parallel_iterations: int = 32,
     name: str | None = None,
 ) -> Nest:
-    """Calls `body` for each element of `input` until there is none, as a `while_loop` does: a training loop, say.
+    """Call `body` for each element of `input`, as a `while_loop` does: a training loop, say.
 
     Elements are taken in order, and the next may be taken while an iteration computes. An element is taken as its
-    iteration begins; one that fails has taken it. Runs that loop over one input at a time share its elements, and the
-    last may be taken between one's asking for it and its taking it, which ends that run with `EndOfInput`.
+    iteration begins; a failed iteration has taken it. Runs that loop over one input at the same time share its
+    elements. The last element may be taken by another run after `has_more` said yes: the run then ends with
+    `EndOfInput`.
 
     Args:
         input: what to loop over.

@@ -1,8 +1,8 @@
-"""`ReadAhead`: one reading of a source, which is ahead of whoever takes elements by a few.
+"""`ReadAhead`: one reading of a source, a few elements ahead of the program.
 
-Reading is a *job*: of a thread for a source that blocks, of a task for one that awaits. A job ends when enough elements
-wait, and the next begins when half of them have been taken (back-pressure), so nothing waits in a thread. Only the job
-touches the source.
+Reading is a *job*: on a thread for a blocking source, in a task for an asynchronous source. A job ends when enough
+elements wait, and the next begins when half of them have been taken (back-pressure), so nothing waits in a thread. Only
+the job touches the source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncflow.state.waiting.taken import current_taken
 from asyncflow.streams.beside import giving_way
 
 Source: TypeAlias = "Callable[[], Generator[Element | Stacked] | AsyncGenerator[Element]]"
-"""Opens a source for one pass. What it has open it closes when it ends, fails, or is closed."""
+"""Opens a source for one pass. The iterator closes its open files when it ends, fails, or is closed."""
 
 CLOSE_S = 5.0
 """Seconds for a read that is under way, when its session closes."""
@@ -37,7 +37,7 @@ class ReadAhead:
         returned: numbers of elements below `skip` that are not left out, in ascending order.
 
     Attributes:
-        waits: how often somebody found no element and had to wait.
+        waits: number of times that a consumer found no element and had to wait.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReadAhead:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an element is there, and nobody waits for it."""
+        """Return True if an element is ready and no consumer waits."""
         return bool(self._ready) and not self._waiting
 
     def take_nowait(self) -> Element:
@@ -91,14 +91,14 @@ class ReadAhead:
 
     @property
     def progress(self) -> tuple[int, list[int]]:
-        """The number of the first element that was never taken, and those of earlier ones that are not taken now."""
+        """Return the number of the first element never taken, and the numbers of earlier elements given back."""
         removed, returned = self._ready.removed
         kept = self._kept
         numbers = [kept[n] if n < len(kept) else self._skip + n - len(kept) for n in returned]
         return self._skip + max(0, removed - len(kept)), [*numbers, *kept[removed:]]
 
     async def has_more(self) -> bool:
-        """Whether another element comes; waits until one is there, or none will be.
+        """Return True if another element comes; wait until that is known.
 
         Raises:
             Exception: reading has failed.
@@ -224,7 +224,7 @@ class ReadAhead:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Reads no more; who waits gets `EndOfInput`. What is open is closed when this is dropped."""
+        """Stop reading; waiting consumers get `EndOfInput`. Open files are closed when this object is dropped."""
         self._is_closing = True
         self._end = self._end or EndOfInput(f"input {self._name!r} is closed")
         self._changed.set()
@@ -246,7 +246,7 @@ class ReadAhead:
 
 
 def _parts(reading: Iterable[Element | Stacked], size: int) -> Iterator[Sequence[Element]]:
-    """Parts of what a source gives, of up to so many elements."""
+    """Yield the elements of a source in parts of at most `size` elements."""
     for found in reading:
         if not isinstance(found, Stacked):
             yield (found,)

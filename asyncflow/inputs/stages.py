@@ -1,7 +1,8 @@
 """Stages between a source and the program: elements go in, and come out shuffled or in batches.
 
-An element is a tuple of values, one for each leaf of its spec. What a stage gives is a function of what went in, its
-seed and the number of the pass, so that reading again gives the same. How many go in at a time makes no difference.
+An element is a tuple of values, one for each leaf of its spec. The output of a stage is a function of its input, its
+seed and the number of the pass, so that reading again gives the same. The number of elements fed at a time makes no
+difference.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from asyncflow.state.queue_arrays import open_axes, stacked
 from asyncflow.values import Array, Nest
 
 Element: TypeAlias = tuple[Nest, ...]
-"""Values as the user's sources give them: arrays, NumPy's scalars, text."""
+"""Values as the user's source yields them: arrays, NumPy scalars, text."""
 
 
 class Stacked(Sequence[Element]):
-    """Elements that stand behind one another in arrays, one array for each leaf, as in a file of them.
+    """Elements stacked in arrays, one array for each leaf, as in a file.
 
-    A batch of them is one copy: to take each for itself would keep the GIL from the program for longer than to read it.
+    A batch of them is one copy: taking each element by itself would hold the GIL for longer than the read.
     """
 
     __slots__ = ("values",)
@@ -51,18 +52,18 @@ class Stacked(Sequence[Element]):
 
 
 class Passing(Protocol):
-    """A stage in one pass over its source."""
+    """One pass of a stage over its source."""
 
     def feed(self, elements: Sequence[Element]) -> Sequence[Element]:
-        """Gives what comes out when these go in."""
+        """Feed elements, and return the elements that come out."""
 
     def finish(self) -> Sequence[Element]:
-        """Gives what is left when the source has ended."""
+        """Return the remaining elements after the source has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """Gives a random one of `size` elements each time, and takes the next in its place."""
+    """A stage that returns a random one of `size` buffered elements, and refills its place from the source."""
 
     size: int
     seed: int
@@ -131,10 +132,10 @@ class Batched:
         return Structure(tuple, (0, 1), (structure, of_lengths)), (*whole, *lengths)
 
     def joined(self, parts: Sequence[Sequence[Element]]) -> Element:
-        """Some elements as one.
+        """Join elements into one batch.
 
         Raises:
-            ShapeError: they are not alike, and there is no `pad`.
+            ShapeError: the elements differ in shape, and there is no `pad`.
         """
         arrays = [part.values for part in parts if isinstance(part, Stacked)]
         if len(arrays) == len(parts):
@@ -177,7 +178,7 @@ class _Batching:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Reads the source again when it has ended; `times` in all, None without end."""
+    """A stage that reads the source again when it has ended; `times` in all, None without end."""
 
     times: int | None
 
@@ -188,7 +189,7 @@ Stage: TypeAlias = Shuffle | Batched | Repetition
 class Passes:
     """The way of elements through stages, over all passes.
 
-    Stages before a `Repetition` start anew with each pass; those behind it go on.
+    Stages before a `Repetition` start anew with each pass; later stages go on.
 
     Attributes:
         at_once: how many elements are best fed at a time: as many as make a batch.
@@ -211,7 +212,7 @@ class Passes:
         self._given = 0
 
     def feed(self, elements: Sequence[Element]) -> Sequence[Element]:
-        """Gives what comes out when elements of the source go in."""
+        """Feed elements of the source, and return the elements that come out."""
         for stage in self._here:
             elements = stage.feed(elements)
         return self._pass_on(elements)
@@ -223,9 +224,9 @@ class Passes:
         return elements
 
     def end_of_pass(self) -> tuple[Sequence[Element], bool]:
-        """Gives what comes out when the source has ended, and whether to read it again.
+        """Return the remaining elements after the source has ended, and True if it must be read again.
 
-        A pass that gives not a single element is the last: another one would give nothing either.
+        A pass without a single element is the last: another pass would be empty, too.
         """
         found = self._pass_on(_finished(self._here))
         self._number += 1
@@ -270,7 +271,7 @@ def check_batch(size: int, specs: Sequence[Spec], pad: complex | None) -> None:
     """Refuses a batch that cannot be.
 
     Raises:
-        GraphError: `size` is below 1, or what is to be padded has no known rank, or is text.
+        GraphError: `size` is below 1, or an element to be padded has no known rank, or is text.
     """
     if size < 1:
         raise GraphError(f"a batch has 1 element or more; got size={size}")

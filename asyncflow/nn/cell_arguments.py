@@ -1,6 +1,6 @@
 """Arguments of a cell: its input and the parts of its state, checked against one another and the weights.
 
-Without these checks a wrong state would broadcast or be promoted, and a loss would be what it should not be.
+Without these checks a wrong state would broadcast or be promoted, and the loss would be silently wrong.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from asyncflow.graph.shapes import format_shape
 from asyncflow.ops.promotion import kind_of
 
 Weight: TypeAlias = Any
-"""An array, a tensor or a `Variable` that a cell computes with. Whoever reads it again finds what was put in."""
+"""An array, a tensor or a `Variable` that a cell computes with. A second read finds the same object."""
 
 
 def cell_arguments(
     what: str, x: TensorLike, state: Mapping[str, TensorLike], weights: Mapping[str, Tensor | None]
 ) -> list[Tensor]:
-    """The input and the parts of the state as tensors: ``(batch, n_in)`` and ``(batch, hidden)``, or without `batch`.
+    """Return the input and the parts of the state as tensors: ``(batch, n_in)`` and ``(batch, hidden)``, or without
+    `batch`.
 
     Args:
         what: names the cell in messages.
         x: the input.
         state: the parts of the state, by name.
-        weights: what has been read of the weights, by name.
+        weights: tensors read from the weights, by name.
 
     Raises:
         DTypeError: the input is no float, or another has another dtype.
@@ -67,7 +68,7 @@ def check_weights(what: str, weights: object, kind: type) -> None:
 
 
 def _is_nest(part: object) -> bool:
-    """Whether it is several tensors; lists of numbers are one."""
+    """Return True if `part` is several tensors; lists of numbers count as one tensor."""
     leaves, structure = nest.flatten(part)
     return structure.kind is not None and not all(isinstance(leaf, int | float) for leaf in leaves)
 

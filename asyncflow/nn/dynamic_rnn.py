@@ -38,11 +38,11 @@ def dynamic_rnn(
     swap_memory: bool = False,
     name: str | None = None,
 ) -> tuple[Nest, Nest]:
-    """Runs ``output, state = cell(x, state)`` over the time steps of a batch, and only as far as each sequence goes.
+    """Run ``output, state = cell(x, state)`` over the time steps of a batch, and only up to each sequence's end.
 
     With `lengths`, step t computes the rows of those sequences that have one, and there are as many steps as the
     longest sequence has: nothing is computed past an end. In whatever order the sequences stand, they are sorted once,
-    in front of the loop, so that those that go on are the first rows of what the cell sees.
+    before the loop, so that unfinished sequences are the first rows of the cell's input.
 
     Args:
         cell: called once, while the graph is built, with the inputs of one step, ``(rows, ...)``, and the state of the
@@ -91,7 +91,7 @@ def dynamic_rnn(
 
 
 class _Sequences:
-    """The inputs and the initial state, with what is known of steps and batch."""
+    """Inputs and initial state, with the known extents of steps and batch."""
 
     def __init__(self, inputs: Nest, initial_state: Nest) -> None:
         leaves, self.structure = nest.flatten(inputs)
@@ -127,8 +127,8 @@ class _Sequences:
 class _RnnLoop:
     """The loop of a `dynamic_rnn`, built body first: only the cell tells how many outputs there are.
 
-    Loop variables are a counter, the state, an array for each output and, if sequences end before others, an array for
-    each part of the state, where step t puts the rows of those that have ended before it.
+    Loop variables are a counter, the state, and an array for each output. If sequences end early, an array for each
+    part of the state is added, where step t writes the rows of sequences that ended before it.
     """
 
     def __init__(self, graph: Graph, label: str, sequences: _Sequences, packed: Packing | None) -> None:
@@ -143,7 +143,7 @@ class _RnnLoop:
         self.ended = [] if packed is None else [_kind(spec) for spec in self.specs]
 
     def _rows(self, shape: Shape) -> Shape:
-        """The shape of what has one row for each sequence that goes on."""
+        """Return the shape of a tensor with one row for each unfinished sequence."""
         assert shape is not None
         return shape if self.packed is None else (None, *shape[1:])
 

@@ -22,13 +22,13 @@ class GRUWeights(NamedTuple):
     """The weights and biases of `gru_cell`, the three gates side by side: reset, update, candidate."""
 
     input: Weight
-    """Of what enters: ``(n_in, 3 * hidden)``."""
+    """Weights of the input: ``(n_in, 3 * hidden)``."""
     recurrent: Weight
     """Of the state: ``(hidden, 3 * hidden)``."""
     bias: Weight
     """``(3 * hidden,)``; None for none."""
     recurrent_bias: Weight
-    """Of the candidate, inside what is reset: ``(hidden,)``; None for none."""
+    """Bias of the candidate, inside the reset: ``(hidden,)``; None for none."""
 
     def read(self) -> GRUWeights:
         """The same as tensors. In front of a loop: the variables are then read once, and not in every iteration."""
@@ -44,7 +44,7 @@ def gru_weights(
     name: str = "gru",
     container: str | None = None,
 ) -> GRUWeights:
-    """Variables for a GRU cell, named after their fields, such as ``<name>/input``; drawn as for `lstm_weights`.
+    """Make variables for a GRU cell, named after their fields, such as ``<name>/input``; drawn as in `lstm_weights`.
 
     Args:
         n_in: extent of the input.

@@ -12,7 +12,7 @@ from asyncflow.values import Array
 def glorot_uniform(
     random: np.random.Generator, rows: int, columns: int, blocks: int = 1, *, dtype: DTypeLike = float32
 ) -> Array:
-    """A matrix that keeps the variance of what is multiplied by it, forward and back (Glorot and Bengio 2010).
+    """Draw a matrix that keeps the variance of its products, forward and back (Glorot and Bengio 2010).
 
     Args:
         random: where the numbers come from.
@@ -26,7 +26,7 @@ def glorot_uniform(
 
 
 def orthogonal(random: np.random.Generator, size: int, blocks: int = 1, *, dtype: DTypeLike = float32) -> Array:
-    """Random rotations and reflections, which keep the length of what is multiplied by them (Saxe et al. 2014).
+    """Draw random rotations and reflections, which keep the length of vectors (Saxe et al. 2014).
 
     Args:
         random: where the numbers come from.

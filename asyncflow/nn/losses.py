@@ -113,7 +113,7 @@ def sigmoid_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
 
 
 def mean_squared_error(predictions: TensorLike, targets: TensorLike, *, axis: Axes = None) -> Tensor:
-    """The mean of ``(predictions - targets)**2`` over `axis`, over everything if it is None.
+    """Return the mean of ``(predictions - targets)**2`` over `axis`, or over all elements if it is None.
 
     Args:
         predictions: floats.

@@ -22,7 +22,7 @@ class LSTMWeights(NamedTuple):
     """The weights and biases of `lstm_cell`, the four gates side by side: input, forget, candidate, output."""
 
     input: Weight
-    """Of what enters: ``(n_in, 4 * hidden)``."""
+    """Weights of the input: ``(n_in, 4 * hidden)``."""
     recurrent: Weight
     """Of the state: ``(hidden, 4 * hidden)``."""
     bias: Weight
@@ -42,10 +42,10 @@ def lstm_weights(
     name: str = "lstm",
     container: str | None = None,
 ) -> LSTMWeights:
-    """Variables for an LSTM cell, named ``<name>/input``, ``<name>/recurrent`` and ``<name>/bias``.
+    """Make variables for an LSTM cell, named ``<name>/input``, ``<name>/recurrent`` and ``<name>/bias``.
 
-    What multiplies the input is drawn as Glorot and Bengio do, what multiplies the state is orthogonal for each gate,
-    and biases are 0, but 1 for the forget gate, so that the cell remembers before it has learned to.
+    Weights of the input are drawn as Glorot and Bengio do, and weights of the state are orthogonal for each gate.
+    Biases are 0, but 1 for the forget gate, so that the cell remembers before it has learned to.
 
     Args:
         n_in: extent of the input.

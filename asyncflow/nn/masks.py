@@ -45,10 +45,10 @@ def sequence_mask(lengths: TensorLike, steps: Extent) -> Tensor:
 
 
 def as_lengths(lengths: TensorLike) -> Tensor:
-    """Lengths as int64, since those of a small dtype may not count as far as there are steps.
+    """Return lengths as int64: a small dtype may not be able to count the steps.
 
     Raises:
-        DTypeError: they are no integers.
+        DTypeError: the lengths are no integers.
     """
     tensor = as_tensor(lengths)
     if tensor.dtype.kind not in "iu":
@@ -57,10 +57,11 @@ def as_lengths(lengths: TensorLike) -> Tensor:
 
 
 def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
-    """The mean of `values` where `mask` is true, 0 if that is nowhere. What is masked may be anything, even NaN.
+    """Return the mean of `values` where `mask` is true, or 0 if that is nowhere. Masked values may be anything, even
+    NaN.
 
-    What is masked has a gradient of 0. If it is NaN because of what computed it, such as the square root of a padding
-    below 0, the gradients in front of that are NaN all the same, as 0 times NaN is. Mask what goes in there, too:
+    Masked values have a gradient of 0. If the computation before made them NaN, such as the square root of a negative
+    padding, the gradients before that are NaN all the same, as 0 times NaN is. Mask its input, too:
     ``masked_mean(af.sqrt(af.where(mask, x, 1.0)), mask)``.
 
     Args:

@@ -1,7 +1,7 @@
-"""Sequences of different lengths without the steps past their ends: all that is there, step after step.
+"""Sequences of different lengths, packed step after step without the steps past their ends.
 
-The rows of a packed batch are those of step 0, then those of step 1, and so on; in each step the longest sequence comes
-first. So the rows of one step are side by side, and those that go on after it are the first of them.
+The rows of a packed batch are the rows of step 0, then of step 1, and so on; in each step the longest sequence comes
+first. So the rows of one step are side by side, and sequences that go on are the first of them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Packing:
         batch: number of sequences.
         longest: the largest of the lengths: how many steps there are to go; ``()``.
         counts: how many sequences go on in each step; ``(longest,)``.
-        descending: the sequences from the longest to the shortest; those of one length as they stand; ``(batch,)``.
+        descending: the sequences from the longest to the shortest, in their order where equally long; ``(batch,)``.
         ascending: from the shortest to the longest, likewise.
         rows: where each packed row is in the batch whose first two axes are joined; ``(sum of counts,)``.
     """
@@ -121,7 +121,7 @@ class Packing:
     rows: Tensor
 
     def pack(self, x: Tensor) -> Tensor:
-        """``(steps, batch, ...)`` without what lies past the ends: ``(rows, ...)``."""
+        """Pack ``(steps, batch, ...)`` to ``(rows, ...)``, without steps past the ends."""
         return gather(reshaped(x, (self.steps * self.batch,), 2), self.rows)
 
     def unpack(self, packed: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Packing:
 
 
 def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Packing:
-    """The packing of a batch of these lengths.
+    """Return the packing of a batch with these lengths.
 
     Raises:
         DTypeError, ShapeError: `lengths` are no integers of shape ``(batch,)``.

@@ -1,9 +1,9 @@
-"""Training steps, as ``af.optim``: functions that add to a graph what changes variables along their gradients.
+"""Training steps, as ``af.optim``: functions that add nodes which change variables along their gradients.
 
-`sgd`, `momentum` and `adam` take pairs of a gradient and a variable, and give the node that makes one step; what they
-remember from step to step is in variables of their own, beside the variable they belong to. `minimize` does it in one
-line, from a loss. Between the gradients and the step, `clip_by_value`, `clip_by_norm` and `clip_by_global_norm` bound
-the gradients.
+`sgd`, `momentum` and `adam` take pairs of a gradient and a variable, and return the node that makes one step. State
+kept from step to step is in variables of its own, beside the variable it belongs to. `minimize` does it in one line,
+from a loss. Between the gradients and the step, `clip_by_value`, `clip_by_norm` and `clip_by_global_norm` bound the
+gradients.
 """
 
 from __future__ import annotations

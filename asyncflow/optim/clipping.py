@@ -41,14 +41,14 @@ def clip_by_value(grads: Nest, low: TensorLike, high: TensorLike) -> Nest:
 
 
 def clip_by_norm(grads: Nest, max_norm: TensorLike) -> Nest:
-    """Each of `grads` scaled down, if need be, to a Euclidean norm of `max_norm`, by itself.
+    """Scale each of `grads` down, if need be, to a Euclidean norm of `max_norm`, by itself.
 
     Args:
         grads: a nest of floats.
         max_norm: above 0; a number or a scalar tensor.
 
     Returns:
-        The scaled nest, of the dtypes and shapes of `grads`. What has a norm that is not finite becomes NaN.
+        The scaled nest, of the dtypes and shapes of `grads`. Gradients with an infinite or NaN norm become NaN.
 
     Raises:
         GraphError: `max_norm` is a number that is not above 0.

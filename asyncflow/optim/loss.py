@@ -10,7 +10,7 @@ from asyncflow.ops.promotion import kind_of
 
 
 def as_loss(what: str, value: object, advice: str = "") -> Tensor:
-    """`value` as a tensor, once it is known to be something to differentiate.
+    """Convert `value` to a tensor, after a check that it can be differentiated.
 
     Args:
         what: names it in messages.

@@ -16,10 +16,10 @@ _PAIRS = "pairs of (gradient, variable) alone (as partial(af.optim.sgd, learning
 
 
 def minimize(loss: Tensor, variables: Nest, step: Callable[[Iterable[tuple[Nest, Variable]]], Node]) -> Node:
-    """Adds the gradients of `loss` and a step along them.
+    """Add the gradients of `loss` and a step along them.
 
     Args:
-        loss: what is to become smaller, a float scalar.
+        loss: the value to minimise, a float scalar.
         variables: a nest of variables of floats; `loss` depends on each.
         step: called with pairs of a gradient and a variable, such as ``partial(af.optim.sgd, learning_rate=0.1)``.
 

@@ -39,12 +39,12 @@ def as_scalar(what: str, x: TensorLike, dtype: DType) -> Tensor:
 
 
 def as_dtype_of(x: Tensor, dtype: DType) -> Tensor:
-    """`x`, converted if it has another dtype."""
+    """Convert `x` if it has another dtype."""
     return x if x.dtype == dtype else astype(x, dtype)
 
 
 def is_number(x: object) -> TypeGuard[int | float]:
-    """Whether it is a real number, of Python or NumPy, and no boolean."""
+    """Return True if `x` is a real number, of Python or NumPy, and no boolean."""
     return isinstance(x, Real) and not isinstance(x, bool)
 
 

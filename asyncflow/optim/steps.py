@@ -1,4 +1,4 @@
-"""Steps that change variables along their gradients: `sgd`, `momentum`, `adam`.
+"""Optimiser steps that change variables along gradients: `sgd`, `momentum`, `adam`.
 
 Every variable is written once a step, atomically, and so is everything remembered for it. Runs of one step that overlap
 each take effect in full, on the values that are there when they write.
@@ -26,7 +26,7 @@ from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number, share
 from asyncflow.state.variable import Variable
 
 Pairs: TypeAlias = "Iterable[tuple[TensorLike | None, Variable]]"
-"""Gradients and the variables they belong to."""
+"""Pairs of a gradient and its variable."""
 
 
 def sgd(pairs: Pairs, learning_rate: TensorLike) -> Node:
@@ -66,14 +66,14 @@ def sgd(pairs: Pairs, learning_rate: TensorLike) -> Node:
 
 
 def momentum(pairs: Pairs, learning_rate: TensorLike, momentum: TensorLike = 0.9, *, nesterov: bool = False) -> Node:
-    """Adds a step of gradient descent with momentum: ``v = momentum * v + g``, then ``w -= learning_rate * v``.
+    """Add a step of gradient descent with momentum: ``v = momentum * v + g``, then ``w -= learning_rate * v``.
 
     A change of the learning rate takes effect at once, since ``v`` is a sum of gradients and not of steps.
 
     Args:
         pairs: as for `sgd`.
         learning_rate: as for `sgd`.
-        momentum: what is kept of ``v`` from step to step; a number, at least 0 and below 1, or a scalar tensor.
+        momentum: share of ``v`` kept from step to step; a number, at least 0 and below 1, or a scalar tensor.
         nesterov: look ahead along ``v``: ``w -= learning_rate * (g + momentum * v)``.
 
     Returns:
@@ -100,11 +100,11 @@ def momentum(pairs: Pairs, learning_rate: TensorLike, momentum: TensorLike = 0.9
 def adam(
     pairs: Pairs, learning_rate: TensorLike = 0.001, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8
 ) -> Node:
-    """Adds a step of Adam, with bias correction (Kingma and Ba 2015, algorithm 1).
+    """Add a step of Adam, with bias correction (Kingma and Ba 2015, algorithm 1).
 
-    ``m = beta1 * m + (1 - beta1) * g`` and ``s = beta2 * s + (1 - beta2) * g**2`` are means of what has come so far.
-    In step t, which counts from 1: ``w -= learning_rate * m / (1 - beta1**t) / (sqrt(s / (1 - beta2**t)) + epsilon)``.
-    For variables of 16 bits the means are float32, as squares of small gradients would else vanish.
+    ``m = beta1 * m + (1 - beta1) * g`` and ``s = beta2 * s + (1 - beta2) * g**2`` are running means. In step t, which
+    counts from 1: ``w -= learning_rate * m / (1 - beta1**t) / (sqrt(s / (1 - beta2**t)) + epsilon)``. For variables of
+    16 bits the means are float32, as squares of small gradients would else vanish.
 
     Args:
         pairs: as for `sgd`.
@@ -149,12 +149,12 @@ def _adam_step(
 
 
 def _checked(what: str, pairs: Pairs, *, remembers: bool = False) -> tuple[Graph, list[tuple[Tensor, Variable]]]:
-    """The graph to build in, and the pairs, with gradients as tensors. All are checked before anything is built.
+    """Return the graph to build in, and the pairs, with gradients as tensors. All are checked before anything is built.
 
     Args:
         what: names the step in messages.
         pairs: what the user gave.
-        remembers: the step needs variables like those of the pairs.
+        remembers: True if the step keeps a variable of the same shape for each one.
     """
     listed = _listed(what, pairs)
     seen = set()
@@ -195,7 +195,7 @@ def _listed(what: str, pairs: object) -> list[tuple[TensorLike | None, Variable]
 
 
 def _is_nest(grad: object) -> bool:
-    """Whether it holds several tensors; a list of numbers is one."""
+    """Return True if `grad` holds several tensors; a list of numbers counts as one."""
     leaves, structure = nest.flatten(grad)
     return structure.kind is not None and not all(map(is_number, leaves))
 
@@ -218,7 +218,7 @@ def _check_fits(what: str, grad: Tensor, variable: Variable) -> None:
 def _slot(
     variable: Variable, name: str, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
 ) -> Variable:
-    """A variable that remembers something of another, of its shape unless told; at first zeros."""
+    """Make a variable for an optimiser's state, of the shape of `variable` unless told; at first zeros."""
     zeros = np.zeros(_static_shape(variable) if shape is None else shape, variable.dtype if dtype is None else dtype)
     return Variable(zeros, name=f"{variable.name}/{name}", container=variable.container)
 

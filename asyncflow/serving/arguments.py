@@ -1,4 +1,4 @@
-"""Checks of what a server is made of, so that a wrong part is named where it is given and not while it serves."""
+"""Checks of a server's parts, so that a wrong part is reported where it is given and not while the server runs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _log: Final = logging.getLogger("asyncflow.serving")
 
 
 class HeldRefusals:
-    """Refusals that wait before they are sent, so that they go out evenly.
+    """Refusals that are held before they are sent, so that the server sends them evenly.
 
     A refusal costs half as much as an answer, and some clients ask again at once. With 192 such clients and 100
     refusals a second, each refusal is held for 1.92 s, and all of them take 2 % of the time. One client waits 10 ms.

@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it may be sent requests: `livez`, `readyz`."""
+"""Liveness and readiness of the process: `livez`, `readyz`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HealthEndpoint:
 
 
 def livez(life: Lifespan, *, max_lag_s: float = 1.0) -> HealthEndpoint:
-    """Whether the process works: the event loop goes round in time, and the session is open.
+    """Return an endpoint that reports liveness: the event loop turns in time, and the session is open.
 
     Args:
         life: of the session.
@@ -54,7 +54,7 @@ def livez(life: Lifespan, *, max_lag_s: float = 1.0) -> HealthEndpoint:
 
 
 def readyz(life: Lifespan, *, max_queued: int | None = None) -> HealthEndpoint:
-    """Whether the server is to be sent requests: it is warm, does not drain, and has room.
+    """Return an endpoint that reports readiness for requests: the server is warm, does not drain, and has room.
 
     Args:
         life: of the session.

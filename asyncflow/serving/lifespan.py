@@ -82,7 +82,7 @@ class Lifespan:
         priority: Callable[[Message], int] | None = None,
         hold_s: float = 2.0,
     ) -> Application:
-        """An ASGI application that refuses requests before it reads them, as long as the session would refuse a run.
+        """Return an ASGI application that refuses requests unread while the session would refuse a run.
 
         The other one answers the rest, and everything that is no HTTP request. A refusal is that of `error_response`,
         and closes the connection. Refusals go out at 100 a second, and are held for so long, as clients that ask again
@@ -119,7 +119,7 @@ class Lifespan:
         )
 
     def start_drain(self) -> None:
-        """Refuses what is asked for from now on, and lets runs in flight end; on the session's event loop."""
+        """Refuse new requests, and let runs in flight end; on the session's event loop."""
         if self._draining is None and self.phase != "closed":
             self.phase = "draining"
             self._held.end()
@@ -191,7 +191,7 @@ class Lifespan:
                 signal.signal(number, servers)
 
     async def _serve_lifespan(self, receive: Receive, send: Send) -> None:
-        """Does what the ASGI specification says of lifespans."""
+        """Follow the lifespan protocol of the ASGI specification."""
         has_started = False
         try:
             await receive()
@@ -221,8 +221,8 @@ def lifespan(
 
     Args:
         session: not entered yet.
-        warm_up: awaited with the open session; until it has returned, `readyz` says that the server is not ready. One
-            that raises leaves it so, and is logged; one that is not async fails the start.
+        warm_up: awaited with the open session; until it has returned, `readyz` says that the server is not ready. A
+            warm-up that raises leaves the server unready, and is logged; a function that is not async fails the start.
         beside: contexts entered when the session is open, and left when it is drained: `Metrics`, `Reload`, `Spans`.
         grace_s: how long runs in flight may take to end when it drains; the others are stopped, and answered with 503.
             Give the server longer before it cancels requests: uvicorn's ``timeout_graceful_shutdown``.

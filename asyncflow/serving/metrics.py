@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
     Attributes:
         labels: which one it is.
-        value: the number; of a histogram, the sum of what was observed.
+        value: the number; of a histogram, the sum of the observed values.
         buckets: of a histogram: upper bounds, the last of which is infinite, and how many observations are within each.
     """
 
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A metric with all its values.
+    """A metric with all its samples.
 
     Attributes:
         name: such as ``asyncflow_request_duration_seconds``.
@@ -155,7 +155,7 @@ class Metrics:
     # -- what it is told -----------------------------------------------------------------------------------------
 
     def run_began(self, run: ObservedRun) -> None:
-        """Does nothing: a run is counted when it ends."""
+        """Do nothing: a run is counted when it ends."""
 
     def run_ended(self, run: ObservedRun) -> None:
         """Counts a run."""
@@ -198,7 +198,7 @@ class Metrics:
         return self.snapshot()
 
     def snapshot(self) -> tuple[Metric, ...]:
-        """All metrics as they are now; on the event loop's thread."""
+        """Return all metrics as of now; on the event loop's thread."""
         now = self._session.statistics()
         return (*self._of_runs(), *self._of_batches(now), *self._of_limits(now), *self._of_session(now))
 

@@ -1,7 +1,7 @@
 """Metrics for the library ``prometheus-client``, which the extra ``prometheus`` brings.
 
-`prometheus_collector` hands them to a scrape of one process. `PrometheusWorker` writes those of one of several worker
-processes to the files that its multiprocess mode adds up, whichever worker a scrape reaches.
+`prometheus_collector` hands them to a scrape of one process. `PrometheusWorker` writes the metrics of one of several
+worker processes to files. The library's multiprocess mode adds them up, whichever worker a scrape reaches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PrometheusCollector:
 def prometheus_collector(metrics: Metrics) -> PrometheusCollector:
     """A collector for ``prometheus_client.REGISTRY.register(...)``, or a ``CollectorRegistry`` of your own.
 
-    Each scrape reads a snapshot on the session's event loop; one that takes long, or fails, holds up no run.
+    Each scrape reads a snapshot on the session's event loop; a slow or failing scrape delays no run.
 
     Raises:
         ImportError: ``prometheus-client`` is not installed.
@@ -61,16 +61,16 @@ class _SharedValue(Protocol):
     """A number in a file of ``prometheus-client``."""
 
     def set(self, value: float) -> None:
-        """Write it."""
+        """Write the value."""
 
 
 class PrometheusWorker:
     """Writes the metrics of one of several worker processes for the multiprocess mode of ``prometheus-client``.
 
-    Works while it is entered with ``async with``: `lifespan` takes it behind `metrics` as one of ``beside``.
-    The environment variable ``PROMETHEUS_MULTIPROC_DIR`` names a directory that is empty when the server starts. Each
+    Works while it is entered with ``async with``: `lifespan` takes it behind `metrics` as one of ``beside``. The
+    environment variable ``PROMETHEUS_MULTIPROC_DIR`` names a directory that is empty when the server starts. Each
     worker then answers a scrape for all, by ``MultiProcessCollector``. Counts and histograms are sums over all workers
-    since the start. Gauges are sums over those that run; of the event loops' lags the largest is given.
+    since the start. Gauges are sums over running workers; of the event loops' lags, the largest counts.
 
     Args:
         metrics: of the worker's session; one in a process.
@@ -95,7 +95,7 @@ class PrometheusWorker:
         self._metrics = metrics
         self._make = values.ValueClass
         self._values: dict[tuple[str, tuple[str, ...]], tuple[_SharedValue, float]] = {}
-        """Each with what is written there."""
+        """Values by key, each with the number last written."""
         self._gauges: set[_SharedValue] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._has_warned = False

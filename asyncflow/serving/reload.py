@@ -19,11 +19,11 @@ _log: Final = logging.getLogger("asyncflow.serving")
 
 
 class Reload:
-    """Watches a directory of checkpoints, and gives a session the variables of each newer step that is complete.
+    """A reload: watches a directory of checkpoints, and gives a session the variables of each newer complete step.
 
     Works while it is entered with ``async with``; the first look is taken then, so that the server begins with the
-    latest step. Every run sees the variables of one step (`Session.swap_variables`). While a step cannot be
-    loaded, which is logged once, the session goes on with what it has; it is tried again with every look.
+    latest step. Every run sees the variables of one step (`Session.swap_variables`). While a step cannot be loaded, the
+    session goes on with its present variables. The failure is logged once; every look tries again.
 
     Args:
         session: open before this is entered: `lifespan` takes it as one of ``beside``.

@@ -14,7 +14,7 @@ from asyncflow.serving.responses import Receive
 Result = TypeVar("Result")
 
 _UNWATCHED_S: Final = 0.005
-"""Runs that end before this cost no task: watching a client takes 10 µs, an eighth of a small request."""
+"""Seconds before a client is watched: a watch costs 10 µs, an eighth of a small request."""
 
 
 class HasReceive(Protocol):
@@ -26,11 +26,11 @@ class HasReceive(Protocol):
 
 
 async def run_or_disconnect(client: HasReceive | Receive, run: Awaitable[Result]) -> Result:
-    """Awaits a run; a client that goes away cancels it.
+    """Await a run; a client that goes away cancels it.
 
-    Servers do not cancel a handler whose client has gone: it would compute for nobody. A run of less than 5 ms is over
-    before that is looked for. Read the body of the request first, since what the server sends until the client goes is
-    taken here.
+    Servers do not cancel the handler of a client that has gone: its result would be wasted. A run of less than 5 ms
+    ends before the client is watched. Read the body of the request first, since messages of the server are consumed
+    here until the client goes.
 
     Args:
         client: a Starlette or FastAPI request or WebSocket, or the ``receive`` that an ASGI application is called with.
@@ -63,7 +63,7 @@ async def run_or_disconnect(client: HasReceive | Receive, run: Awaitable[Result]
 
 
 class _DisconnectWatch:
-    """Cancels the task that it is made in once the client goes, until it is ended."""
+    """A watch that cancels the task it was made in when the client goes, until the watch is ended."""
 
     __slots__ = ("_before", "_has_cancelled", "_receive", "_starts", "_task", "_watcher")
 
@@ -78,7 +78,7 @@ class _DisconnectWatch:
         self._starts = asyncio.get_running_loop().call_later(_UNWATCHED_S, self._start)
 
     async def end(self) -> None:
-        """Returns when nobody waits for the server any more, however often this is cancelled meanwhile."""
+        """Return when the watcher has ended, however often the caller is cancelled meanwhile."""
         self._starts.cancel()
         watcher = self._watcher
         if watcher is None:
@@ -99,7 +99,8 @@ class _DisconnectWatch:
             raise cancelled
 
     def has_cancelled(self) -> bool:
-        """Whether the task is cancelled as the client has gone, and by nobody else; it no longer counts as cancelled.
+        """Return True if the task was cancelled only because the client has gone; it then no longer counts as
+        cancelled.
 
         Raises:
             Exception: what the server raised in place of a message.
@@ -127,10 +128,10 @@ async def _wait_disconnect(receive: Receive) -> None:
 async def start_stream(
     client: HasReceive | Receive, items: AsyncGenerator[Result, None]
 ) -> AsyncGenerator[Result, None]:
-    """Awaits the first item, and returns an iterator over it and the others.
+    """Await the first item, and return an iterator over it and the following items.
 
-    What fails before it, such as wrong feeds or a session without room, is raised here, where the response has not
-    begun and can have a status of its own: ``StreamingResponse(await serving.start_stream(request, items))``.
+    Failures before the first item, such as wrong feeds or an overloaded session, are raised here. The response has not
+    begun then, and can have a status of its own: ``StreamingResponse(await serving.start_stream(request, items))``.
 
     Args:
         client: as in `run_or_disconnect`.
@@ -167,7 +168,7 @@ def _require_generator(given: object, what: str) -> None:
 
 
 def stream_or_stall(items: AsyncGenerator[Result, None], stall_timeout_s: float = 30.0) -> AsyncGenerator[Result, None]:
-    """Iterates over what a run streams; a consumer that takes too long between two items ends the run.
+    """Iterate over the items of a stream; a consumer that takes too long between two items ends the run.
 
     A slow client holds the run back, and with it the run's memory and its place among `max_runs`: not for ever.
 

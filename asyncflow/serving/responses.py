@@ -30,7 +30,9 @@ Application: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 """An ASGI application."""
 
 CLIENT_GONE: Final = 499
-"""The status, nginx's, of a request whose client did not wait for its response. Nobody receives it; metrics show it."""
+"""The status, nginx's, of a request whose client did not wait for its response. No client receives it; metrics show
+it.
+"""
 
 _TEXTS: Final = {
     408: "the request took too long",
@@ -39,13 +41,13 @@ _TEXTS: Final = {
     503: "the server cannot take this request now",
     504: "the request took too long",
 }
-"""Told in place of messages that are for those who run the server: names of nodes and files stand in them."""
+"""Replacements for messages meant for the server's operators, which name nodes and files."""
 _PLACE: Final = re.compile(r"(?:,|\n *) built at [^\n]*")
-"""Where in the program a tensor is from, in a message."""
+"""Pattern of the part of a message that names the line where a tensor was built."""
 
 
 class ErrorResponse(NamedTuple):
-    """An HTTP response that says what went wrong; called as an ASGI application, it is sent.
+    """An HTTP response that describes an error, and sends itself when called as an ASGI application.
 
     Attributes:
         status: its code.
@@ -58,7 +60,7 @@ class ErrorResponse(NamedTuple):
     body: bytes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Sends it."""
+        """Send the response."""
         await send_response(send, self.status, self.headers, self.body)
 
 
@@ -96,7 +98,7 @@ def error_response(
     late: Literal[408, 504] = 504,
     details: bool = False,
 ) -> ErrorResponse:
-    """The response to a request whose run raised this.
+    """Return the response to a request whose run raised `error`.
 
     ======================================================== =========================================================
     error                                                    status
@@ -111,11 +113,11 @@ def error_response(
     ======================================================== =========================================================
 
     Args:
-        error: what was raised.
+        error: the exception of the run.
         overloaded: 429 where clients have limits of their own, or a load balancer tries no other server for 503.
         late: 408 where ``timeout=`` was the client's wish.
-        details: send the messages of all errors, with nodes, files and lines of the program: for those who write it.
-            No message has a file or line without it.
+        details: send the messages of all errors, with nodes, files and lines of the program, for its developers. No
+            message has a file or line without it.
 
     Raises:
         TypeError: `error` is none.

@@ -26,11 +26,12 @@ _log: Final = logging.getLogger("asyncflow.serving")
 
 
 class Spans:
-    """A span for each run, child of its caller's, and one for each call of a batched function, with links to its runs.
+    """OpenTelemetry spans: one for each run, child of its caller's span, and one for each batched call, linked to its
+    runs.
 
     Works while it is entered with ``async with``. The span of a run is the current one in its coroutines. Spans end on
-    a thread of their own: exporters work then, and one that blocks holds up no run. Spans that would have to wait
-    behind 10,000 others are dropped, and counted. A run costs some 20 µs more.
+    a thread of their own, where exporters work; a slow exporter delays no run. Spans that would have to wait behind
+    10,000 others are dropped, and counted. A run costs some 20 µs more.
 
     Args:
         session: open before this is entered: `lifespan` takes it as one of ``beside``.
@@ -65,7 +66,7 @@ class Spans:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Waits for what is still to be exported, up to 5 s."""
+        """Wait up to 5 s for the remaining exports."""
         if self._remove is not None:
             self._remove()
         for run, span in self._spans.items():  # of runs that go on
@@ -85,7 +86,7 @@ class Spans:
         run.context.run(self._start, run)
 
     def run_ended(self, run: ObservedRun) -> None:
-        """Ends it."""
+        """End the span of a run."""
         from opentelemetry.trace import Status, StatusCode
 
         assert run.ended_s is not None
@@ -124,7 +125,7 @@ class Spans:
         self._hand_over(make)
 
     def pool_stepped(self, function: str, size: int, steps: int) -> None:
-        """Does nothing: steps are too short, and too many."""
+        """Do nothing: steps are too short and too many."""
 
     # -- exporting -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How is work ordered and overlapped? `Stream` and `Event`, the thread stream of the CPU, and virtual time."""
+"""Ordered and overlapping work. `Stream` and `Event`, the thread stream of the CPU, and virtual time."""
 
 from __future__ import annotations
 

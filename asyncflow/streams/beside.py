@@ -1,7 +1,7 @@
 """Work that would block the event loop, on a thread of its own.
 
-Not on the event loop's default executor: that is the application's. Its threads may all be waiting for the very run
-that needs one, and then nobody would ever go on.
+Not on the event loop's default executor: that is the application's. The default executor's threads may all be waiting
+for the very run that needs a thread: a deadlock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _TURN_S = 0.3e-3
-"""How long the GIL is kept."""
+"""Seconds that a worker keeps the GIL before it gives way."""
 _SWITCH_S = 0.000_5
 
 
@@ -74,7 +74,7 @@ async def call_beside(
 
 
 def giving_way(items: Iterable[_Item]) -> Iterator[_Item]:
-    """The items, for work on a thread: others have the GIL in between, who would wait 5 ms for it else."""
+    """Yield the items, and release the GIL now and then: other threads would otherwise wait 5 ms for it."""
     since = time.perf_counter()
     for item in items:
         if time.perf_counter() - since > _TURN_S:

@@ -13,13 +13,13 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def without_this_frame(error: _Error) -> _Error:
-    """The exception with a traceback that begins in the work: the frame of who called it keeps the arguments alive."""
+    """Drop the first frame of the exception's traceback: the frame of the caller keeps the arguments alive."""
     return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
 
 
 @dataclass(slots=True, eq=False)
 class KeptFailures:
-    """The failures of enqueued work on one stream, until an awaited event raises them; any thread may use it."""
+    """Failures of enqueued work on one stream, until an awaited event raises them; thread-safe."""
 
     _kept: list[tuple[int, BaseException]] = field(default_factory=list)
     _lock: Lock = field(default_factory=Lock)

@@ -1,4 +1,4 @@
-"""How a future gets its outcome from a callback that may come late."""
+"""The outcome of a future, set by a callback that may come late."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def resolve(future: asyncio.Future[Any], value: object = None, error: BaseException | None = None) -> None:
-    """Give a future its result or exception, unless its task was cancelled meanwhile; on the future's loop."""
+    """Set a future's result or exception, unless its task was cancelled meanwhile; on the future's loop."""
     if future.done():
         return
     if error is None:

@@ -1,13 +1,13 @@
 """An event loop that is never idle hands the GIL over to the threads it waits for.
 
-A thread that is done with its work needs the GIL to say so. Python means to give it after 5 ms at most: a thread that
-has waited so long makes the one that has the GIL hand it over. But it waits anew whenever the GIL has been free in
-between, and a loop frees it in each of its turns, to look for sockets, and has it back within microseconds, long before
-a core that was idle has woken the other thread. Beside a loop that always has a callback ready, on a machine with idle
-cores, threads were seen to wait for seconds, and some for as long as anyone looked.
+A thread that is done with its work needs the GIL to say so. Python hands it over after 5 ms at most: a thread that has
+waited that long makes the owner of the GIL release it. But the waiting time restarts whenever the GIL was free in
+between. A loop frees the GIL in each turn, to poll sockets, and takes it back within microseconds. An idle core needs
+far longer to wake the other thread. Beside a loop that always has a callback ready, on a machine with idle cores,
+threads were seen to wait for seconds, and some without end.
 
-So where a loop is told of something that is to come from a thread, it looks every 5 ms whether it has been busy all the
-while, and if so sleeps, for as long as it takes a thread to wake up.
+So a loop that expects work from a thread checks every 5 ms whether it has been busy all the while. If so, it sleeps for
+as long as a thread needs to wake up.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ INTERVAL_S = 5e-3
 """As long as Python lets a thread wait."""
 
 GAP_S = 50e-6
-"""With what the system adds to it, 110 µs on the machine where it was measured: 2 % of a busy loop's time."""
+"""Seconds of one sleep; 110 µs with the system's overhead on the machine measured: 2 % of a busy loop's time."""
 
 BUSY = 0.25
 """The share of a core from which on a loop may have been busy; others are idle often enough."""
 
 
 class Handover:
-    """Of one event loop; its methods belong to the loop's thread.
+    """Hand-over of the GIL by one event loop; the methods belong to the loop's thread.
 
     Attributes:
         awaited: how much is to come from threads.
@@ -49,13 +49,13 @@ class Handover:
         self._is_armed = is_virtual
 
     def expect(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Something more is to come from a thread."""
+        """Count one more completion expected from a thread."""
         self.awaited += 1
         if not self._is_armed:
             self._arm(loop)
 
     def arrived(self) -> None:
-        """It has come, or nobody waits for it any more."""
+        """Count one expected completion less: it has come, or is no longer awaited."""
         self.awaited -= 1
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -84,7 +84,7 @@ def handover_of(loop: asyncio.AbstractEventLoop) -> Handover:
 
 @contextmanager
 def awaiting_a_thread() -> Iterator[None]:
-    """A block in which what is awaited comes from a thread."""
+    """Mark a block whose awaited result comes from a thread."""
     loop = asyncio.get_running_loop()
     handover = handover_of(loop)
     handover.expect(loop)

@@ -1,9 +1,9 @@
-"""A user's function that has a thread of a session to itself, and what it may not wait for meanwhile.
+"""A user's function that occupies a thread of a session, and the waits that are forbidden to it.
 
 Such a function can ask for another run of its session and wait for it. A run that then queues for the session's threads
-may queue behind the function itself, or behind another that waits just so: nobody would ever go on. Which run was asked
-for by which function, and by which run, is known by context variables, as these go along with every way into an event
-loop; also with tasks that go on when the run that began them has ended, and are then part of it no more.
+may queue behind the function itself, or behind another function that waits in the same way: a deadlock. Context
+variables record which function and which run asked for a run, as they follow every way into an event loop. They also
+follow tasks that go on after the run that began them has ended; such tasks no longer count as part of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class TakesItems(Protocol):
-    """Where a run hands out items."""
+    """A receiver of items that a run hands out."""
 
     def offer(self, values: tuple[Value, ...], taken: Callable[[], None]) -> None:
         """Keeps `values` until they are taken, then calls `taken`."""
@@ -31,15 +31,15 @@ class TakesItems(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RunPart:
-    """A run, for what is asked for inside it.
+    """A run, as seen by the runs and calls that it asks for.
 
     Attributes:
         owner: anything that all runs of its session have in common.
         outer: the run that it is part of; None if it is part of none.
         is_over: nothing is part of it any more.
         deadline_s: when it has to have ended, in its event loop's time.
-        priority: of those that wait for others, lower ones go first.
-        emitter: takes what it hands out while it goes on; None for one that hands out nothing.
+        priority: among waiting runs, lower values go first.
+        emitter: receives the items of a run that streams; None for other runs.
         run: its number in traces.
         trace: what it is recorded into; None if it is not.
         in_line: tasks of it that wait for other runs, and functions that say what for.
@@ -60,12 +60,12 @@ class RunPart:
     back: Callable[[], Awaitable[None] | None] | None = None
 
     def coming_back(self) -> Awaitable[None] | None:
-        """Return the wait for the place of the run, if it has given it away; None if it can go on."""
+        """Return the wait for the run's place if the run has given it away; None if the run can go on."""
         return None if self.back is None else self.back()
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)
-"""The run that began what runs here; it may be over."""
+"""The run that started the current code; it may be over."""
 
 own_context: Callable[[RunPart], object] = _part.set
 """Says which run the current context is of."""
@@ -109,7 +109,7 @@ def enclosing_parts() -> frozenset[RunPart]:
 
 @contextmanager
 def in_line(describe: Callable[[], str] = str) -> Iterator[None]:
-    """Have the current task, of a run, count as one that waits for other runs; ``describe()`` says what for."""
+    """Count the current task of a run as waiting for other runs; ``describe()`` says for which."""
     part, task = current_part(), asyncio.current_task()
     if part is None or task is None:
         yield
@@ -124,7 +124,7 @@ def in_line(describe: Callable[[], str] = str) -> Iterator[None]:
 
 
 def is_within(owner: object) -> bool:
-    """Whether the current context is of one of its runs that has not ended."""
+    """Return True if the current context belongs to an unfinished run of `owner`."""
     return _part.get() is not None and any(part.owner is owner for part in enclosing_parts())
 
 
@@ -146,14 +146,14 @@ def note_ask() -> None:
 
 
 def may_wait_for_itself(context: Context) -> bool:
-    """Whether a run was asked for by a function that has a thread of the same session, still."""
+    """Return True if a function that occupies a thread of the same session asked for the run."""
     part = context.get(_part)
     holds = context.get(_holds, ())
     return part is not None and holds != () and any(hold.owner is part.owner for hold in holds)
 
 
 def refuse_to_queue(context: Context) -> None:
-    """Raises if work in `context` would queue for a thread, and nobody knows whether that can end.
+    """Raise if work in `context` would queue for a thread and could deadlock.
 
     Raises:
         RuntimeError: a function that has a thread of this session asked for the run.

@@ -24,11 +24,11 @@ class Latch:
         self._set = False
 
     def done(self) -> bool:
-        """Whether the latch is set."""
+        """Return True if the latch is set."""
         return self._set
 
     def set(self) -> None:
-        """Set the latch and wake all who wait; later calls do nothing."""
+        """Set the latch and wake all waiters; later calls do nothing."""
         with self._lock:
             self._set = True
             callbacks, self._callbacks = self._callbacks, []

@@ -1,4 +1,4 @@
-"""When a stream takes work: until it is stopped, and never in a fork of the process that made it."""
+"""Life of a stream: takes work until stopped, and never in a fork of the process that made it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncflow.streams.latch import Latch
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Lifecycle:
-    """The state that a stream and its thread both know of its end; the base of what they share.
+    """The state that a stream and its thread share about their end; base class of the work queue and the reaper.
 
     Attributes:
         name: of the stream.
@@ -35,11 +35,11 @@ class Lifecycle:
 
     @property
     def is_used(self) -> bool:
-        """Whether there may be work that somebody has to see the end of."""
+        """True if there may be unfinished work whose end must be awaited."""
         return True
 
     def stop(self) -> None:
-        """Take no more work; what was given is still done. Idempotent, never blocks."""
+        """Refuse further work; finish the work already given. Idempotent, never blocks."""
         raise NotImplementedError
 
     def watch(self, stream: object) -> None:
@@ -69,7 +69,7 @@ def _dropped(lifecycle: Lifecycle) -> None:
 
 
 _alive: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
-"""Those of the process, to be closed in a forked child; asking for the pid at each call costs more."""
+"""Streams of this process, to be closed in a forked child; asking for the pid at each call costs more."""
 
 
 def _close_all_in_child() -> None:

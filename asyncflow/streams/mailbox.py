@@ -1,4 +1,4 @@
-"""How results cross from a stream's thread to the event loop: in batches, one wake-up each."""
+"""Results cross from a stream's thread to the event loop in batches, with one wake-up each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Item = TypeVar("Item")
 class Mailbox(Generic[Item]):
     """Completions of one stream on their way to one loop.
 
-    Waking a loop costs a system call and two thread switches, so a wake-up that has been sent and not yet answered
-    stands for every completion that follows it. `collect` clears ``_waking`` *before* it looks at the queue: a
-    completion that came too late to be seen therefore finds the flag clear, and sends its own wake-up.
+    Waking a loop costs a system call and two thread switches, so an unanswered wake-up stands for every completion that
+    follows. `collect` clears ``_waking`` *before* reading the queue. A completion that comes too late to be seen
+    therefore finds the flag clear, and sends its own wake-up.
 
     Attributes:
         loop: where items are delivered.
@@ -38,7 +38,7 @@ class Mailbox(Generic[Item]):
         self._handover = handover_of(self.loop)
 
     def expect(self) -> None:
-        """One more item is to come; on the loop's thread."""
+        """Expect one more item; on the loop's thread."""
         self._handover.expect(self.loop)
 
     def forget(self) -> None:
@@ -48,15 +48,15 @@ class Mailbox(Generic[Item]):
     def post(self, *items: Item) -> None:
         """Have the items delivered on the loop, in order; from the stream's thread.
 
-        On a closed loop they are discarded without a word. That is by design: whoever awaited them went with the loop,
-        `asyncio.run` has cancelled and reported the run already, and the only thing left to say would be an "Event loop
-        is closed" traceback in the user's terminal at exit.
+        On a closed loop they are discarded without a word. That is by design: the awaiting tasks went with the loop,
+        and `asyncio.run` has cancelled and reported the run already. The only message left would be an "Event loop is
+        closed" traceback in the user's terminal at exit.
         """
         self._items.extend(items)
         self._wake()
 
     def collect(self) -> None:
-        """Deliver what has come so far; on the loop's thread.
+        """Deliver the items that have come so far; on the loop's thread.
 
         A delivery that raises reaches the loop's exception handler, and the rest is delivered by another wake-up.
         """
@@ -73,7 +73,7 @@ class Mailbox(Generic[Item]):
                 self._wake()
 
     def settle(self) -> None:
-        """Deliver what has come, if this is the loop; discard it, if the loop is closed."""
+        """Deliver the items that have come if this is their loop; discard them if their loop is closed."""
         if self.loop.is_closed():
             self._empty()
         elif asyncio.get_running_loop() is self.loop:

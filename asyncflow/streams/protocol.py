@@ -19,7 +19,7 @@ class Event(Protocol):
     """A point in a stream's order, made by `Stream.record`."""
 
     def done(self) -> bool:
-        """Whether all work before this point is done; never blocks, and says nothing of its success."""
+        """Return True if all work before this point is done; never blocks, and does not report failures."""
 
     async def wait(self) -> None:
         """Return when the work before this point is done.
@@ -36,11 +36,11 @@ class Stream(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as ``cpu:0/compute``."""
+        """Name of the stream, such as ``cpu:0/compute``."""
 
     @property
     def pending(self) -> int:
-        """How many items were given to the stream and are not done yet."""
+        """Number of items given to the stream and not done yet."""
 
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
         """Do ``work(*args)`` after all earlier work; its result is dropped, its failure surfaces at an event.
@@ -56,7 +56,7 @@ class Stream(Protocol):
         """Make work given from here on wait for ``event`` of another stream."""
 
     def stop(self) -> None:
-        """Take no more work; what was given is still done. Idempotent, never blocks."""
+        """Refuse further work; finish the work already given. Idempotent, never blocks."""
 
     async def aclose(self, grace_s: float) -> bool:
         """`stop`, then wait up to ``grace_s`` seconds for the work to end; True if it did. Idempotent."""

@@ -11,8 +11,9 @@ Rules, in the order in which they are tried whenever no callback is ready:
 4. While sockets, pipes or signal handlers are registered, the loop really waits for them.
 5. Nothing can ever happen again: `run_until_complete` and `run_forever` raise, rather than hang.
 
-Time is an integer number of nanoseconds. asyncio's API speaks float seconds, so each such time is rounded once, when
-its timer is made: to the next nanosecond up, but for what is only the rounding error of a float (0.1 + 0.2 is 0.3).
+Time is an integer number of nanoseconds. asyncio's API speaks float seconds, so each time is rounded once, when its
+timer is made. Times round up to the next nanosecond, unless the excess is only a float's rounding error (0.1 + 0.2 is
+0.3).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from asyncflow.values import Value
 
 _NS_PER_S = 1_000_000_000
 _ROUNDING_ULPS = 4
-"""So many units in the last place may a sum or two of float seconds be off."""
+"""Units in the last place by which a sum or two of float seconds may be off."""
 
 _FEW_CANCELLED = 100
 _MOST_SHOWN = 5
@@ -84,7 +85,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     @property
     def ticks(self) -> int:
-        """How often time has jumped."""
+        """Number of jumps of the virtual time."""
         return self._ticks
 
     def time_ns(self) -> int:
@@ -145,7 +146,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
                 self._cancelled = 0
 
     def _next_ns(self) -> int | None:
-        """When the next timer is due; None if there is no timer."""
+        """Return the time of the next timer; None if there is no timer."""
         while self._timers:
             when_ns, _, timer = self._timers[0]
             if not timer.cancelled():
@@ -216,7 +217,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     @contextmanager
     def outside_waits(self) -> Iterator[None]:
-        """Let time move although one piece of work is out, as that waits for what the loop does meanwhile.
+        """Let time move although one piece of outside work is under way, as that work waits for the loop itself.
 
         Enter and leave it on the loop's thread.
         """
@@ -268,7 +269,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Where the loop would wait: asyncio asks with a timeout of 0 if a callback is ready, else with None."""
+    """The selector in which the loop would wait: asyncio passes a timeout of 0 if a callback is ready, else None."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         super().__init__()
@@ -296,7 +297,9 @@ def _as_ns(seconds: float) -> int | None:
 
 
 def _where(coroutine: object) -> str:
-    """The chain of awaits, from the task's own coroutine to what waits: ``main (serve.py:12) > Queue.get (...)``."""
+    """Return the chain of awaits from the task's coroutine to the innermost one: ``main (serve.py:12) > Queue.get
+    (...)``.
+    """
     steps: list[str] = []
     while (place := _suspension(coroutine)) is not None:
         code, frame, awaited = place
@@ -308,7 +311,9 @@ def _where(coroutine: object) -> str:
 
 
 def _suspension(coroutine: object) -> tuple[CodeType, FrameType | None, object] | None:
-    """Code, frame and what is awaited, of a coroutine, generator or asynchronous generator; None for other objects."""
+    """Return code, frame and awaited object of a coroutine, generator or asynchronous generator; None for other
+    objects.
+    """
     for prefix, awaited in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
         code = getattr(coroutine, f"{prefix}_code", None)
         if isinstance(code, CodeType):

@@ -53,6 +53,10 @@ UNNAMED_IN_NAMES: Final = re.compile(
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _CODE = re.compile(r"`+[^`]*`+")
+_ONE = re.compile(
+    r"\bone (?!of|that|which|who|or|and|is|has|in|for|to|with|at|by|on|from|after|before|if|a|the)(?=\w)", re.IGNORECASE
+)
+"""A numeral before its noun, as in "one device", which is no pronoun."""
 _COMMENT = re.compile(r"(?:^|\s)#\s+(?!type:|noqa|pragma|fmt:)")
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
 
@@ -72,27 +76,27 @@ class Figures:
 
 
 FIGURES: Final = {
-    "modules": Figures(5.6, 62, 4, 5),
-    "autodiff": Figures(13.4, 75, 8, 11),
-    "checkpoint": Figures(14.6, 72, 3, 9),
-    "cli": Figures(12.8, 73, 2, 4),
-    "compiler": Figures(15.6, 76, 50, 158),
-    "control": Figures(5.9, 59, 6, 6),
-    "devices": Figures(14.0, 70, 40, 99),
-    "graph": Figures(7.0, 69, 4, 26),
-    "inputs": Figures(15.3, 74, 2, 5),
-    "lift": Figures(15.9, 77, 14, 13),
-    "nn": Figures(9.6, 56, 4, 1),
-    "ops": Figures(7.3, 54, 18, 23),
-    "optim": Figures(5.9, 71, 0, 2),
-    "profiler": Figures(3.4, 62, 4, 11),
-    "runtime": Figures(20.8, 91, 53, 155),
-    "semantics": Figures(14.6, 90, 11, 11),
-    "serving": Figures(8.8, 64, 3, 5),
-    "state": Figures(20.7, 85, 8, 23),
-    "streams": Figures(12.3, 64, 17, 31),
-    "testing": Figures(7.2, 79, 1, 1),
-    "vertex": Figures(11.2, 72, 6, 9),
+    "modules": Figures(4.0, 44, 4, 2),
+    "autodiff": Figures(13.4, 66, 8, 11),
+    "checkpoint": Figures(0.0, 37, 0, 0),
+    "cli": Figures(12.8, 69, 2, 4),
+    "compiler": Figures(15.6, 67, 50, 158),
+    "control": Figures(5.9, 53, 6, 6),
+    "devices": Figures(14.0, 64, 40, 99),
+    "graph": Figures(7.0, 66, 4, 26),
+    "inputs": Figures(0.0, 33, 1, 0),
+    "lift": Figures(15.9, 70, 14, 13),
+    "nn": Figures(0.0, 23, 2, 0),
+    "ops": Figures(7.3, 48, 18, 23),
+    "optim": Figures(0.0, 37, 0, 0),
+    "profiler": Figures(3.4, 46, 4, 11),
+    "runtime": Figures(20.8, 82, 53, 155),
+    "semantics": Figures(14.6, 79, 11, 11),
+    "serving": Figures(0.8, 28, 2, 0),
+    "state": Figures(20.7, 79, 8, 23),
+    "streams": Figures(1.1, 28, 7, 0),
+    "testing": Figures(7.2, 71, 1, 1),
+    "vertex": Figures(11.2, 61, 6, 9),
 }
 """Most that a room may have, with a little slack; a commit that mends a room lowers its line, towards `GOAL`."""
 GOAL: Final = Figures(0.3, 50, 0, 0)
@@ -247,7 +251,7 @@ def docstrings_of(room: str) -> list[Docstring]:
 
 def figures_of(docstrings: list[Docstring]) -> Figures:
     """Measure docstrings."""
-    firsts = [word.lower() for each in docstrings for word in _WORD.findall(each.first)]
+    firsts = [word.lower() for each in docstrings for word in _WORD.findall(_ONE.sub("1 ", each.first))]
     words = sum(len(_WORD.findall(each.prose)) for each in docstrings)
     return Figures(
         round(1000 * sum(len(each.unnamed()) for each in docstrings) / words, 1),

@@ -46,9 +46,9 @@ _ThreadJob: TypeAlias = "Callable[[_WorkQueue], object]"
 class ThreadStream:
     """A FIFO queue of work done by one daemon thread, which starts with the first work.
 
-    All methods belong to the thread of the event loop that owns the stream; none of them blocks.
-    Work runs with NumPy's floating-point warnings off: in a graph, inf and nan are values.
-    A stream must be closed; one that is dropped instead warns, and its thread ends after the work it has.
+    All methods belong to the thread of the event loop that owns the stream; none of them blocks. Work runs with NumPy's
+    floating-point warnings off: in a graph, inf and nan are values. A stream must be closed; a stream that is dropped
+    instead warns, and its thread ends after the work given.
 
     Attributes:
         name: as given, such as ``cpu:0/compute``; the thread's name is ``asyncflow:<name>``.
@@ -64,7 +64,7 @@ class ThreadStream:
 
     @property
     def pending(self) -> int:
-        """How many items were given to the stream and are not done yet; records and waits count."""
+        """Number of items given to the stream and not done yet; records and waits count."""
         return self._queue.given - self._queue.finished
 
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
@@ -83,7 +83,7 @@ class ThreadStream:
     ) -> ThreadSubmission:
         """Do ``work(*args)`` after all earlier work, then call ``deliver(result, error, started_ns, ended_ns)`` once.
 
-        What is returned can be withdrawn while the work has not started.
+        The submission that is returned can be withdrawn while the work has not started.
 
         ``deliver`` is called on ``loop``, in order, with one wake-up of the loop for a whole batch of completions. It
         runs in the stream thread's `contextvars` context: hand tasks made there their own ``context=``. ``error`` is
@@ -114,7 +114,7 @@ class ThreadStream:
     def wait(self, event: Event) -> None:
         """Make work given from here on wait for ``event``; the calling thread does not wait.
 
-        This orders and no more: a failure before ``event`` is raised by those who await it, not here.
+        Only the order changes: a failure before ``event`` is raised where ``event`` is awaited, not here.
 
         Raises:
             TypeError: ``event`` is of a kind that a thread cannot wait for.
@@ -126,7 +126,7 @@ class ThreadStream:
             self._give(event.hold_up)
 
     def stop(self) -> None:
-        """Take no more work; the thread ends after what it has. Idempotent, never blocks."""
+        """Refuse further work; the thread ends after the work already given."""
         self._queue.stop()
         self._mailbox = None
 
@@ -176,7 +176,7 @@ class ThreadEvent(Latch):
         self._behind = queue.given
 
     def mark(self, jobs: _WorkQueue) -> None:
-        """The job of its own stream: it is reached."""
+        """Mark the event as reached; runs as a job of the event's own stream."""
         jobs.finished += 1
         self.set()
 
@@ -190,7 +190,7 @@ class ThreadEvent(Latch):
 
         Raises:
             BaseException: what enqueued work before this point failed with, as a group if there were several.
-            SessionClosedError: this process is a fork of the stream's owner, where nobody does the work.
+            SessionClosedError: this process is a fork of the stream's owner, which has no thread to do the work.
 
         Cancellation: leaves the event and the stream as they were.
         """
@@ -202,11 +202,10 @@ class ThreadEvent(Latch):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _WorkQueue(Lifecycle):
-    """State that a stream, its events and its thread share.
+    """State shared by a stream, its events and its thread.
 
-    ``given`` is written by the owner's thread alone, ``finished`` by the stream's thread alone, and ``finished``
-    counts a job only when all its effects can be seen; so ``given == finished`` means an idle stream. ``jobs`` ends
-    with None.
+    Only the owner's thread writes ``given``, and only the stream's thread writes ``finished``. ``finished`` counts a
+    job only when all its effects can be seen, so ``given == finished`` means an idle stream. ``jobs`` ends with None.
     """
 
     given: int = 0
@@ -217,7 +216,7 @@ class _WorkQueue(Lifecycle):
     after_fork = "its thread did not survive the fork; open a new session in the child"
 
     def stop(self) -> None:
-        """Refuse further jobs and let the thread end after those it has."""
+        """Refuse further jobs; the thread ends after the queued ones."""
         if not self.stopped:
             self.stopped = True
             self.jobs.put(None)
@@ -253,7 +252,7 @@ class ThreadSubmission:
     ended_ns: int = 0
 
     def run(self, jobs: _WorkQueue) -> None:
-        """Its job."""
+        """Run the work and post the outcome; runs as a job of the stream."""
         try:
             work, args = self.call.pop()
         except IndexError:  # it was withdrawn
@@ -296,7 +295,7 @@ class ThreadSubmission:
             del error  # its traceback may lead to this frame, and that would be a cycle
 
     def drop(self) -> None:
-        """Refer to nothing any more: nobody waits for the outcome."""
+        """Drop all references: no caller waits for the outcome any more."""
         self.deliver = self.result = self.error = None
 
 

@@ -1,4 +1,4 @@
-"""Names for what is CuPy's, which has no types of its own, need not be installed, and has a stand-in in tests."""
+"""Type names for CuPy, which is untyped, optional, and replaced by a stand-in in tests."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
 class EventPool:
     """CUDA events of one physical device, used again and again: making one costs microseconds.
 
-    They take no time stamps, which is cheaper. A thread can sleep in the operating system on those that are made for it
-    (``cudaEventBlockingSync``), and only on those; but the 57th of them on one stream that is behind, as was seen on an
-    H100, keeps the caller waiting until the first is done. Of others there may be any number.
+    They take no time stamps, which is cheaper. A thread can sleep in the operating system only on events made for it
+    (``cudaEventBlockingSync``). On an H100, recording the 57th such event on a stream that lags behind blocked the
+    caller until the first was done. Any number of other events may be recorded.
     """
 
     __slots__ = ("_cuda", "_made", "free", "runtime")
@@ -36,7 +36,7 @@ class EventPool:
         self.runtime = cupy.cuda.runtime
 
     def take(self, *, sleeps: bool = False) -> PooledEvent:
-        """An event that nobody uses; the device must be current.
+        """Take a free event, or make one; the device must be current.
 
         Args:
             sleeps: whether a thread can sleep on it.
@@ -54,13 +54,13 @@ class EventPool:
         return PooledEvent(self, raw, sleeps)
 
     def __len__(self) -> int:
-        """How many are free."""
+        """Number of free events."""
         return sum(map(len, self.free))
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PooledEvent:
-    """A CUDA event that returns to its pool with the last reference to this, on whatever thread.
+    """A CUDA event that returns to its pool when the last reference to this object is dropped, on whatever thread.
 
     Recording an event anew while a thread sleeps on it would keep that thread asleep; so whoever waits refers to it.
 
@@ -80,7 +80,7 @@ class PooledEvent:
         self.pool.free[self.sleeps].append(self.raw)
 
     def done(self) -> bool:
-        """Whether all work before this point is done; never blocks.
+        """Return True if all work before this point is done; never blocks.
 
         Raises:
             CUDARuntimeError: the device failed. (``cupy.cuda.Event.done`` would say "not yet" for ever.)

@@ -1,14 +1,15 @@
-"""How the host learns that a GPU's work is done, without blocking the event loop and without code on driver threads.
+"""Completion of a GPU's work, reported to the host without blocking the event loop and without code on driver threads.
 
 A *ticket* is an event recorded on one CUDA stream, what to call when it completes, and what to keep alive until then.
 Each stream has a `Reaper`: a thread that sleeps on the oldest ticket's event (`cudaEventSynchronize` of a blocking
-event, which releases the GIL), then takes every further ticket that is done by now, and wakes the loop once for all::
+event, which releases the GIL). The thread then takes every further ticket whose event is done, and wakes the loop once
+for all::
 
     loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ Mailbox ──▶ deliver
 
-A stream does its work in order, so the oldest ticket never holds up one that could be delivered. Python code is never
-run on a thread of the driver: a host function would stall its stream until it has the GIL, may deadlock with a thread
-that has the GIL and waits for the driver, and is not called at all once the device is in error.
+A stream does its work in order, so the oldest ticket never holds up one that could be delivered. Python code never runs
+on a driver thread. A host function would stall its stream until it has the GIL, and may deadlock with a thread that has
+the GIL and waits for the driver. The driver does not call it at all once the device is in error.
 
 | state of a `Reaper` | enters by                 | giving a ticket      | the thread                                 |
 |---------------------|---------------------------|----------------------|--------------------------------------------|
@@ -39,26 +40,26 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
 
 Notice: TypeAlias = Callable[[BaseException | None], object]
-"""Takes None, or what the stream failed with."""
+"""Callback with None, or with the error that the stream failed with."""
 
 MOST_ASLEEP = 32
 """Tickets of a stream, not delivered yet, with events that the thread can sleep on; CUDA has room for 56. Where there
 are more, work waits for the card anyway, and the thread looks every millisecond."""
 
 MAX_BATCH = 256
-"""So many tickets at most before the loop is told of them: a stream of tiny work must not hold up the first."""
+"""Maximum number of tickets posted to the loop at once: a stream of tiny work must not hold up the first."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Ticket:
-    """A point in a stream's order that someone on the event loop waits for.
+    """A point in a stream's order, awaited on the event loop.
 
     Attributes:
-        deliver: what to call then; None until then, and where nobody is to be told.
+        deliver: callback at that point; None until then, and for tickets without a waiter.
         holds: what to refer to until then.
         event: the point; None until the ticket is given, and where a lost stream could record none.
         error: what the stream failed with, if the work before the point did not end well.
-        counts: whether its event is one of those a thread can sleep on, which are few.
+        counts: True if a thread can sleep on the event; few events allow that.
     """
 
     deliver: Notice | None
@@ -69,14 +70,14 @@ class Ticket:
     mailbox: Mailbox[Ticket] | None = None
 
     def finish(self) -> None:
-        """Let go of what was held, then call; on the event loop."""
+        """Drop the held references, then call `deliver`; on the event loop."""
         deliver = self.deliver
         self.drop()  # first, so that an account which `deliver` reads is right
         if deliver is not None:
             deliver(self.error)
 
     def drop(self) -> None:
-        """Refer to nothing any more: a thread may still refer to the ticket."""
+        """Drop all references: a thread may still refer to the ticket."""
         self.deliver = None
         self.holds = ()
         self.event = None
@@ -126,12 +127,12 @@ class Reaper(Lifecycle):
 
     @property
     def pending(self) -> int:
-        """How many tickets are not delivered yet; things held that wait for one count as one."""
+        """Number of tickets not delivered yet; all held objects together count as one."""
         return len(self._in_flight) + bool(self._held)
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a thread, or will be one."""
+        """True if the thread runs or is about to start."""
         return self._thread is not None or self.pending > 0
 
     def give(self, ticket: Ticket, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -149,7 +150,7 @@ class Reaper(Lifecycle):
     def hold(self, holds: tuple[object, ...]) -> None:
         """Refer to `holds` until all work that the stream has by now is done.
 
-        All that is held in one turn of the loop shares one event and one ticket, or shares those of the next `give`.
+        All objects held in one turn of the loop share one event and one ticket, or the ticket of the next `give`.
 
         Raises:
             SessionClosedError: stopped, or forked.
@@ -163,7 +164,7 @@ class Reaper(Lifecycle):
         self._held.extend(holds)
 
     def flush(self) -> None:
-        """Give the ticket for what is held."""
+        """Give the ticket for the held objects."""
         if self._held:
             assert self._mailbox is not None
             self._enter(Ticket(None), self._mailbox)
@@ -208,7 +209,7 @@ class Reaper(Lifecycle):
         self._tell()
 
     def stop(self) -> None:
-        """Take no more tickets; the thread ends after those it has, and after all other work. Idempotent."""
+        """Refuse further tickets; the thread ends after the tickets already given and all other work. Idempotent."""
         if self.stopped:
             return
         self.flush()
@@ -222,7 +223,7 @@ class Reaper(Lifecycle):
         self._queue.put(None)
 
     def settle(self) -> None:
-        """After `ended`: deliver what is still on its way, and see the thread off, which takes microseconds."""
+        """Deliver the tickets still on their way and join the thread, which takes microseconds; only after `ended`."""
         if self._mailbox is not None:
             self._mailbox.settle()
         if self._thread is not None:
@@ -270,7 +271,7 @@ class Reaper(Lifecycle):
             return None
 
     def _is_idle(self) -> bool:
-        """Whether the stream has no work, or the device does none any more."""
+        """Return True if the stream has no work, or the device is lost."""
         status: int = self.events.runtime.streamQuery(self.raw.ptr)
         if status not in (DONE, NOT_READY):
             self.lose(self.events.runtime.CUDARuntimeError(status))
@@ -321,7 +322,7 @@ class Reaper(Lifecycle):
             self.ended.set()
 
     def _reap(self, ticket: Ticket) -> Ticket | None:
-        """Sleep until `ticket` is done, post it with all that are done by then, and return what comes next."""
+        """Sleep until `ticket` is done, post it with all further tickets that are done, and return the next ticket."""
         if ticket.event is not None:
             self._block(ticket.event)
         batch = [self._ended(ticket)]
@@ -348,7 +349,7 @@ class Reaper(Lifecycle):
                 self._lose(exc)
 
     def _is_done(self, event: PooledEvent | None) -> bool:
-        """Whether there is nothing left to wait for; a lost device does nothing any more."""
+        """Return True if the event is done; on a lost device every event is."""
         if self.lost is not None or event is None:
             return True
         try:
@@ -364,6 +365,6 @@ class Reaper(Lifecycle):
 
 
 def _post(batch: list[Ticket]) -> None:
-    """One wake-up for all; a second loop comes into it only after the first was closed."""
+    """Post the tickets with one wake-up a loop; a second loop occurs only after the first was closed."""
     for mailbox, tickets in groupby(batch, attrgetter("mailbox")):
         mailbox.post(*tickets)

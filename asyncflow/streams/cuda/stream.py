@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class CupyPool(Protocol):
-    """Where the allocations of an active stream come from."""
+    """The memory pool that an active stream allocates from."""
 
     def malloc(self, nbytes: int) -> Raw:
         """A ``cupy.cuda.MemoryPointer`` to `nbytes` bytes."""
 
 
 capturing = threading.RLock()
-"""Held while a stream of this process captures, and while its memory is a graph's.
+"""Lock held while a stream of this process captures a graph, and while the stream's memory belongs to that graph.
 
 An event that another thread records there meanwhile would be the graph's, and so would memory that it allocates. The
 event loop takes it to capture: whoever else holds it allocates and records, and waits for nothing.
@@ -54,7 +54,7 @@ event loop takes it to capture: whoever else holds it allocates and records, and
 
 
 class _Active(threading.local):
-    """The stream that is active on a thread, and those around it."""
+    """The active stream of one thread, and the streams of enclosing blocks."""
 
     def __init__(self) -> None:
         self.stream: CudaStream | None = None
@@ -75,7 +75,7 @@ class CudaStream:
 
     The first CUDA error of a device is its last: from then on `record` and `wait` raise it, and all tickets get it.
 
-    A stream must be closed; one that is dropped instead warns, and its thread ends after the work it has. The CUDA
+    A stream must be closed; a stream that is dropped instead warns, and its thread ends after the work given. The CUDA
     stream itself lives as long as the process, because memory pools tell streams apart by their address; a later
     `CudaStream` of the same device takes it over.
 
@@ -87,7 +87,7 @@ class CudaStream:
         name: such as ``cuda:0/compute``.
         pool: where allocations come from while the stream is active; may be set later.
         on_lost: called with the error, once and on the event loop, when the device has failed.
-        failures: of what was enqueued.
+        failures: of enqueued work.
         raw: the ``cupy.cuda.Stream``.
 
     Raises:
@@ -121,11 +121,10 @@ class CudaStream:
     # -- what is current -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> CudaStream:
-        """Make this stream, its device and its pool current on this thread, for one block without ``await``.
+        """Activate this stream on the thread, with its device and pool, for one block without ``await``.
 
-        Blocks of any streams nest, and each restores what it found, whatever is raised in it. Entering the stream that
-        is active already costs next to nothing, because it trusts that nobody has made another stream or device
-        current by other means meanwhile.
+        Blocks of any streams nest, and each restores what it found, whatever is raised in it. Entering the active
+        stream again costs next to nothing, because no other code is expected to make another stream or device current.
         """
         thread = active
         outer = thread.stream
@@ -144,7 +143,7 @@ class CudaStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Make what was current before the block current again.
+        """Restore the stream, device and pool that were current before the block.
 
         Raises:
             InternalError: another stream is active: the block awaited something.
@@ -165,14 +164,14 @@ class CudaStream:
 
     @property
     def pending(self) -> int:
-        """How many tickets are not delivered yet; work that has none is not counted."""
+        """Number of tickets not delivered yet; work without a ticket does not count."""
         return self._reaper.pending
 
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
-        """Call ``work(*args)`` now, with this stream active: it launches.
+        """Call ``work(*args)`` now, with this stream active: the call launches.
 
-        What it launches is done after all earlier work. Its failure to launch is kept, and raised by the next event
-        that is awaited; one that no event has raised when the stream is closed is logged.
+        What it launches is done after all earlier work. A failure to launch is kept, and raised by the next event that
+        is awaited. Failures that no event has raised are logged when the stream is closed.
 
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
@@ -198,7 +197,7 @@ class CudaStream:
     def wait(self, event: Event) -> None:
         """Make work given from here on wait for ``event``, of any stream of any device; the host does not wait.
 
-        This orders and no more: a failure before ``event`` is raised by those who await it, not here.
+        Only the order changes: a failure before ``event`` is raised where ``event`` is awaited, not here.
 
         Raises:
             TypeError: ``event`` is of a kind that a GPU cannot wait for.
@@ -215,14 +214,14 @@ class CudaStream:
             self._reaper.follow(event.point)
 
     def stop(self) -> None:
-        """Take no more work; what was given is still done. Idempotent, never blocks."""
+        """Refuse further work; finish the work already given. Idempotent, never blocks."""
         self._reaper.stop()
 
     async def aclose(self, grace_s: float) -> bool:
         """`stop`, then wait up to ``grace_s`` seconds for all work to be done; True if it is. Idempotent.
 
-        All tickets have been delivered then. After the grace, what is in flight stays referenced, since the device may
-        still use it, and tickets are delivered if the work ends after all.
+        All tickets have been delivered then. After the grace period, work in flight stays referenced, since the device
+        may still use it. Tickets are delivered if the work ends after all.
 
         Cancellation: the stream stays stopped, and its thread still ends after the work it has.
         """
@@ -254,8 +253,8 @@ class CudaStream:
         """Call ``deliver(error)`` once, on the running event loop, when all work given so far is done.
 
         ``error`` is None, or what the device failed with. Tickets are delivered in order, with one wake-up of the loop
-        for a whole batch. ``holds`` stay referenced until then, whatever becomes of those who wait, and are let go
-        right before the call. If the loop is closed by then, nobody is called.
+        for a whole batch. ``holds`` stay referenced until then, even if the waiters have gone, and are dropped right
+        before the call. If the loop is closed by then, ``deliver`` is not called.
 
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
@@ -264,7 +263,7 @@ class CudaStream:
         self._reaper.give(Ticket(deliver, holds))
 
     def conclude(self, deliver: Notice, *holds: object) -> CudaEvent:
-        """`notify` and `record` of one point, by one event.
+        """Do `notify` and `record` for one point, with one event.
 
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
@@ -312,9 +311,9 @@ class CudaEvent:
 
     Attributes:
         stream: whose point it is.
-        point: the same for those who must not keep the stream, such as tickets.
-        seen_done: those who have this have found the work before it done; what its ticket's thread has seen, which
-            depends on time, does not count.
+        point: the same point for objects that must not keep the stream alive, such as tickets.
+        seen_done: True once a holder of this object has found the work done; sightings of the ticket's thread depend on
+            time and do not count.
     """
 
     stream: CudaStream
@@ -323,7 +322,7 @@ class CudaEvent:
     seen_done: bool = False
 
     def done(self) -> bool:
-        """Whether all work before this point is done; never blocks.
+        """Return True if all work before this point is done; never blocks.
 
         Raises:
             CUDARuntimeError: the device failed.
@@ -343,8 +342,8 @@ class CudaEvent:
             Exception: what enqueued work before this point failed with, as a group if there were several.
             SessionClosedError: this process is a fork of the stream's owner.
 
-        Ordering: after the tickets given before the call, those of later work included.
-        Cancellation: leaves the event and the stream as they were.
+        Ordering: after the tickets given before the call, tickets of later work included. Cancellation: leaves the
+        event and the stream as they were.
         """
         if not self.done():
             await self.stream.reach(self)
@@ -354,7 +353,7 @@ class CudaEvent:
 
 @dataclass(slots=True, eq=False)
 class _PhysicalCard:
-    """The CUDA streams and events of one physical device, which outlive the sessions that use them."""
+    """Streams and events of one physical CUDA device; they outlive the sessions that use them."""
 
     cupy: Cupy
     physical: int
@@ -363,7 +362,7 @@ class _PhysicalCard:
     _made: list[Raw] = field(default_factory=list)  # also those that never come back: none is ever destroyed
 
     def take_stream(self) -> Raw:
-        """A ``cupy.cuda.Stream`` that nobody uses."""
+        """Take a free ``cupy.cuda.Stream``, or make one."""
         if self._free:
             return self._free.pop()
         with self.cupy.cuda.Device(self.physical):
@@ -372,7 +371,7 @@ class _PhysicalCard:
         return raw
 
     def give_back(self, raw: Raw) -> None:
-        """All work of the stream is done, and nobody gives it more."""
+        """Return a stream whose work is done and which no caller uses any more."""
         self._free.append(raw)
 
 

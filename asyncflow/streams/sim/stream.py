@@ -31,7 +31,7 @@ _Seen: TypeAlias = "Mapping[SimStream, int]"
 
 @dataclass(slots=True, eq=False)
 class HostClock:
-    """Knowledge that the host has of every stream, and what time it is.
+    """The virtual time, and the host's knowledge of every stream.
 
     Attributes:
         loop: the event loop on virtual time.
@@ -54,7 +54,7 @@ class HostClock:
             self.version += 1
 
     def has_seen(self, event: SimEvent) -> bool:
-        """Whether the host knows that the event is done."""
+        """Return True if the host knows that the event is done."""
         return self.seen.get(event.stream, 0) >= event.count or event.stream.is_over
 
     def forget(self, streams: Iterable[SimStream]) -> None:
@@ -91,7 +91,7 @@ class SimEvent:
         return f"<SimEvent {self.stream.name} #{self.count} {self.label} done at {self.time_ns} ns>"
 
     def done(self) -> bool:
-        """Whether all work before this point is done; the host knows it once it has seen this true."""
+        """Return True if all work before this point is done; the host then knows it."""
         host = self.stream.host
         if host.now_ns() < self.time_ns:
             return False
@@ -125,7 +125,7 @@ class SimEvent:
         host.observe(self)
 
     def known(self) -> Iterable[tuple[SimStream, int]]:
-        """The lesson of one who waits for the event: up to which count the work of which stream comes before."""
+        """Return the counts of work, by stream, that are known to be done by a waiter of this event."""
         return (*self.seen.items(), (self.stream, self.count))
 
 
@@ -162,7 +162,7 @@ class SimStream:
     # -- on virtual time -----------------------------------------------------------------------------------------
 
     def ready_ns(self, earliest_ns: int = 0) -> int:
-        """When work given now could begin."""
+        """Return the earliest time at which new work could begin."""
         return max(self.host.now_ns(), self.free_at_ns, self._waits_ns, earliest_ns)
 
     def launch(self, duration_ns: int, earliest_ns: int = 0, label: str = "") -> SimEvent:
@@ -171,7 +171,7 @@ class SimStream:
         Args:
             duration_ns: how long the work takes.
             earliest_ns: it does not begin before.
-            label: what it is, for messages.
+            label: description for messages.
 
         Returns:
             The event of its end, which also says when it began.
@@ -205,14 +205,14 @@ class SimStream:
         return SimEvent(self, 0, {}, 0, 0, label)
 
     def has_seen(self, event: SimEvent) -> bool:
-        """Whether the work before `event` comes before whatever is given to this stream from here on."""
+        """Return True if the work before `event` precedes all work given to this stream from here on."""
         return event.stream is self or self._seen.get(event.stream, 0) >= event.count or self.host.has_seen(event)
 
     # -- the `Stream` protocol -----------------------------------------------------------------------------------
 
     @property
     def pending(self) -> int:
-        """How many items were given to the stream and are not done yet."""
+        """Number of items given to the stream and not done yet."""
         self._settle()
         return len(self._ends)
 
@@ -259,7 +259,7 @@ class SimStream:
             self._count += 1  # two events of one count must not differ in what they have seen
 
     def stop(self) -> None:
-        """Take no more work; what was given is still done. Idempotent."""
+        """Refuse further work; finish the work already given. Idempotent."""
         self._stopped = True
 
     async def aclose(self, grace_s: float) -> bool:
@@ -278,21 +278,21 @@ class SimStream:
         return True
 
     def raise_failures(self, event: SimEvent) -> None:
-        """Raise what functions before an event failed with and nobody was told."""
+        """Raise failures of functions before an event that have not been reported yet."""
         self._settle()
         self._failures.raise_before(event.count + 1, self.name)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Take over what the host knows: whatever is given from here on comes after that."""
+        """Take over the host's knowledge: work given from here on comes after it."""
         host = self.host
         self._host_version = host.version
         if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
             self._seen = _merged(self._seen, host.seen.items(), self)
 
     def _settle(self) -> None:
-        """Do what is due: timers and whoever looks at the stream come here."""
+        """Run the work that is due; called by timers and by every look at the stream."""
         now, jobs = self.host.now_ns(), self._jobs
         while jobs and jobs[0].event.time_ns <= now:
             job = jobs.popleft()
@@ -316,7 +316,7 @@ class _SimJob(NamedTuple):
 
 
 def _merged(seen: _Seen, counts: Iterable[tuple[SimStream, int]], own: SimStream | None = None) -> _Seen:
-    """`seen` and `counts` together, without what a stream would say of itself, and without streams that are over."""
+    """Merge `seen` and `counts`, without the stream's own count and without streams that are over."""
     merged = {stream: count for stream, count in seen.items() if not stream.is_over}
     for stream, count in counts:
         if stream is not own and not stream.is_over and merged.get(stream, 0) < count:
