@@ -64,17 +64,17 @@ One part: all of it runs, since single sets of its parameters reach lines that n
 COSTLY = {name: int(parts) for name, parts in map(str.split, COSTLY_LIST.read_text(encoding="utf-8").splitlines())}
 
 REAL_CPUS_ONLY: Mapping[str, str] = {
-    "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
-    "test_77_what_is_never_joined": "asks for CPUs by name",
-    "test_73_the_times_of_a_firing": "looks for work on a stream's thread",
+    "test_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
+    "test_pieces_that_are_never_joined": "asks for CPUs by name",
+    "test_the_times_of_a_firing": "looks for work on a stream's thread",
     "test_only_plans_without_functions_of_the_users_are_computed_on_several_threads": "waits for a CPU's threads",
-    "test_84_cancel_in_a_kernel_and_in_a_loop": "blocks a stream's thread; simulated streams have none",
-    "test_86_two_sessions_in_one_loop": "blocks a stream's thread",
-    "test_87_other_coroutines_keep_their_latency": "measures the processor time of the loop",
-    "test_87_a_loop_without_kernels": "measures the processor time of the loop",
-    "test_87_the_guard_names_a_kernel_that_holds_the_loop": "measures the processor time of the loop",
-    "test_87_the_guard_says_nothing_of_threads": "measures the processor time of the loop",
-    "test_89_asyncio_debug_mode": "looks for calls from threads",
+    "test_cancel_in_a_kernel_and_in_a_loop": "blocks a stream's thread; simulated streams have none",
+    "test_two_sessions_in_one_loop": "blocks a stream's thread",
+    "test_other_coroutines_keep_their_latency": "measures the processor time of the loop",
+    "test_a_loop_without_kernels": "measures the processor time of the loop",
+    "test_the_guard_names_a_kernel_that_holds_the_loop": "measures the processor time of the loop",
+    "test_the_guard_says_nothing_of_threads": "measures the processor time of the loop",
+    "test_asyncio_debug_mode": "looks for calls from threads",
 }
 """Tests of the distributed rooms that run neither on virtual time nor on cards, and why."""
 

@@ -394,7 +394,7 @@ def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _saved_values_move_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CONFORMANCE 68: none too small, none twice; what went out came back or was dropped, and nothing is held."""
+    """Behaviour 68: none too small, none twice; what went out came back or was dropped, and nothing is held."""
     monkeypatch.setattr(swapping_module, "SwapManager", AuditedManager)
     AuditedManager.made.clear()
     AuditedManager.found.clear()

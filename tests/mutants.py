@@ -103,7 +103,7 @@ FAULTS = (
         "is_full = frame.live >= frame.info.parallel_iterations or frame.parked",
         "is_full = frame.live > frame.info.parallel_iterations or frame.parked",
         "while_loop",
-        "test_27",
+        "test_no_more_iterations",
     ),
     Fault(
         "ended iterations are not acknowledged",
@@ -111,7 +111,7 @@ FAULTS = (
         "if frame.info.acknowledges:",
         "if False:",
         "while_loop",
-        "test_26",
+        "test_maximum_iterations",
     ),
     Fault(
         "no Send waits for an acknowledgement",
@@ -119,7 +119,7 @@ FAULTS = (
         "is_acknowledged = source in self.drivers and len(sent) > 0",
         "is_acknowledged = False",
         "while_loop",
-        "test_27",
+        "test_parallel_iterations_never",
     ),
     Fault(
         "transfers of an inner loop have the number of its own iteration alone",
@@ -127,7 +127,7 @@ FAULTS = (
         "(*outer.counters(), self.index)",
         "(self.index,)",
         "while_loop",
-        "test_32",
+        "test_nested_loops",
     ),
     Fault(
         "the effects of iterations are not ordered",
@@ -142,7 +142,7 @@ FAULTS = (
         "_after(branch, [n for turn in turns.values() for n in turn.nodes()])",
         "_after(branch, [])",
         "while_effects",
-        "test_36",
+        "test_program_order",
     ),
     Fault(
         "a write does not wait for the reads before it",
@@ -150,7 +150,7 @@ FAULTS = (
         "order(node, turn.nodes())",
         "order(node, [turn.writer] if turn.writer is not None else [])",
         "state",
-        "test_71_a_write_waits",
+        "test_a_write_waits",
     ),
     Fault(
         "what has no inputs runs in branches not taken",
@@ -165,7 +165,7 @@ FAULTS = (
         "if value in rebound:",
         "if False:",
         "while_loop",
-        "test_30",
+        "test_a_body_that_swaps",
     ),
     Fault(
         "a loop on a card rebinds its variables one after the other",
@@ -173,7 +173,7 @@ FAULTS = (
         "values[index] = value.copy()",
         "pass",
         "while_loop",
-        "test_30",
+        "test_a_body_that_swaps",
     ),
     Fault(
         "a graph of a card is used for other numbers of the host",
@@ -188,7 +188,7 @@ FAULTS = (
         "copy_into(cupy, buffer, value, raw)",
         "pass",
         "executor",
-        "test_73",
+        "test_every_run_computes_with_its_own_feeds",
     ),
     Fault(
         "a stream of a card does not wait for another",
@@ -196,7 +196,7 @@ FAULTS = (
         "if event.stream is not self and not event.seen_done:",
         "if False:",
         "while_loop",
-        "test_27",
+        "test_parallel_iterations_never",
     ),
     Fault(
         "a copy writes to memory that earlier kernels still use",
@@ -204,7 +204,7 @@ FAULTS = (
         "stream.wait(self._device.compute.record())",
         "pass",
         "while_loop",
-        "test_27",
+        "test_parallel_iterations_never",
     ),
     Fault(
         "nobody keeps the memory that is being copied between cards",
@@ -212,7 +212,7 @@ FAULTS = (
         "peer.hold(landing, there, *holds)",
         "pass",
         "while_loop",
-        "test_27",
+        "test_parallel_iterations_never",
     ),
     Fault(
         "a simulated card copies what is not yet written",
@@ -220,7 +220,7 @@ FAULTS = (
         "self.order(self.peer, (value.written,))",
         "pass",
         "while_loop",
-        "test_27",
+        "test_parallel_iterations_never",
     ),
     Fault(
         "a gradient reads the saved values of the iteration after",
@@ -228,7 +228,7 @@ FAULTS = (
         "kept.indexes[body] = subtract(parameters[0], 1)",
         "kept.indexes[body] = subtract(parameters[0], 0)",
         "gradients_loops",
-        "test_53",
+        "test_a_loop_of_squares",
     ),
     Fault(
         "a store that a loop begins with is taken for the one of all its iterations",
@@ -236,7 +236,7 @@ FAULTS = (
         "if isinstance(user, WhileNode) and min(entering) < user.n_vars:",
         "if False:",
         "memory",
-        "test_68_a_store_that",
+        "test_a_store_that",
     ),
     Fault(
         "a counter that is computed again begins with 0",
@@ -244,7 +244,7 @@ FAULTS = (
         'np.asarray(start.node.attrs["value"], int64)',
         "np.zeros((), int64)",
         "memory",
-        "test_68_a_counter_that",
+        "test_a_counter_that",
     ),
     Fault(
         "a buffer with two names is paid for twice",
@@ -252,7 +252,7 @@ FAULTS = (
         "_MOST_SHARED = 4",
         "_MOST_SHARED = 0",
         "memory",
-        "test_68_a_buffer_that",
+        "test_a_buffer_that",
     ),
     Fault(
         "a cancelled run keeps what it has taken",
@@ -260,7 +260,7 @@ FAULTS = (
         "            give_back(elements, where)",
         "            pass",
         "cancellation",
-        "test_106",
+        "test_an_element_is_delivered",
     ),
     Fault(
         "a run claims what it waits for beside its caller's task",
@@ -268,7 +268,7 @@ FAULTS = (
         "self.in_caller = plan.waits and self.emitter is None",
         "self.in_caller = False",
         "cancellation",
-        "test_106_an_element_is_put",
+        "test_an_element_is_put",
     ),
     Fault(
         "work of a stopped run is begun",
@@ -276,7 +276,7 @@ FAULTS = (
         "            withdraw_all(self)",
         "            pass",
         "conformance/test_cancellation",
-        "test_107",
+        "test_work_that_has_not_started",
     ),
     Fault(
         "what is copied out of a queue goes back into a restored one",
@@ -300,7 +300,7 @@ FAULTS = (
         "if not self._has_cancelled or self._task.uncancel() > self._before:",
         "if not self._has_cancelled:",
         "serving/test_requests",
-        "test_f21_a_request",
+        "test_a_request",
     ),
     Fault(
         "a step of a checkpoint is named before the disk has its files",
@@ -308,7 +308,7 @@ FAULTS = (
         "    sync_directory(folder)",
         "    pass",
         "checkpoint/test_writer",
-        "test_f53_a_step",
+        "test_a_step",
     ),
     Fault(
         "a pool keeps the stores of requests that have left",
@@ -324,7 +324,7 @@ FAULTS = (
         "_first_row(x) if own else x",
         "_first_row(x) if x.ndim else x",
         "pooled_captures",
-        "test_102_captures",
+        "test_captures",
     ),
     Fault(
         "stores of different sizes are stacked in one step",
@@ -332,7 +332,7 @@ FAULTS = (
         "node.op in _WHOLE or",
         "False and",
         "pooled_captures",
-        "test_102_stores_have",
+        "test_stores_have",
     ),
     Fault(
         "an extent that is not known broadcasts to 1",
@@ -404,7 +404,7 @@ FAULTS = (
         '"add": ("read", "write"),',
         '"add": ("read", "write", "add"),',
         "semantics/test_races",
-        "test_70_additions",
+        "test_additions",
     ),
     Fault(
         "virtual clocks nest",

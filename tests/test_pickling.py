@@ -54,8 +54,8 @@ def sent(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", error_classes())
 @pytest.mark.parametrize("cause", [None, ZeroDivisionError("by zero"), Foreign(code=7), KernelError("inner", **WHERE)])
-def test_98_every_error_pickles(kind: type[AsyncflowError], cause: BaseException | None) -> None:
-    """With message, attributes, notes and cause, or the cause's text where its class may not be known."""
+def test_every_error_pickles(kind: type[AsyncflowError], cause: BaseException | None) -> None:
+    """Behaviour 98: with message, attributes, notes and cause, or the cause's text where its class may not be known."""
     error = SPECIAL.get(kind, lambda: kind("the message"))()
     error.add_note("a note")
     error.__cause__ = cause
@@ -119,10 +119,10 @@ def pool() -> Iterator[ProcessPoolExecutor]:
     ],
 )
 @pytest.mark.slow
-def test_f71_an_error_comes_out_of_a_process_pool(
+def test_an_error_comes_out_of_a_process_pool(
     pool: ProcessPoolExecutor, program: Callable[[], af.Tensor], options: dict[str, Any], kind: type[Any], said: str
 ) -> None:
-    """FAULTS F71: as itself, and the pool lives on."""
+    """Fault F71: as itself, and the pool lives on."""
     with pytest.raises(kind, match=said) as caught:
         pool.submit(run_and_fail, program, options).result(PATIENCE_S)
     assert __file__ in str(caught.value) or not isinstance(caught.value, KernelError)
@@ -130,8 +130,8 @@ def test_f71_an_error_comes_out_of_a_process_pool(
     assert pool.submit(int, "3").result(PATIENCE_S) == 3
 
 
-def test_98_what_is_no_error_says_what_to_send(graph: af.Graph) -> None:
-    """Graphs name their text form, sessions values."""
+def test_what_is_no_error_says_what_to_send(graph: af.Graph) -> None:
+    """Behaviour 98: graphs name their text form, sessions values."""
     x = af.placeholder("float32", (None,), name="x")
     y = af.cond(af.sum(x) > 0, lambda: x + 1.0, lambda: x)
     session = af.Session(graph)

@@ -1,4 +1,4 @@
-"""`gradients` and `stop_gradient`: what they take, what they refuse in which words, and FAULTS F06."""
+"""`gradients` and `stop_gradient`: what they take, what they refuse in which words, and Fault F6."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_an_op_without_a_derivative() -> None:
         af.gradients(af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, bare(v)), (0, x)), x)
 
 
-# -- FAULTS F06 ------------------------------------------------------------------------------------------------------
+# -- Fault F6 ------------------------------------------------------------------------------------------------------
 
 
 def line_of(marker: str) -> int:
@@ -262,8 +262,8 @@ async def failure(graph: af.Graph, fetch: Any, feeds: Any, regions: bool) -> af.
     return caught.value
 
 
-async def test_f06_a_gradient_that_fails_names_the_forward_node(graph: af.Graph, regions: bool) -> None:
-    """FAULTS F06: the slope of a square root at 0 is infinite: the error has the root's name and line."""
+async def test_a_gradient_that_fails_names_the_forward_node(graph: af.Graph, regions: bool) -> None:
+    """Fault F6: the slope of a square root at 0 is infinite: the error has the root's name and line."""
     x = af.placeholder("float64", ())
     root = af.sqrt(x)  # the root
     error = await failure(graph, af.gradients(root + 1.0, x), {x: 0.0}, regions)
@@ -271,8 +271,8 @@ async def test_f06_a_gradient_that_fails_names_the_forward_node(graph: af.Graph,
     assert (error.location.file, error.location.line) == (__file__, line_of("the root"))
 
 
-async def test_f06_in_a_loop(graph: af.Graph, regions: bool) -> None:
-    """FAULTS F06: in the gradient of a loop too, with the iteration."""
+async def test_in_a_loop(graph: af.Graph, regions: bool) -> None:
+    """Fault F6: in the gradient of a loop too, with the iteration."""
     x = af.placeholder("float64", ())
 
     def body(i: Any, v: Any) -> Any:
@@ -286,8 +286,8 @@ async def test_f06_in_a_loop(graph: af.Graph, regions: bool) -> None:
     assert (error.location.file, error.location.line) == (__file__, line_of("the root in the loop"))
 
 
-async def test_f06_what_a_users_gradient_has_built(graph: af.Graph, regions: bool) -> None:
-    """FAULTS F06: of a user's own gradient it is the line in there, and the name still says what it differentiates."""
+async def test_what_a_users_gradient_has_built(graph: af.Graph, regions: bool) -> None:
+    """Fault F6: of a user's own gradient it is the line in there, and the name still says what it differentiates."""
 
     @af.custom_gradient
     def same(x: Any) -> Any:

@@ -180,15 +180,15 @@ async def elements(read: Read, n: int, kind: str = "captured") -> int:
 
 
 @pytest.mark.parametrize("name", WORK)
-async def test_100_a_gradient_costs_what_the_loop_reads(name: str) -> None:
-    """CONFORMANCE 100: four times the rows and iterations are four times the work, to second order."""
+async def test_a_gradient_costs_what_the_loop_reads(name: str) -> None:
+    """Behaviour 100: four times the rows and iterations are four times the work, to second order."""
     few, many = [await elements(WORK[name], n) for n in (12, 48)]
     assert many < 5 * few
 
 
 @pytest.mark.parametrize("kind", ["carried", "variable"])
-async def test_100_wherever_the_array_is_from(kind: str) -> None:
-    """CONFORMANCE 100: a loop variable that the body leaves as it is, and a variable that it reads."""
+async def test_wherever_the_array_is_from(kind: str) -> None:
+    """Behaviour 100: a loop variable that the body leaves as it is, and a variable that it reads."""
     few, many = [await elements(several, n, kind) for n in (12, 48)]
     assert many < 5 * few
 

@@ -157,7 +157,7 @@ async def results(program: Program, mark: Marker, **options: Any) -> list[Any]:
     [*((program, True) for program in PROGRAMS), (in_loops_and_branches, False), (with_variables, False)],
 )
 async def test_gradients_are_the_same(program: Program, regions: bool) -> None:
-    """CONFORMANCE 68, for what is computed again; random numbers come out equal."""
+    """Behaviour 68, for what is computed again; random numbers come out equal."""
     expected = await results(program, lambda fn: fn, regions=regions)
     found = await results(program, af.recompute, regions=regions)
     for one, other in zip(found, expected, strict=True):

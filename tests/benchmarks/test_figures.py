@@ -1,4 +1,4 @@
-"""CONFORMANCE 114: a simulated figure in the docs is what its command prints.
+"""Behaviour 114: a simulated figure in the docs is what its command prints.
 
 A row has the command, words of the page that state figures, and the way to find each of them among the command's.
 Change a figure on the page and in its row.
@@ -235,15 +235,16 @@ def curves(command: str) -> Curves:
     return COMMANDS[command]()
 
 
-def test_114_figures_stand_on_the_page() -> None:
+def test_figures_stand_on_the_page() -> None:
+    """Behaviour 114."""
     assert [row.words for row in ROWS if row.words not in PAGE] == []
     assert {row.command for row in ROWS} == set(COMMANDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_114_figures_are_what_their_commands_print(command: str) -> None:
-    """CONFORMANCE 114."""
+def test_figures_are_what_their_commands_print(command: str) -> None:
+    """Behaviour 114."""
     found = {row.words: row.found(curves(command)) for row in ROWS if row.command == command}
     wrong = [
         (row.words, found[row.words])

@@ -44,8 +44,8 @@ def a_thread_a_device() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_99_one_host_thread_holds_up_what_launches_much() -> None:
-    """CONFORMANCE 99: a training step launches hundreds of kernels a time step, so eight cards gain nothing with it."""
+def test_one_host_thread_holds_up_what_launches_much() -> None:
+    """Behaviour 99: a training step launches hundreds of kernels a time step, so eight cards gain nothing with it."""
 
     def gain() -> float:
         one, eight = (stacked_lstm_training.simulated(n, steps=2, batch=64, hidden=512).seconds for n in (1, 8))
@@ -56,8 +56,8 @@ def test_99_one_host_thread_holds_up_what_launches_much() -> None:
         assert gain() < 1
 
 
-def test_99_large_kernels_hide_the_host() -> None:
-    """CONFORMANCE 99: fig. 12 has a kernel a device and iteration, and gains with either host."""
+def test_large_kernels_hide_the_host() -> None:
+    """Behaviour 99: fig. 12 has a kernel a device and iteration, and gains with either host."""
     curves = by_host(lambda: {"": parallel_iterations.curve((1, 8), iterations=8)})
     assert list(curves) == ["this runtime", "a thread a device"]
     threads, ours = (curve[8] / curve[1] for curve in reversed(curves.values()))

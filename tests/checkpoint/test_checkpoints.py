@@ -217,8 +217,8 @@ async def test_variables_of_functions_begin_with_what_was_saved(tmp_path: Path) 
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-async def test_f55_another_program(tmp_path: Path) -> None:
-    """F55: every difference is named, with its file, and nothing changes."""
+async def test_another_program(tmp_path: Path) -> None:
+    """Fault F55: F55: every difference is named, with its file, and nothing changes."""
     async with saved(tmp_path):
         pass
     file = tmp_path / "step-0" / "variables.safetensors"
@@ -250,8 +250,8 @@ async def test_variables_without_names_of_their_own(tmp_path: Path) -> None:
             await session.restore(tmp_path, [af.Variable(1)])
 
 
-async def test_f55_a_graph_that_computes_something_else(tmp_path: Path) -> None:
-    """F55."""
+async def test_a_graph_that_computes_something_else(tmp_path: Path) -> None:
+    """Fault F55: F55."""
     async with saved(tmp_path):
         pass
     model = Model()
@@ -267,8 +267,8 @@ async def test_f55_a_graph_that_computes_something_else(tmp_path: Path) -> None:
         assert await model.values(session) == ([2.0] * 3, 2)
 
 
-async def test_f55_a_damaged_byte_changes_nothing(tmp_path: Path) -> None:
-    """F55: a byte of one array is enough for none to change; strict=False takes the others, and says so."""
+async def test_a_damaged_byte_changes_nothing(tmp_path: Path) -> None:
+    """Fault F55: F55: a byte of one array is enough for none to change; strict=False takes the others, and says so."""
     async with saved(tmp_path) as (model, session):
         file = tmp_path / "step-0" / "variables.safetensors"
         raw = bytearray(file.read_bytes())
@@ -377,8 +377,8 @@ class Gate:
         self.op = gate
 
 
-async def test_79_a_cut_is_before_or_after_a_run_that_writes_several(tmp_path: Path) -> None:
-    """CONFORMANCE 79: one half of a run is never saved, and readers and runs of one write hold nothing up."""
+async def test_a_cut_is_before_or_after_a_run_that_writes_several(tmp_path: Path) -> None:
+    """Behaviour 79: one half of a run is never saved, and readers and runs of one write hold nothing up."""
     gate = Gate()
     with af.Graph() as graph:
         a, b, c = (af.Variable(np.float32(0), name=name) for name in "abc")
@@ -405,8 +405,8 @@ async def test_79_a_cut_is_before_or_after_a_run_that_writes_several(tmp_path: P
             assert await session.run([a, b]) == expected
 
 
-async def test_f49_a_restore_is_before_or_after_a_run(tmp_path: Path) -> None:
-    """F49: a run in flight ends with the values that it began with, and a later one has the new ones."""
+async def test_a_restore_is_before_or_after_a_run(tmp_path: Path) -> None:
+    """Fault F49: F49: a run in flight ends with the values that it began with, and a later one has the new ones."""
     gate = Gate()
     with af.Graph() as graph:
         a, b = (af.Variable(np.float32(0), name=name) for name in "ab")
@@ -521,8 +521,8 @@ async def test_random_numbers_go_on_where_they_were_in_the_middle_of_a_session(t
         assert session.statistics().completed == 6
 
 
-async def test_f54_training_goes_on_when_a_save_fails(tmp_path: Path) -> None:
-    """F54."""
+async def test_training_goes_on_when_a_save_fails(tmp_path: Path) -> None:
+    """Fault F54: F54."""
     async with saved(tmp_path / "run") as (model, session):
         (tmp_path / "file").write_text("")
         with pytest.raises(af.CheckpointError, match="file"):

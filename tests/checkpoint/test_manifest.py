@@ -29,8 +29,8 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert content["versions"]["numpy"] == np.__version__
 
 
-def test_f55_any_byte_that_changes_is_found(tmp_path: Path) -> None:
-    """F55: no byte of it can change, be added or go without an error that names the file."""
+def test_any_byte_that_changes_is_found(tmp_path: Path) -> None:
+    """Fault F55: F55: no byte of it can change, be added or go without an error that names the file."""
     path = write(tmp_path, 0, w=1.5)
     file = path / "manifest.json"
     raw = file.read_bytes()

@@ -30,8 +30,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_f55_damage_anywhere_is_an_error_that_names_the_file(step: Path, data: st.DataObject) -> None:
-    """F55: bytes that change, go or come, in either file: what is not named as damaged is what was written."""
+def test_damage_anywhere_is_an_error_that_names_the_file(step: Path, data: st.DataObject) -> None:
+    """Fault F55: F55: bytes that change, go or come, in either file: what is not named as damaged is what was
+    written."""
     file = step / data.draw(st.sampled_from(["variables.safetensors", "manifest.json"]))
     raw = file.read_bytes()
     begin = data.draw(st.integers(0, len(raw)))
@@ -71,8 +72,8 @@ def test_a_damaged_array_is_named_and_the_others_are_there(step: Path) -> None:
         file.write_bytes(raw)
 
 
-def test_f56_a_file_that_is_cut_off_while_it_is_read(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F56: an error, and the process lives; a map of the file would have killed it."""
+def test_a_file_that_is_cut_off_while_it_is_read(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F56: F56: an error, and the process lives; a map of the file would have killed it."""
     file = step / "variables.safetensors"
     raw = file.read_bytes()
 

@@ -142,8 +142,8 @@ def test_a_run_that_is_half_way_for_long_is_said(tmp_path: Path) -> None:
         clock.run(main())
 
 
-async def test_f54_a_step_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F54: training goes on, and so does publishing once the disk takes it again."""
+async def test_a_step_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F54: F54: training goes on, and so does publishing once the disk takes it again."""
     model = Model()
     saver = af.Saver(tmp_path / "run", every_steps=1)
     (tmp_path / "run").write_text("no directory")

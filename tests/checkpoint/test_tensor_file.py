@@ -71,8 +71,8 @@ def test_every_dtype_comes_back(name: str, tmp_path: Path) -> None:
     ],
     ids=["fortran", "transposed", "strided", "reversed", "broadcast", "complex"],
 )
-def test_f58_arrays_that_are_not_contiguous(array: np.ndarray, tmp_path: Path) -> None:
-    """F58."""
+def test_arrays_that_are_not_contiguous(array: np.ndarray, tmp_path: Path) -> None:
+    """Fault F58: F58."""
     np.testing.assert_array_equal(read(write(tmp_path, 0, x=array))["x"], array)
 
 

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills children that it has forked")
-def test_f53_killed_at_any_system_call(tmp_path: Path) -> None:
-    """F53: the next start finds the old step or the new one, complete, and the next publish tidies up."""
+def test_killed_at_any_system_call(tmp_path: Path) -> None:
+    """Fault F53: F53: the next start finds the old step or the new one, complete, and the next publish tidies up."""
     command = [sys.executable, "-m", "tests.checkpoint.killed", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -39,8 +39,9 @@ def test_f53_killed_at_any_system_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CALLS[:6])
 @pytest.mark.parametrize("last", [False, True])
-def test_f54_a_disk_that_is_full(name: str, last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F54: whichever call fails, the first or last of its kind, it is an error, and the old step is as it was."""
+def test_a_disk_that_is_full(name: str, last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F54: F54: whichever call fails, the first or last of its kind, it is an error, and the old step is as it
+    was."""
     old = write(tmp_path, 1, x=1)
     call, calls, fails_at = getattr(os, name), 0, -1
 
@@ -64,8 +65,8 @@ def test_f54_a_disk_that_is_full(name: str, last: bool, tmp_path: Path, monkeypa
     assert read(write(tmp_path, 3, x=3)) == {"x": 3}
 
 
-def test_f54_a_directory_that_is_read_only_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F54."""
+def test_a_directory_that_is_read_only_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F54: F54."""
     (tmp_path / "file").write_text("mine")
     for step in (None, 1):
         with pytest.raises(CheckpointError, match="file"):
@@ -118,8 +119,9 @@ def test_an_older_step_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux which file a descriptor is of")
-def test_f53_a_step_has_its_files_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F53: a power loss keeps what the disk was told to keep: each file, the names in the step, and then its own."""
+def test_a_step_has_its_files_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F53: F53: a power loss keeps what the disk was told to keep: each file, the names in the step, and then
+    its own."""
     happened: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -204,8 +206,8 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="direct I/O is Linux's")
-def test_f54_a_disk_that_is_full_behind_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F54."""
+def test_a_disk_that_is_full_behind_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F54: F54."""
     disk = Disk(monkeypatch)
     disk.answers += [mmap.PAGESIZE, -errno.ENOSPC]
     with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):

@@ -261,8 +261,8 @@ NAMES = texts(min_size=1, max_size=4).filter(is_name)
 @example(names=["\u00b5", "\u03bc", "\ufb01", "fi", "x\u00b2", "v\u2080"])
 @example(names=["\u00bd", "\u00aa", "a", "__debug__", "budget", "\x00\n"])
 @example(names=["\ud800", "_", "None", "in_iteration", "k_add", "\U0001d4b6"])
-def test_91_any_name_gives_the_same_bits(names: list[str]) -> None:
-    """91. Variables of the source are the nodes' own, whatever these are called."""
+def test_any_name_gives_the_same_bits(names: list[str]) -> None:
+    """Behaviour 91: variables of the source are the nodes' own, whatever these are called."""
     code, found = [], []
     for given_names in (names, list("abcdef")):
         first, second, third, loop, branch, scope = given_names

@@ -1,4 +1,4 @@
-"""`join_regions`: which regions of a card are better one, and which must stay apart. CONFORMANCE 99."""
+"""`join_regions`: which regions of a card are better one, and which must stay apart. Behaviour 99."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def _calls(graph: af.Graph, slopes: Any, steps: af.Tensor, count: int) -> tuple[
         return clock.run(main())
 
 
-def test_99_a_time_step_calls_one_region_forward_and_one_backward_on_each_card() -> None:
+def test_a_time_step_calls_one_region_forward_and_one_backward_on_each_card() -> None:
+    """Behaviour 99."""
     graph, slopes, steps = _training("sim")
     (few, _), (many, found) = (_calls(graph, slopes, steps, count) for count in (3, 7))
     assert many["region"] - few["region"] == 4 * 6
@@ -188,7 +189,8 @@ def test_99_a_time_step_calls_one_region_forward_and_one_backward_on_each_card()
             np.testing.assert_array_equal(ours, theirs)
 
 
-async def test_99_cuda_devices_get_the_regions_of_simulated_ones() -> None:
+async def test_cuda_devices_get_the_regions_of_simulated_ones() -> None:
+    """Behaviour 99."""
     graph, slopes, steps = _training("cuda")
     with stand_in(devices=3):
         async with af.Session(graph, ["cuda:0", "cuda:1", "cuda:2"]) as session:

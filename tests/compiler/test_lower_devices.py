@@ -1,4 +1,4 @@
-"""`lower` on graphs cut over devices: transfers, control loops, gates (CONFORMANCE 23, 74, 75)."""
+"""`lower` on graphs cut over devices: transfers, control loops, gates (Behaviour 23, 74, 75)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_transfers_match(flat: Graph) -> None:
 
 
 def assert_loops_are_cut_soundly(flat: Graph) -> None:
-    """CONFORMANCE 75: Recvs in loops are gated; in each frame a device makes the predicate or receives it, once."""
+    """Behaviour 75: Recvs in loops are gated; in each frame a device makes the predicate or receives it, once."""
     frames = assign_frames(flat)
     deciders: dict[tuple[FramePath, str | None], list[Node]] = {}
     for node in flat.nodes:
@@ -68,8 +68,8 @@ def _has_back_edge(merge: Node) -> bool:
 # -- values and news -------------------------------------------------------------------------------------------------
 
 
-def test_74_a_value_goes_to_a_device_once_however_many_use_it_there(graph: af.Graph) -> None:
-    """Constants go nowhere: they are everywhere."""
+def test_a_value_goes_to_a_device_once_however_many_use_it_there(graph: af.Graph) -> None:
+    """Behaviour 74: constants go nowhere: they are everywhere."""
     x = af.placeholder("float32", (3,), name="x")
     y = af.square(x)
     with af.device("cpu:1"):
@@ -99,8 +99,8 @@ def test_74_a_value_goes_to_a_device_once_however_many_use_it_there(graph: af.Gr
     """)
 
 
-def test_74_a_control_edge_alone_sends_the_news_once(graph: af.Graph) -> None:
-    """The Send has no input. Fed values are not sent either: each device takes its own."""
+def test_a_control_edge_alone_sends_the_news_once(graph: af.Graph) -> None:
+    """Behaviour 74: the Send has no input. Fed values are not sent either: each device takes its own."""
     x = af.placeholder("float32", (), name="x")
     first = af.square(x)
     with af.control_dependencies([first]), af.device("cpu:1"):
@@ -123,8 +123,8 @@ def test_74_a_control_edge_alone_sends_the_news_once(graph: af.Graph) -> None:
 
 
 @pytest.mark.parametrize("is_value_first", [True, False])
-def test_74_data_and_control_between_one_pair_share_the_transfer(graph: af.Graph, is_value_first: bool) -> None:
-    """Whichever of them is wanted first."""
+def test_data_and_control_between_one_pair_share_the_transfer(graph: af.Graph, is_value_first: bool) -> None:
+    """Behaviour 74: whichever of them is wanted first."""
     x = af.placeholder("float32", (), name="x")
     first = af.square(x)
 
@@ -192,8 +192,9 @@ def test_float32_values_go_in_short_form(graph: af.Graph) -> None:
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 
-def test_75_a_loop_over_two_devices(graph: af.Graph) -> None:
-    """The device without the predicate has a control loop that receives it; the capture goes there before the loop."""
+def test_a_loop_over_two_devices(graph: af.Graph) -> None:
+    """Behaviour 75: the device without the predicate has a control loop that receives it; the capture goes there
+    before the loop."""
     n = af.placeholder("int32", (), name="n")
     w = af.square(n)
 
@@ -239,7 +240,8 @@ def test_75_a_loop_over_two_devices(graph: af.Graph) -> None:
     """)
 
 
-def test_75_a_device_without_loop_variables_has_nothing_but_the_control_loop(graph: af.Graph) -> None:
+def test_a_device_without_loop_variables_has_nothing_but_the_control_loop(graph: af.Graph) -> None:
+    """Behaviour 75."""
     n = af.placeholder("int32", (), name="n")
 
     def body(i: af.Tensor) -> af.Tensor:
@@ -291,8 +293,9 @@ def test_captures_are_sent_once_and_enter_on_every_device_that_uses_them(graph: 
 # -- branches --------------------------------------------------------------------------------------------------------
 
 
-def test_23_a_switch_is_where_its_data_is_and_only_the_taken_side_sends(graph: af.Graph) -> None:
-    """The capture stays on cpu:1 for the true branch; the false one, on cpu:2, gets it from the Switch's own side.
+def test_a_switch_is_where_its_data_is_and_only_the_taken_side_sends(graph: af.Graph) -> None:
+    """Behaviour 23: the capture stays on cpu:1 for the true branch; the false one, on cpu:2, gets it from the
+    Switch's own side.
 
     What receives it is gated by a Switch of the predicate there, so if the branch is not taken it is dead at once.
     """
@@ -333,8 +336,8 @@ def test_23_a_switch_is_where_its_data_is_and_only_the_taken_side_sends(graph: a
 
 
 @pytest.mark.parametrize(("taken", "messages"), [(True, 1), (False, 3)])
-async def test_23_messages_of_a_branch(graph: af.Graph, taken: bool, messages: int) -> None:
-    """The graph above, run: if cpu:1 has all that the taken branch needs, only the result is sent."""
+async def test_messages_of_a_branch(graph: af.Graph, taken: bool, messages: int) -> None:
+    """Behaviour 23: the graph above, run: if cpu:1 has all that the taken branch needs, only the result is sent."""
     pred, x = af.placeholder("bool", (), name="pred"), af.placeholder("float32", (), name="x")
     with af.device("cpu:1"):
         y = af.square(x)
@@ -405,7 +408,8 @@ NESTS = [
 
 
 @pytest.mark.parametrize("places", NESTS)
-def test_75_nested_loops_over_three_devices_are_cut_soundly(graph: af.Graph, places: Sequence[str]) -> None:
+def test_nested_loops_over_three_devices_are_cut_soundly(graph: af.Graph, places: Sequence[str]) -> None:
+    """Behaviour 75."""
     flat = lowered(graph, [nest(af.placeholder("int64", (), name="n"), places)])
     frames = assign_frames(flat)
     assert {len(frame) for frame in frames.values()} == {0, 1, 2}
@@ -414,7 +418,8 @@ def test_75_nested_loops_over_three_devices_are_cut_soundly(graph: af.Graph, pla
 
 
 @pytest.mark.parametrize("places", NESTS)
-async def test_75_nested_loops_over_three_devices_run(graph: af.Graph, places: Sequence[str]) -> None:
+async def test_nested_loops_over_three_devices_run(graph: af.Graph, places: Sequence[str]) -> None:
+    """Behaviour 75."""
     n = af.placeholder("int64", (), name="n")
     result = nest(n, places)
     async with af.Session(graph, devices=["cpu:0", "cpu:1", "cpu:2"], debug=True) as session:

@@ -53,8 +53,8 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
 
 
 @pytest.mark.parametrize("known", [(2, 2, 2), (None, 2, None), None])
-def test_93_an_estimate_never_raises(known: Any) -> None:
-    """93. Not for shapes that only a run knows, whose ranks are guessed, nor for any others."""
+def test_an_estimate_never_raises(known: Any) -> None:
+    """Behaviour 93: not for shapes that only a run knows, whose ranks are guessed, nor for any others."""
     random = Random(93)
     with af.Graph() as graph:
         build_all(af.placeholder("float64", known), af.placeholder("float64", known))
@@ -78,8 +78,8 @@ def any_shape(random: Random) -> Any:
     return tuple(random.choice([None, 0, 1, 5]) for _ in range(random.randrange(6)))
 
 
-async def test_93_tensordot_over_a_third_axis_of_unknown_rank(graph: af.Graph) -> None:
-    """93. In a region, which asks whether a kernel may be long."""
+async def test_tensordot_over_a_third_axis_of_unknown_rank(graph: af.Graph) -> None:
+    """Behaviour 93: in a region, which asks whether a kernel may be long."""
     x, y = af.placeholder("float64"), af.placeholder("float64")
     z = af.tensordot(x, y, axes=((2,), (0,))) + 1
     a, b = np.ones((2, 3, 4)), np.ones((4, 5))

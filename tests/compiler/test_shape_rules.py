@@ -15,8 +15,8 @@ def ops_of(graph: af.Graph, fetch: Any, *feeds: af.Tensor) -> list[str]:
     return [node.op.name for node in extract(graph, [fetch], feeds).graph.nodes]
 
 
-async def test_100_no_forward_work_for_a_shape(graph: af.Graph) -> None:
-    """100. A gradient whose rule needs no forward value asks for none, though its extents are open."""
+async def test_no_forward_work_for_a_shape(graph: af.Graph) -> None:
+    """Behaviour 100: a gradient whose rule needs no forward value asks for none, though its extents are open."""
     x, g = af.placeholder("float64", (None, 3), name="x"), af.placeholder("float64", (None, 2), name="g")
     w = af.placeholder("float64", (3, 2), name="w")
     by_x, by_w = af.gradients(x @ w, [x, w], g)
@@ -30,8 +30,8 @@ async def test_100_no_forward_work_for_a_shape(graph: af.Graph) -> None:
             await session.run(by_w, {**values, x: np.ones((1, 3))})
 
 
-async def test_100_ones_and_sums_need_shapes_alone(graph: af.Graph) -> None:
-    """100. Through whatever broadcasts, is reshaped or joined; an error of shapes is still found."""
+async def test_ones_and_sums_need_shapes_alone(graph: af.Graph) -> None:
+    """Behaviour 100: through whatever broadcasts, is reshaped or joined; an error of shapes is still found."""
     x, b = af.placeholder("float64", (None, 3), name="x"), af.placeholder("float64", (None, 1), name="b")
     y = af.concat([af.exp(x) + b, x], axis=0)
     slope = af.gradients(af.permute_dims(y, (1, 0)), b)
@@ -43,8 +43,8 @@ async def test_100_ones_and_sums_need_shapes_alone(graph: af.Graph) -> None:
             await session.run(slope, {x: np.ones((4, 3)), b: np.ones((2, 1))})
 
 
-async def test_100_what_else_needs_a_value_computes_it_once(graph: af.Graph) -> None:
-    """100. And what has effects, or a shape that depends on values, is computed."""
+async def test_what_else_needs_a_value_computes_it_once(graph: af.Graph) -> None:
+    """Behaviour 100: and what has effects, or a shape that depends on values, is computed."""
     x = af.placeholder("float64", (None,), name="x")
     y = af.exp(x)
     assert ops_of(graph, [y + 1, af.shape(y)][1], x) == ["feed", "shape", "shape_by_rule", "fetch"]
@@ -56,8 +56,8 @@ async def test_100_what_else_needs_a_value_computes_it_once(graph: af.Graph) -> 
 
 
 @pytest.mark.parametrize("element_shape", [(None,), None])
-async def test_100_shapes_of_elements_that_are_read_twice(graph: af.Graph, element_shape: Any) -> None:
-    """100. A gradient that needs only the shape of an element reads none, so it may be read elsewhere."""
+async def test_shapes_of_elements_that_are_read_twice(graph: af.Graph, element_shape: Any) -> None:
+    """Behaviour 100: a gradient that needs only the shape of an element reads none, so it may be read elsewhere."""
     x = af.placeholder("float64", (None, None), name="x")
     array = af.TensorArray("float64", 2, element_shape=element_shape).unstack(x)
     one, other = array.read(0), array.read(0)
@@ -70,8 +70,8 @@ async def test_100_shapes_of_elements_that_are_read_twice(graph: af.Graph, eleme
     assert value.tolist() == [1.0] * 3
 
 
-def test_100_a_check_of_a_long_chain_takes_no_longer_than_the_chain(graph: af.Graph) -> None:
-    """100. Whether a shape is at hand is asked once of each value."""
+def test_a_check_of_a_long_chain_takes_no_longer_than_the_chain(graph: af.Graph) -> None:
+    """Behaviour 100: whether a shape is at hand is asked once of each value."""
     x, g = af.placeholder("float64", (None,), name="x"), af.placeholder("float64", (None,), name="g")
     y = x
     for _ in range(60):

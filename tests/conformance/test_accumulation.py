@@ -1,4 +1,4 @@
-"""CONFORMANCE 105: sums, means and gradients of float16 and bfloat16 accumulate in float32, whatever op asks."""
+"""Behaviour 105: sums, means and gradients of float16 and bfloat16 accumulate in float32, whatever op asks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def sums(dtype: str, count: int) -> Mapping[str, af.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", COUNTS)
-async def test_105_sums_go_on_counting(dtype: str) -> None:
+async def test_sums_go_on_counting(dtype: str) -> None:
+    """Behaviour 105."""
     count = COUNTS[dtype]
     with af.Graph() as graph:
         fetches = sums(dtype, count)
@@ -57,8 +58,8 @@ async def test_105_sums_go_on_counting(dtype: str) -> None:
         np.testing.assert_allclose(value.astype("float32"), expected.astype("float32"), rtol=0.01, err_msg=name)
 
 
-async def test_105_gradients_of_loops_go_on_counting(session: af.Session) -> None:
-    """The sums that gradient loops make: of captures, rows, parts and elements of arrays."""
+async def test_gradients_of_loops_go_on_counting(session: af.Session) -> None:
+    """Behaviour 105: the sums that gradient loops make: of captures, rows, parts and elements of arrays."""
     count = COUNTS["bfloat16"]
     with af.Graph():
         row, table, long = (af.zeros(shape, dtype="bfloat16") for shape in ((2,), (3, 2), (64, 2)))
@@ -79,7 +80,8 @@ async def test_105_gradients_of_loops_go_on_counting(session: af.Session) -> Non
     assert not of_long[1:].any()
 
 
-async def test_105_many_paths_to_one_value() -> None:
+async def test_many_paths_to_one_value() -> None:
+    """Behaviour 105."""
     with af.Graph() as graph:
         x = af.ones((2,), dtype="bfloat16")
         slope = af.gradients([x * 1 for _ in range(300)], x)
@@ -89,8 +91,8 @@ async def test_105_many_paths_to_one_value() -> None:
 
 
 @pytest.mark.parametrize("dtype", COUNTS)
-async def test_105_moments_and_masked_means(dtype: str) -> None:
-    """The variance of ones is 0, and a mean may be finite where the sum is not."""
+async def test_moments_and_masked_means(dtype: str) -> None:
+    """Behaviour 105: the variance of ones is 0, and a mean may be finite where the sum is not."""
     count = COUNTS[dtype]
     with af.Graph() as graph:
         x = af.ones((count, 2), dtype=dtype)
@@ -103,8 +105,8 @@ async def test_105_moments_and_masked_means(dtype: str) -> None:
     assert found.astype("float32") == 100
 
 
-def test_105_children_of_a_vertex() -> None:
-    """Rows of children, from many and from few rows on."""
+def test_children_of_a_vertex() -> None:
+    """Behaviour 105: rows of children, from many and from few rows on."""
     assert REDUCE_SEGMENTS.kernel is not None
     kernel = REDUCE_SEGMENTS.kernel(np, reduce="sum")
     for dtype, count in COUNTS.items():

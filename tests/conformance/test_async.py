@@ -1,4 +1,4 @@
-"""CONFORMANCE 84, 86, 87 and 89: a run as a citizen of asyncio. Cancelling in each tick is in tests/faults."""
+"""Behaviour 84, 86, 87 and 89: a run as a citizen of asyncio. Cancelling in each tick is in tests/faults."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Run = Callable[..., Awaitable[Any]]
 # -- 84: cancelling --------------------------------------------------------------------------------------------------
 
 
-async def test_84_cancel_before_the_start(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 84: a task that has not begun runs nothing."""
+async def test_cancel_before_the_start(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 84: a task that has not begun runs nothing."""
     gate = CoroutineGate()
     task = asyncio.ensure_future(session.run(gate.op(1)))
     task.cancel()
@@ -38,8 +38,8 @@ async def test_84_cancel_before_the_start(session: af.Session, graph: af.Graph) 
     assert session.statistics().completed == 0
 
 
-async def test_84_cancel_in_a_kernel_and_in_a_loop(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 84: with a kernel on a thread and a loop of coroutines in flight; the session is as before."""
+async def test_cancel_in_a_kernel_and_in_a_loop(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 84: with a kernel on a thread and a loop of coroutines in flight; the session is as before."""
     thread, coroutine = ThreadGate(), CoroutineGate()
     (loop,) = af.while_loop(lambda i: i < 9, lambda i: coroutine.op(i) + 1, (0,))
     fetches = [thread.op(1), loop]
@@ -58,15 +58,15 @@ async def test_84_cancel_in_a_kernel_and_in_a_loop(session: af.Session, graph: a
 # -- 86: ways to await -----------------------------------------------------------------------------------------------
 
 
-async def test_86_gather(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 86: runs of one session at once, each with its own values."""
+async def test_gather(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 86: runs of one session at once, each with its own values."""
     x = af.placeholder("int64", ())
     _, total = af.while_loop(lambda i, _: i < 10, lambda i, t: (i + 1, t + x), (0, 0))
     assert await asyncio.gather(*(session.run(total, {x: k}) for k in range(50))) == [10 * k for k in range(50)]
 
 
-async def test_86_gather_with_a_failure(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 86: one run fails alone."""
+async def test_gather_with_a_failure(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 86: one run fails alone."""
     x = af.placeholder("int64", ())
 
     @af.op(outputs=INT)
@@ -79,8 +79,8 @@ async def test_86_gather_with_a_failure(session: af.Session, graph: af.Graph) ->
     assert [type(result) is af.KernelError for result in results] == [k == 3 for k in range(6)]
 
 
-async def test_86_wait_for(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 86: the run is stopped when the time is up."""
+async def test_wait_for(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 86: the run is stopped when the time is up."""
     gate = CoroutineGate()
     fetch = gate.op(1)
     for timeout in DEADLINES_S:
@@ -91,8 +91,8 @@ async def test_86_wait_for(session: af.Session, graph: af.Graph) -> None:
     assert gate.cancelled == [1]
 
 
-async def test_86_task_group(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 86: a failing sibling cancels the run."""
+async def test_task_group(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 86: a failing sibling cancels the run."""
     gate = CoroutineGate()
 
     async def fails() -> None:
@@ -107,8 +107,8 @@ async def test_86_task_group(session: af.Session, graph: af.Graph) -> None:
     assert gate.cancelled == [1]
 
 
-async def test_86_double_await_of_one_handle(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 86: a task can be awaited by many; a coroutine once, as any."""
+async def test_double_await_of_one_handle(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 86: a task can be awaited by many; a coroutine once, as any."""
     task = asyncio.ensure_future(session.run(af.constant(1) + 1))
     assert list(await asyncio.gather(task, task, asyncio.shield(task))) == [2, 2, 2]
     coroutine = session.run(af.constant(1) + 1)
@@ -117,8 +117,8 @@ async def test_86_double_await_of_one_handle(session: af.Session, graph: af.Grap
         await coroutine
 
 
-async def test_86_two_sessions_in_one_loop(open_session: OpenSession, graph: af.Graph) -> None:
-    """CONFORMANCE 86: each with its own variables and threads; closing one leaves the other."""
+async def test_two_sessions_in_one_loop(open_session: OpenSession, graph: af.Graph) -> None:
+    """Behaviour 86: each with its own variables and threads; closing one leaves the other."""
     count = af.Variable(0, name="count")
     add, gate = count.assign_add(1), ThreadGate()
     gate.opened.set()
@@ -158,8 +158,8 @@ LOADS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
 
 @pytest.mark.real_time
 @pytest.mark.parametrize("load", [pytest.param(load, marks=pytest.mark.slow) for load in LOADS])
-async def test_87_other_coroutines_keep_their_latency(graph: af.Graph, load: str, regions: bool) -> None:
-    """CONFORMANCE 87: a heartbeat beside the load is never held up for long."""
+async def test_other_coroutines_keep_their_latency(graph: af.Graph, load: str, regions: bool) -> None:
+    """Behaviour 87: a heartbeat beside the load is never held up for long."""
     build, fed, runs = LOADS[load]
     x = af.placeholder("int64", ())
     fetch = build(x)
@@ -174,8 +174,8 @@ async def test_87_other_coroutines_keep_their_latency(graph: af.Graph, load: str
 
 
 @pytest.mark.real_time
-async def test_87_a_loop_without_kernels(graph: af.Graph, regions: bool) -> None:
-    """CONFORMANCE 87: a loop that never fires a kernel does not hold the event loop either."""
+async def test_a_loop_without_kernels(graph: af.Graph, regions: bool) -> None:
+    """Behaviour 87: a loop that never fires a kernel does not hold the event loop either."""
     always = af.constant(True)
     (endless,) = af.while_loop(lambda i: always, lambda i: i, (0,))
     async with af.Session(graph, regions=regions) as session:
@@ -230,13 +230,13 @@ async def heartbeat() -> AsyncIterator[list[float]]:
 
 
 @pytest.mark.real_time
-async def test_87_the_guard_names_a_kernel_that_holds_the_loop(
+async def test_the_guard_names_a_kernel_that_holds_the_loop(
     open_session: OpenSession,
     graph: af.Graph,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CONFORMANCE 87: in debug mode, in the log, so that a busy machine breaks nobody's run; without debug, never."""
+    """Behaviour 87: in debug mode, in the log, so that a busy machine breaks nobody's run; without debug, never."""
     monkeypatch.setattr(executor, "BLOCKED_NS", 0)
     slow = af.op(outputs=INT, name="slow_one", cost=1.0)(lambda x: x)
     fetch = slow(1)
@@ -248,13 +248,13 @@ async def test_87_the_guard_names_a_kernel_that_holds_the_loop(
 
 
 @pytest.mark.real_time
-async def test_87_the_guard_says_nothing_of_threads(
+async def test_the_guard_says_nothing_of_threads(
     open_session: OpenSession,
     graph: af.Graph,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CONFORMANCE 87: what runs on a stream does not hold the loop."""
+    """Behaviour 87: what runs on a stream does not hold the loop."""
     monkeypatch.setattr(executor, "BLOCKED_NS", 0)
     async with open_session(graph) as session:
         assert await session.run(af.op(outputs=INT, cost=SLOW, name="on_thread")(lambda x: x)(1)) == 1
@@ -264,15 +264,15 @@ async def test_87_the_guard_says_nothing_of_threads(
 # -- 89: both event loops --------------------------------------------------------------------------------------------
 
 
-async def test_89_every_test_runs_on_the_loop_of_its_cell(arrangement: Arrangement) -> None:
-    """CONFORMANCE 89: asyncio's, uvloop, or virtual time."""
+async def test_every_test_runs_on_the_loop_of_its_cell(arrangement: Arrangement) -> None:
+    """Behaviour 89: asyncio's, uvloop, or virtual time."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, uvloop.Loop) == (arrangement.loop == "uvloop")
     assert isinstance(loop, VirtualClockLoop) == (arrangement.loop == "virtual")
 
 
-async def test_89_asyncio_debug_mode(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 89: asyncio's own checks of threads and coroutines find nothing."""
+async def test_asyncio_debug_mode(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 89: asyncio's own checks of threads and coroutines find nothing."""
     asyncio.get_running_loop().set_debug(True)
     gate = ThreadGate()
     gate.opened.set()

@@ -85,7 +85,7 @@ def layer_of(x: np.ndarray[Any, Any]) -> tuple[Any, Any]:
 
 @pytest.mark.usefixtures("work")
 async def test_runs_share_calls_and_each_gets_its_own(open_session: OpenSession, sizes: Counter[int]) -> None:
-    """FAULTS F42: whoever shares a call, result i is that of request i by itself."""
+    """Fault F42: whoever shares a call, result i is that of request i by itself."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         fetches = af.batched(layer, cost="none")(x)
@@ -101,10 +101,10 @@ async def test_runs_share_calls_and_each_gets_its_own(open_session: OpenSession,
 
 
 @pytest.mark.usefixtures("work")
-async def test_f42_calls_made_at_once_give_each_member_its_own(
+async def test_calls_made_at_once_give_each_member_its_own(
     open_session: OpenSession, sizes: Counter[int], in_halves: None
 ) -> None:
-    """FAULTS F38, F42: as above, where a device of several threads computes the halves; a failing member is alone."""
+    """Fault F38, F42: as above, where a device of several threads computes the halves; a failing member is alone."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         fetches = af.batched(lambda x: (af.check_numerics(x), *layer(x)))(x)
@@ -223,8 +223,8 @@ async def test_captures_and_variables(open_session: OpenSession) -> None:
         np.testing.assert_array_equal(await session.run(y, {x: np.ones(3, np.float32), own: np.float32(0)}), [3, 3, 3])
 
 
-async def test_88_a_check_fails_its_own_member(open_session: OpenSession) -> None:
-    """CONFORMANCE 88: an assertion nobody uses the result of, in a function that is batched, alone or in a branch."""
+async def test_a_check_fails_its_own_member(open_session: OpenSession) -> None:
+    """Behaviour 88: an assertion nobody uses the result of, in a function that is batched, alone or in a branch."""
 
     def checked(x: af.Tensor) -> af.Tensor:
         af.assert_that(x < 5, "too large", [x])
@@ -250,8 +250,8 @@ async def test_88_a_check_fails_its_own_member(open_session: OpenSession) -> Non
 
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("at_fault", [0, 7, 31])
-async def test_88_one_bad_member_fails_alone(open_session: OpenSession, sizes: Counter[int], at_fault: int) -> None:
-    """CONFORMANCE 88, FAULTS F38: of 32, one fails with its own node and cause; the others get their results."""
+async def test_one_bad_member_fails_alone(open_session: OpenSession, sizes: Counter[int], at_fault: int) -> None:
+    """Behaviour 88, Fault F38: of 32, one fails with its own node and cause; the others get their results."""
 
     @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
     def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -278,8 +278,8 @@ async def test_88_one_bad_member_fails_alone(open_session: OpenSession, sizes: C
     assert sum(sizes.values()) <= 1 + 2 * 6
 
 
-async def test_88_cancelled_members_leave(open_session: OpenSession, sizes: Counter[int]) -> None:
-    """CONFORMANCE 88, FAULTS F20, F40: those cancelled before the call are not in it, and nobody else is harmed."""
+async def test_cancelled_members_leave(open_session: OpenSession, sizes: Counter[int]) -> None:
+    """Behaviour 88, Fault F20, F40: those cancelled before the call are not in it, and nobody else is harmed."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
         y, _ = af.batched(layer, max_delay_s=3600.0, max_size=8, cost="none")(x)  # a call is made when it is full
@@ -315,10 +315,10 @@ async def test_88_cancelled_members_leave(open_session: OpenSession, sizes: Coun
 
 
 @pytest.mark.parametrize("left", [0, 1, 3])
-async def test_f40_who_leaves_while_a_call_is_compiled_is_not_computed(
+async def test_a_member_that_leaves_during_compilation_is_not_computed(
     held: Held, sizes: Counter[int], left: int
 ) -> None:
-    """FAULTS F40: nothing is computed for nobody, and who is left is computed without the others."""
+    """Fault F40: nothing is computed for nobody, and who is left is computed without the others."""
     asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
@@ -336,8 +336,8 @@ async def test_f40_who_leaves_while_a_call_is_compiled_is_not_computed(
         await session.run(y, {x: np.ones(4, np.float32)})
 
 
-async def test_f45_a_deadline_that_passes_while_it_waits(held: Held, sizes: Counter[int]) -> None:
-    """FAULTS F45: such a member is not computed."""
+async def test_a_deadline_that_passes_while_it_waits(held: Held, sizes: Counter[int]) -> None:
+    """Fault F45: such a member is not computed."""
     asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
@@ -352,8 +352,8 @@ async def test_f45_a_deadline_that_passes_while_it_waits(held: Held, sizes: Coun
     assert sizes == Counter({1: 1})
 
 
-async def test_f45_a_delay_ends_before_a_deadline(open_session: OpenSession, sizes: Counter[int]) -> None:
-    """FAULTS F45: a member that would wait for others beyond it is computed without them."""
+async def test_a_delay_ends_before_a_deadline(open_session: OpenSession, sizes: Counter[int]) -> None:
+    """Fault F45: a member that would wait for others beyond it is computed without them."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (), name="x")
         y = af.batched(lambda x: x * 2, max_size=4, max_delay_s=1e6)(x)
@@ -389,8 +389,8 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return found
 
 
-async def test_f40_a_member_that_never_ends_leaves_the_others_to_end(under_way: asyncio.Event) -> None:
-    """FAULTS F20, F40: those that shared its call, and those that come while it goes on."""
+async def test_a_member_that_never_ends_leaves_the_others_to_end(under_way: asyncio.Event) -> None:
+    """Fault F20, F40: those that shared its call, and those that come while it goes on."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (), name="x")
         y = af.batched(doubled_until)(x)
@@ -413,8 +413,8 @@ async def test_f40_a_member_that_never_ends_leaves_the_others_to_end(under_way: 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_f40_a_call_of_others_goes_on_where_it_may_not_be_done_again(under_way: asyncio.Event) -> None:
-    """FAULTS F20, F40: a function of the user's is called once for each member; who comes later is not held up."""
+async def test_a_call_of_others_goes_on_where_it_may_not_be_done_again(under_way: asyncio.Event) -> None:
+    """Fault F20, F40: a function of the user's is called once for each member; who comes later is not held up."""
     calls: list[int] = []
     has_begun = threading.Event()
 
@@ -442,8 +442,8 @@ async def test_f40_a_call_of_others_goes_on_where_it_may_not_be_done_again(under
         assert set(calls) == {1}
 
 
-async def test_f45_of_those_late_at_once_only_the_one_that_never_ends_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS F45: a call that takes too much of the time of its members is divided, until the others have ended."""
+async def test_of_those_late_at_once_only_the_one_that_never_ends_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F45: a call that takes too much of the time of its members is divided, until the others have ended."""
     monkeypatch.setattr(BatchCall, "overdue_ns", lambda call: call.started_ns + 1_000_000)
     with af.Graph() as graph:
         x = af.placeholder("float64", (), name="x")
@@ -461,7 +461,7 @@ async def test_f45_of_those_late_at_once_only_the_one_that_never_ends_is(monkeyp
 async def test_members_have_deadline_and_priority_of_their_run(
     open_session: OpenSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS F45: by it, a call is cut so that it is met."""
+    """Fault F45: by it, a call is cut so that it is met."""
     offered: list[tuple[int, float, int]] = []
     offer = Batcher.offer
 
@@ -498,8 +498,8 @@ async def test_little_memory_makes_small_calls() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_f42_members_of_any_fate(open_session: OpenSession, seed: int) -> None:
-    """FAULTS F20, F38, F40, F42, F45: whoever is cancelled, late or at fault changes no other result."""
+async def test_members_of_any_fate(open_session: OpenSession, seed: int) -> None:
+    """Fault F20, F38, F40, F42, F45: whoever is cancelled, late or at fault changes no other result."""
 
     @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
     def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -601,8 +601,8 @@ async def test_who_is_due_a_moment_after_it_was_asked_is_computed(monkeypatch: p
     assert len(until) > 1
 
 
-async def test_f20_who_waits_while_a_call_that_nobody_wants_is_compiled(held: Held) -> None:
-    """FAULTS F20: all members of a call leave before it has a plan, and the next call is made nevertheless."""
+async def test_a_member_waits_while_an_abandoned_call_is_compiled(held: Held) -> None:
+    """Fault F20: all members of a call leave before it has a plan, and the next call is made nevertheless."""
     asked, goes_on = held
     with af.Graph() as graph:
         x = af.placeholder("float32", (4,), name="x")
@@ -623,10 +623,8 @@ async def test_f20_who_waits_while_a_call_that_nobody_wants_is_compiled(held: He
 
 @pytest.mark.parametrize("runs", [1, 4])
 @pytest.mark.parametrize(("times", "less"), [(1, 1), (2, 0)])
-async def test_f41_a_function_that_gives_other_rows(
-    open_session: OpenSession, times: int, less: int, runs: int
-) -> None:
-    """FAULTS F41: one of rows that gives too few or too many fails with what it should have given, alone as well."""
+async def test_a_function_that_gives_other_rows(open_session: OpenSession, times: int, less: int, runs: int) -> None:
+    """Fault F41: one of rows that gives too few or too many fails with what it should have given, alone as well."""
 
     @af.op(outputs=af.spec("float32", ()), rows=True, pure=True)
     def other(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -739,8 +737,8 @@ async def test_a_share_of_the_calls_is_checked(open_session: OpenSession, caplog
 
 @settings(max_examples=15)
 @given(st.data())
-async def test_f42_random_requests(data: st.DataObject) -> None:
-    """FAULTS F42: random sizes, arrivals and cancels; results that are exact are equal bit for bit."""
+async def test_random_requests(data: st.DataObject) -> None:
+    """Fault F42: random sizes, arrivals and cancels; results that are exact are equal bit for bit."""
     with af.Graph() as graph:
         x = af.placeholder("int64", (None,), name="x")
         steps = af.placeholder("int64", (), name="steps")

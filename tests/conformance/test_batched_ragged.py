@@ -51,7 +51,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_lengths_share_calls(open_session: OpenSession, way: str) -> None:
-    """FAULTS F42: each result is that of the member alone, of its own length."""
+    """Fault F42: each result is that of the member alone, of its own length."""
     fn, by_hand, options = WAYS[way]
     with af.Graph() as graph:
         x, y = af.placeholder("float64", (None, 2), name="x"), af.placeholder("float64", (), name="y")
@@ -75,8 +75,8 @@ async def test_lengths_share_calls(open_session: OpenSession, way: str) -> None:
 
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from(sorted(WAYS))), max_size=12))
-async def test_f42_random_lengths(requests: list[tuple[int, int, str]]) -> None:
-    """FAULTS F42: random lengths, none among them, arrive and are cancelled at random."""
+async def test_random_lengths(requests: list[tuple[int, int, str]]) -> None:
+    """Fault F42: random lengths, none among them, arrive and are cancelled at random."""
     with af.Graph() as graph:
         x, y = af.placeholder("float64", (None, 2), name="x"), af.placeholder("float64", (), name="y")
         # What is exact is equal bit for bit.
@@ -103,8 +103,8 @@ async def test_f42_random_lengths(requests: list[tuple[int, int, str]]) -> None:
         await asyncio.gather(*(request(*each) for each in requests))
 
 
-async def test_f39_a_bucket_that_raises_fails_its_members_alone(open_session: OpenSession) -> None:
-    """FAULTS F39, CONFORMANCE 88: the others have their results, and so have those that come later."""
+async def test_a_bucket_that_raises_fails_its_members_alone(open_session: OpenSession) -> None:
+    """Fault F39, Behaviour 88: the others have their results, and so have those that come later."""
 
     def edge(length: int) -> Any:
         if length == 5:
@@ -159,8 +159,8 @@ async def test_functions_of_users_are_told(open_session: OpenSession) -> None:
 
 @pytest.mark.parametrize("runs", [1, 3])
 @pytest.mark.parametrize("is_packed", [True, False])
-async def test_f41_a_result_of_another_length(open_session: OpenSession, is_packed: bool, runs: int) -> None:
-    """FAULTS F41: rows of which it is not known whose they are fail with the lengths, and alone too."""
+async def test_a_result_of_another_length(open_session: OpenSession, is_packed: bool, runs: int) -> None:
+    """Fault F41: rows of which it is not known whose they are fail with the lengths, and alone too."""
     batch = af.Batch(ragged="packed", cost="none") if is_packed else af.Batch(pad=0, cost="none")
 
     @af.op(outputs=af.spec("float64", (None,)), batch=batch, pure=True)

@@ -1,4 +1,4 @@
-"""CONFORMANCE 106, 107, FAULTS F72, F73: runs that are cancelled lose nothing, and start nothing more."""
+"""Behaviour 106, 107, Fault F72, F73: runs that are cancelled lose nothing, and start nothing more."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ TAKES: dict[str, Callable[[af.Queue, af.Queue], Any]] = {
 
 
 @pytest.mark.parametrize("way", TAKES)
-async def test_106_an_element_is_delivered_or_left_at_every_turn(open_session: OpenSession, way: str) -> None:
-    """CONFORMANCE 106: a run that is cancelled takes nothing, and what is left stands in its order."""
+async def test_an_element_is_delivered_or_left_at_every_turn(open_session: OpenSession, way: str) -> None:
+    """Behaviour 106: a run that is cancelled takes nothing, and what is left stands in its order."""
     q, p = af.FIFOQueue(9, INT, name="q"), af.FIFOQueue(9, INT, name="p")
     with af.Graph() as graph:
         fetch = TAKES[way](q, p)
@@ -101,8 +101,8 @@ async def test_106_an_element_is_delivered_or_left_at_every_turn(open_session: O
             assert left[0] == sorted(left[0])
 
 
-async def test_106_an_element_is_put_or_not_at_every_turn(open_session: OpenSession) -> None:
-    """CONFORMANCE 106: a run that waits for room, and is cancelled, puts nothing in; one that returns has put it in."""
+async def test_an_element_is_put_or_not_at_every_turn(open_session: OpenSession) -> None:
+    """Behaviour 106: a run that waits for room, and is cancelled, puts nothing in; one that returns has put it in."""
     q = af.FIFOQueue(1, INT, name="q")
     with af.Graph() as graph:
         put = q.enqueue(2)
@@ -118,8 +118,8 @@ async def test_106_an_element_is_put_or_not_at_every_turn(open_session: OpenSess
             assert left == [2] if found is not None else left in ([], [2] if may_be_put else []), turns
 
 
-async def test_106_a_moved_element_is_in_one_queue_at_every_turn(open_session: OpenSession) -> None:
-    """CONFORMANCE 106: taken from one queue and put into another, which has room later; or it stays where it was."""
+async def test_a_moved_element_is_in_one_queue_at_every_turn(open_session: OpenSession) -> None:
+    """Behaviour 106: taken from one queue and put into another, which has room later; or it stays where it was."""
     q, p = af.FIFOQueue(9, INT, name="q"), af.FIFOQueue(1, INT, name="p")
     with af.Graph() as graph:
         move = p.enqueue(q.dequeue())
@@ -132,8 +132,8 @@ async def test_106_a_moved_element_is_in_one_queue_at_every_turn(open_session: O
             assert (left, moved) in (([1, 2], []), ([2], [1])), turns
 
 
-async def test_106_an_input_loses_nothing_at_any_turn(open_session: OpenSession) -> None:
-    """CONFORMANCE 106: what a cancelled run took of an input, the next one gets."""
+async def test_an_input_loses_nothing_at_any_turn(open_session: OpenSession) -> None:
+    """Behaviour 106: what a cancelled run took of an input, the next one gets."""
 
     async def count() -> Any:
         for number in range(1000):
@@ -151,8 +151,8 @@ async def test_106_an_input_loses_nothing_at_any_turn(open_session: OpenSession)
             expected += 1
 
 
-async def test_106_a_run_gives_back_no_more_than_it_has_not_used(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 106: what something depends on that outlasts the run stays taken; the rest goes back."""
+async def test_a_run_gives_back_no_more_than_it_has_not_used(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 106: what something depends on that outlasts the run stays taken; the rest goes back."""
     q, p = af.FIFOQueue(9, INT, name="q"), af.FIFOQueue(9, INT, name="p")
     total = af.Variable(0, name="total")
     with af.control_dependencies([total.assign_add(q.dequeue())]):
@@ -164,8 +164,8 @@ async def test_106_a_run_gives_back_no_more_than_it_has_not_used(session: af.Ses
     assert used in (0, 3)
 
 
-async def test_106_a_barrier_does_not_count_a_cancelled_run(graph: af.Graph) -> None:
-    """CONFORMANCE 106: a run that was cancelled in the turn in which the last one comes has not come."""
+async def test_a_barrier_does_not_count_a_cancelled_run(graph: af.Graph) -> None:
+    """Behaviour 106: a run that was cancelled in the turn in which the last one comes has not come."""
     barrier = af.Barrier(2, name="barrier")
     with af.control_dependencies([barrier.wait()]):
         passed = af.constant(1) + 0
@@ -180,8 +180,8 @@ async def test_106_a_barrier_does_not_count_a_cancelled_run(graph: af.Graph) -> 
         assert await session.run(passed) == await second == 1
 
 
-async def test_106_a_caller_on_a_thread_gets_the_element_or_has_cancelled(graph: af.Graph) -> None:
-    """CONFORMANCE 106: also where the caller cancels while the result is on its way to it."""
+async def test_a_caller_on_a_thread_gets_the_element_or_has_cancelled(graph: af.Graph) -> None:
+    """Behaviour 106: also where the caller cancels while the result is on its way to it."""
     q = af.FIFOQueue(9, INT, name="q")
     element = q.dequeue() + 0
     async with af.Session(graph) as session:
@@ -197,8 +197,8 @@ async def test_106_a_caller_on_a_thread_gets_the_element_or_has_cancelled(graph:
             assert future.cancelled() or future.result() == 1
 
 
-async def test_106_a_consumer_that_leaves_a_stream_leaves_the_next_element(graph: af.Graph) -> None:
-    """CONFORMANCE 106: of a loop with one iteration at a time, nothing is taken beyond what was handed over."""
+async def test_a_consumer_that_leaves_a_stream_leaves_the_next_element(graph: af.Graph) -> None:
+    """Behaviour 106: of a loop with one iteration at a time, nothing is taken beyond what was handed over."""
     q = af.FIFOQueue(9, INT, name="q")
     items = []
 
@@ -232,8 +232,8 @@ class Deeds:
 
 
 @pytest.mark.parametrize("options", [{"stateful": True}, {"batch": af.Batch(max_size=1)}], ids=["stateful", "batch"])
-async def test_107_work_that_has_not_started_is_withdrawn(graph: af.Graph, options: dict[str, Any]) -> None:
-    """CONFORMANCE 107, FAULTS F73: its caller is told while earlier work goes on, and others have their turn."""
+async def test_work_that_has_not_started_is_withdrawn(graph: af.Graph, options: dict[str, Any]) -> None:
+    """Behaviour 107, Fault F73: its caller is told while earlier work goes on, and others have their turn."""
     deeds = Deeds(**options)
     x = af.placeholder("int64", ())
     y = deeds.op(x)

@@ -1,4 +1,4 @@
-"""CONFORMANCE 24: `case` and `switch_case`."""
+"""Behaviour 24: `case` and `switch_case`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def x(graph: af.Graph) -> af.Tensor:
     [("TFF", 0), ("FTF", 1), ("FFT", 2), ("TTT", 0), ("FTT", 1), ("FFF", 3)],
 )
 async def test_the_first_true_predicate_wins(x: af.Tensor, run: Run, flags: str, taken: int) -> None:
-    """CONFORMANCE 24: the default if there is none; the effects of exactly one arm are visible afterwards."""
+    """Behaviour 24: the default if there is none; the effects of exactly one arm are visible afterwards."""
     arms, preds = Arms(3, x), af.placeholder("bool", (3,))
     picked = af.case(arms.pairs(preds), default=arms.default)
     assert arms.built == [0, 1, 2, 3]
@@ -68,14 +68,14 @@ async def test_the_first_true_predicate_wins(x: af.Tensor, run: Run, flags: str,
 
 @pytest.mark.parametrize(("flags", "taken"), [("TF", 0), ("FT", 1), ("FF", 2)])
 async def test_an_exclusive_case(x: af.Tensor, run: Run, flags: str, taken: int) -> None:
-    """CONFORMANCE 24: at most one predicate may hold."""
+    """Behaviour 24: at most one predicate may hold."""
     arms, preds = Arms(2, x), af.placeholder("bool", (2,))
     picked = af.case(arms.pairs(preds), default=arms.default, exclusive=True)
     assert await run(picked, {x: 5, preds: np.array([flag == "T" for flag in flags])}) == 10 * taken + 5
 
 
 async def test_an_exclusive_case_with_two_true_fails(x: af.Tensor, run: Run) -> None:
-    """CONFORMANCE 24: in the run, naming both, and no arm runs."""
+    """Behaviour 24: in the run, naming both, and no arm runs."""
     arms, preds = Arms(3, x), af.placeholder("bool", (3,))
     picked = af.case(arms.pairs(preds), default=arms.default, exclusive=True)
     with pytest.raises(af.KernelError, match="predicates 0 and 2 of 3 hold") as caught:
@@ -85,7 +85,7 @@ async def test_an_exclusive_case_with_two_true_fails(x: af.Tensor, run: Run) -> 
 
 
 async def test_a_case_without_default_where_no_predicate_holds_fails(x: af.Tensor, run: Run) -> None:
-    """CONFORMANCE 24: and no arm runs."""
+    """Behaviour 24: and no arm runs."""
     arms, preds = Arms(2, x), af.placeholder("bool", (2,))
     picked = af.case(arms.pairs(preds))
     with pytest.raises(af.KernelError, match="none of the 2 predicates holds"):
@@ -95,7 +95,7 @@ async def test_a_case_without_default_where_no_predicate_holds_fails(x: af.Tenso
 
 @pytest.mark.parametrize("holds", [False, True])
 async def test_a_case_of_one_pair(x: af.Tensor, run: Run, holds: bool) -> None:
-    """CONFORMANCE 24."""
+    """Behaviour 24."""
     arms, pred = Arms(1, x), af.placeholder("bool", ())
     picked = af.case([(pred, arms.branches[0])])
     if holds:
@@ -111,7 +111,7 @@ async def test_a_case_of_one_pair(x: af.Tensor, run: Run, holds: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 async def test_an_index_picks_its_branch(x: af.Tensor, run: Run, count: int) -> None:
-    """CONFORMANCE 24: below 0 and from N on, the last one; the effects of exactly one are visible."""
+    """Behaviour 24: below 0 and from N on, the last one; the effects of exactly one are visible."""
     arms, index = Arms(count, x), af.placeholder("int32", ())
     picked = af.switch_case(index, arms.branches)
     assert arms.built == list(range(count))
@@ -123,7 +123,7 @@ async def test_an_index_picks_its_branch(x: af.Tensor, run: Run, count: int) -> 
 
 
 async def test_an_index_out_of_range_takes_the_default(x: af.Tensor, run: Run) -> None:
-    """CONFORMANCE 24."""
+    """Behaviour 24."""
     arms, index = Arms(2, x), af.placeholder("int64", ())
     picked = af.switch_case(index, arms.branches, default=arms.default)
     for value, taken in {0: 0, 1: 1, 2: 2, -1: 2, 99: 2}.items():
@@ -132,7 +132,7 @@ async def test_an_index_out_of_range_takes_the_default(x: af.Tensor, run: Run) -
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])
 async def test_an_index_of_any_integer_dtype(x: af.Tensor, run: Run, dtype: str) -> None:
-    """CONFORMANCE 24: also at the end of its range."""
+    """Behaviour 24: also at the end of its range."""
     arms, index = Arms(3, x), af.placeholder(dtype, ())
     picked = af.switch_case(index, arms.branches)
     for value in (0, 1, 2, np.iinfo(dtype).max):
@@ -140,7 +140,7 @@ async def test_an_index_of_any_integer_dtype(x: af.Tensor, run: Run, dtype: str)
 
 
 async def test_a_case_in_a_loop(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 24: each iteration takes its own arm, and the arms' effects keep their order."""
+    """Behaviour 24: each iteration takes its own arm, and the arms' effects keep their order."""
     journal = Journal()
 
     def arm(label: str, amount: int, total: af.Tensor) -> Callable[[], af.Tensor]:
@@ -162,7 +162,7 @@ async def test_a_case_in_a_loop(graph: af.Graph, run: Run) -> None:
 
 
 async def test_arms_keep_their_nest(x: af.Tensor, run: Run) -> None:
-    """CONFORMANCE 24."""
+    """Behaviour 24."""
     index = af.placeholder("int64", ())
     picked = af.switch_case(index, [lambda k=k: {"k": (x * k, [k])} for k in range(3)])  # type: ignore[misc]
     assert await run(picked, {x: 5, index: 2}) == {"k": (10, [2])}
@@ -170,8 +170,8 @@ async def test_arms_keep_their_nest(x: af.Tensor, run: Run) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("way", ["switch_case", "case", "cond", "loop", "inner"])
-async def test_90_one_entry_means_what_two_mean(graph: af.Graph, run: Run, way: str, count: int) -> None:
-    """90. Effects that no result depends on run too, whether a branch returns a value, a node or nothing."""
+async def test_one_entry_means_what_two_mean(graph: af.Graph, run: Run, way: str, count: int) -> None:
+    """Behaviour 90: effects that no result depends on run too, whether a branch returns a value, a node or nothing."""
     index, journal = af.placeholder("int64", (), name="index"), Journal()
 
     def choose(label: str, result: Callable[[af.Node], Any]) -> Any:
@@ -222,6 +222,6 @@ async def test_90_one_entry_means_what_two_mean(graph: af.Graph, run: Run, way: 
 def test_what_does_not_fit_is_refused(
     x: af.Tensor, build: Callable[[af.Tensor], object], error: type[af.GraphError], message: str
 ) -> None:
-    """CONFORMANCE 24: while the graph is built, counting the branches."""
+    """Behaviour 24: while the graph is built, counting the branches."""
     with pytest.raises(error, match=message):
         build(x)

@@ -1,4 +1,4 @@
-"""CONFORMANCE 79: saving while a program trains, and going on from what was saved, change no bit of it."""
+"""Behaviour 79: saving while a program trains, and going on from what was saved, change no bit of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Training:
         return losses
 
 
-async def test_79_the_losses_are_the_same_with_and_without_saving(open_session: OpenSession, tmp_path: Path) -> None:
+async def test_the_losses_are_the_same_with_and_without_saving(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 79."""
     training = Training()
     async with open_session(training.graph) as session:
         expected = await training.learn(session)
@@ -62,7 +63,8 @@ async def test_79_the_losses_are_the_same_with_and_without_saving(open_session: 
         assert await other.learn(session) == expected[3:]
 
 
-async def test_79_what_was_saved_on_one_device_goes_on_on_another(open_session: OpenSession, tmp_path: Path) -> None:
+async def test_a_checkpoint_of_one_device_is_restored_on_another(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 79."""
     training = Training()
     async with open_session(training.graph) as session:
         await training.learn(session, until=2)
@@ -80,7 +82,8 @@ def variables(graph: af.Graph) -> list[Any]:
 
 
 @pytest.mark.parametrize("parallel", [1, 8])
-async def test_79_a_node_in_a_loop_saves_whole_steps(parallel: int, open_session: OpenSession, tmp_path: Path) -> None:
+async def test_a_node_in_a_loop_saves_whole_steps(parallel: int, open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 79."""
     saver = af.Saver(tmp_path, every_steps=2)
     with af.Graph() as graph:
         pair = [af.Variable(np.zeros(3, np.float32), name=name) for name in "ab"]

@@ -1,4 +1,4 @@
-"""CONFORMANCE 14-23: `cond`."""
+"""Behaviour 14-23: `cond`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def keeping(kept: list[af.Tensor], x: af.Tensor) -> Callable[[], af.Tensor]:
 
 
 def test_each_branch_builder_is_called_once(pred: af.Tensor, x: af.Tensor) -> None:
-    """CONFORMANCE 14: while the graph is built, whatever the predicate will be."""
+    """Behaviour 14: while the graph is built, whatever the predicate will be."""
     calls: list[str] = []
     af.cond(pred, noting(calls, "true", x), noting(calls, "false", x))
     assert calls == ["true", "false"]
@@ -75,7 +75,7 @@ def test_each_branch_builder_is_called_once(pred: af.Tensor, x: af.Tensor) -> No
 
 @BOTH
 async def test_only_the_taken_side_runs(pred: af.Tensor, x: af.Tensor, run: Run, taken: bool) -> None:
-    """CONFORMANCE 14: pure nodes and effects alike."""
+    """Behaviour 14: pure nodes and effects alike."""
     journal, ran = Journal(), set[str]()
 
     def branch(label: str, factor: int) -> Callable[[], tuple[af.Tensor, af.Node]]:
@@ -89,7 +89,7 @@ async def test_only_the_taken_side_runs(pred: af.Tensor, x: af.Tensor, run: Run,
 
 @BOTH
 async def test_an_assertion_fires_on_the_taken_side_only(pred: af.Tensor, x: af.Tensor, run: Run, taken: bool) -> None:
-    """CONFORMANCE 14."""
+    """Behaviour 14."""
 
     def checked() -> af.Tensor:
         with af.control_dependencies([af.assert_that(x < 0, "x is not negative")]):
@@ -105,7 +105,7 @@ async def test_an_assertion_fires_on_the_taken_side_only(pred: af.Tensor, x: af.
 
 @BOTH
 async def test_nodes_outside_a_branch_run_regardless(pred: af.Tensor, x: af.Tensor, run: Run, taken: bool) -> None:
-    """CONFORMANCE 15: also if only the untaken branch uses their value."""
+    """Behaviour 15: also if only the untaken branch uses their value."""
     journal = Journal()
     with af.control_dependencies([journal.note("outside", x)]):
         outside = af.identity(x)
@@ -117,7 +117,7 @@ async def test_nodes_outside_a_branch_run_regardless(pred: af.Tensor, x: af.Tens
 async def test_an_outer_node_named_inside_a_branch_runs_once(
     pred: af.Tensor, x: af.Tensor, run: Run, taken: bool
 ) -> None:
-    """CONFORMANCE 15: as a control dependency inside, even of the branch not taken; and before both."""
+    """Behaviour 15: as a control dependency inside, even of the branch not taken; and before both."""
     journal = Journal()
     outside = journal.note("outside")
 
@@ -136,7 +136,7 @@ async def test_an_outer_node_named_inside_a_branch_runs_once(
 
 @BOTH
 async def test_branches_without_results(pred: af.Tensor, session: af.Session, taken: bool) -> None:
-    """CONFORMANCE 16: None gives the node, whose fetch runs the taken branch's effects and is None."""
+    """Behaviour 16: None gives the node, whose fetch runs the taken branch's effects and is None."""
     journal = Journal()
 
     def on_true() -> None:
@@ -151,7 +151,7 @@ async def test_branches_without_results(pred: af.Tensor, session: af.Session, ta
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
 @BOTH
 async def test_branches_that_give_nodes(run: Run, taken: bool, effects: Literal["ordered", "unordered"]) -> None:
-    """CONFORMANCE 16: a Node becomes a boolean that is true once it has run."""
+    """Behaviour 16: a Node becomes a boolean that is true once it has run."""
     journal = Journal()
     with af.Graph(effects=effects):
         pred = af.placeholder("bool", ())
@@ -165,7 +165,7 @@ async def test_branches_that_give_nodes(run: Run, taken: bool, effects: Literal[
 async def test_a_captured_tensor_and_a_variable_as_results(
     pred: af.Tensor, x: af.Tensor, run: Run, taken: bool
 ) -> None:
-    """CONFORMANCE 16."""
+    """Behaviour 16."""
     variable = af.Variable(10)
     assert await run(af.cond(pred, lambda: x, lambda: variable), {pred: taken, x: 3}) == (3 if taken else 10)
 
@@ -195,7 +195,7 @@ class Point:
 async def test_results_keep_their_nest(
     pred: af.Tensor, x: af.Tensor, run: Run, make: Callable[[Any, Any], Any]
 ) -> None:
-    """CONFORMANCE 16: tuples, lists, dicts, namedtuples and dataclasses, and None within them."""
+    """Behaviour 16: tuples, lists, dicts, namedtuples and dataclasses, and None within them."""
     picked = af.cond(pred, lambda: make(x, x + 1), lambda: make(-x, 0))
     assert type(picked) is type(make(0, 0))
     assert await run(picked, {pred: True, x: 3}) == make(3, 4)
@@ -227,14 +227,14 @@ def test_branches_that_do_not_match_are_refused(
     error: type[af.GraphError],
     message: str,
 ) -> None:
-    """CONFORMANCE 17: while the graph is built, naming the result and the line."""
+    """Behaviour 17: while the graph is built, naming the result and the line."""
     with pytest.raises(error, match=message) as caught:
         af.cond(pred, lambda: on_true(x), lambda: on_false(x))
     assert "test_cond.py" in str(caught.value)
 
 
 async def test_results_of_two_shapes_have_their_common_shape(pred: af.Tensor, run: Run) -> None:
-    """CONFORMANCE 17: shapes may differ; extents that do are unknown."""
+    """Behaviour 17: shapes may differ; extents that do are unknown."""
     a, b = af.placeholder("float32", (2, 3)), af.placeholder("float32", (4, 3))
     picked = af.cond(pred, lambda: a, lambda: b)
     assert picked.shape == (None, 3)
@@ -247,14 +247,14 @@ async def test_results_of_two_shapes_have_their_common_shape(pred: af.Tensor, ru
 
 
 def test_a_tensor_of_the_other_branch_is_refused(pred: af.Tensor, x: af.Tensor) -> None:
-    """CONFORMANCE 18: naming both branches."""
+    """Behaviour 18: naming both branches."""
     kept: list[af.Tensor] = []
     with pytest.raises(af.GraphError, match="built inside cond/true and is used in cond/false"):
         af.cond(pred, keeping(kept, x), lambda: kept[0] + 1)
 
 
 def test_a_tensor_of_a_branch_is_refused_outside(pred: af.Tensor, x: af.Tensor) -> None:
-    """CONFORMANCE 18."""
+    """Behaviour 18."""
     kept: list[af.Tensor] = []
     af.cond(pred, keeping(kept, x), lambda: x)
     with pytest.raises(af.GraphError, match="built inside cond/true and is used in this graph"):
@@ -267,7 +267,7 @@ def test_a_tensor_of_a_branch_is_refused_outside(pred: af.Tensor, x: af.Tensor) 
 
 
 async def test_a_feed_replaces_a_constant_predicate(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 19."""
+    """Behaviour 19."""
     pred = af.constant(True)
     picked = af.cond(pred, lambda: 37.0, lambda: 0.0)
     assert await run(picked) == 37.0
@@ -276,7 +276,7 @@ async def test_a_feed_replaces_a_constant_predicate(graph: af.Graph, run: Run) -
 
 @BOTH
 async def test_a_second_output_as_predicate(graph: af.Graph, run: Run, taken: bool) -> None:
-    """CONFORMANCE 19."""
+    """Behaviour 19."""
     flags = af.placeholder("bool", (2,))
     picked = af.cond(af.unstack(flags)[1], lambda: 1, lambda: 0)
     assert await run(picked, {flags: np.array([not taken, taken])}) == taken
@@ -289,13 +289,13 @@ async def test_a_second_output_as_predicate(graph: af.Graph, run: Run, taken: bo
 async def test_a_predicate_of_one_element(
     graph: af.Graph, run: Run, declared: tuple[int | None, ...] | None, fed: tuple[int, ...], taken: bool
 ) -> None:
-    """CONFORMANCE 19: whatever its shape, if that is known or turns out so in the run."""
+    """Behaviour 19: whatever its shape, if that is known or turns out so in the run."""
     pred = af.placeholder("bool", declared)
     assert await run(af.cond(pred, lambda: 1, lambda: 0), {pred: np.full(fed, taken)}) == taken
 
 
 async def test_a_predicate_that_turns_out_to_have_two_elements_fails(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 19."""
+    """Behaviour 19."""
     pred = af.placeholder("bool", (None,))
     with pytest.raises(af.KernelError, match="reshape"):
         await run(af.cond(pred, lambda: 1, lambda: 0), {pred: np.array([True, False])})
@@ -303,7 +303,7 @@ async def test_a_predicate_that_turns_out_to_have_two_elements_fails(graph: af.G
 
 @BOTH
 async def test_a_python_bool_as_predicate(graph: af.Graph, run: Run, taken: bool) -> None:
-    """CONFORMANCE 19: it is a constant, and both branches are built all the same."""
+    """Behaviour 19: it is a constant, and both branches are built all the same."""
     built: list[int] = []
     picked = af.cond(taken, noting(built, 1, 1), noting(built, 0, 0))
     assert built == [1, 0] and await run(picked) == taken
@@ -320,7 +320,7 @@ async def test_a_python_bool_as_predicate(graph: af.Graph, run: Run, taken: bool
     ],
 )
 def test_other_predicates_are_refused(graph: af.Graph, make: Callable[[], object], error: type[af.GraphError]) -> None:
-    """CONFORMANCE 19: while the graph is built."""
+    """Behaviour 19: while the graph is built."""
     with pytest.raises(error, match=r"boolean|predicate"):
         af.cond(make(), lambda: 1, lambda: 0)
 
@@ -330,7 +330,7 @@ def test_other_predicates_are_refused(graph: af.Graph, make: Callable[[], object
 
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
 async def test_fetching_one_of_several_results(run: Run, effects: Literal["ordered", "unordered"]) -> None:
-    """CONFORMANCE 20: pure nodes are pruned; effects of the taken branch run if effects are ordered, else not."""
+    """Behaviour 20: pure nodes are pruned; effects of the taken branch run if effects are ordered, else not."""
     journal, ran = Journal(), set[str]()
 
     def branch(x: af.Tensor, label: str) -> tuple[af.Tensor, af.Tensor, af.Node]:
@@ -345,7 +345,7 @@ async def test_fetching_one_of_several_results(run: Run, effects: Literal["order
 
 
 async def test_fetching_a_result_of_one_cond_runs_no_other(pred: af.Tensor, run: Run) -> None:
-    """CONFORMANCE 20: a fetch pulls in only what it needs."""
+    """Behaviour 20: a fetch pulls in only what it needs."""
     journal = Journal()
     af.cond(pred, lambda: journal.note("not asked for"), lambda: journal.note("nor this"))
     picked = af.cond(pred, lambda: 1, lambda: 0)
@@ -357,7 +357,7 @@ async def test_fetching_a_result_of_one_cond_runs_no_other(pred: af.Tensor, run:
 
 
 async def test_ten_chained_conds(x: af.Tensor, run: Run) -> None:
-    """CONFORMANCE 21: the count of numbers from 0 to 9 that are at least 6."""
+    """Behaviour 21: the count of numbers from 0 to 9 that are at least 6."""
     count: af.Tensor = x
     for number in range(10):
         held = count
@@ -367,7 +367,7 @@ async def test_ten_chained_conds(x: af.Tensor, run: Run) -> None:
 
 @pytest.mark.parametrize(("a", "b"), [(False, False), (False, True), (True, False), (True, True)])
 async def test_conds_nest_in_both_branches(x: af.Tensor, run: Run, a: bool, b: bool) -> None:
-    """CONFORMANCE 21: the inner ones capture from two levels out."""
+    """Behaviour 21: the inner ones capture from two levels out."""
     first, second = af.placeholder("bool", ()), af.placeholder("bool", ())
     picked = af.cond(
         first,
@@ -378,7 +378,7 @@ async def test_conds_nest_in_both_branches(x: af.Tensor, run: Run, a: bool, b: b
 
 
 async def test_a_cond_inside_a_function(open_session: OpenSession, graph: af.Graph) -> None:
-    """CONFORMANCE 21: awaited on its own, and built into a graph."""
+    """Behaviour 21: awaited on its own, and built into a graph."""
 
     @af.function
     def magnitude(x: af.Tensor) -> af.Tensor:
@@ -391,7 +391,7 @@ async def test_a_cond_inside_a_function(open_session: OpenSession, graph: af.Gra
 
 
 async def test_a_function_with_a_cond_is_awaited(open_session: OpenSession) -> None:
-    """CONFORMANCE 21."""
+    """Behaviour 21."""
 
     @af.function
     def magnitude(x: af.Tensor) -> af.Tensor:
@@ -407,7 +407,7 @@ async def test_a_function_with_a_cond_is_awaited(open_session: OpenSession) -> N
 
 @BOTH
 async def test_an_uninitialised_variable(pred: af.Tensor, run: Run, taken: bool) -> None:
-    """CONFORMANCE 22: on the taken side it raises and is named; on the other it is not read."""
+    """Behaviour 22: on the taken side it raises and is named; on the other it is not read."""
     empty = af.Variable(af.spec("int64", ()), name="never_assigned")
     picked = af.cond(pred, lambda: empty.read() + 1, lambda: 7)
     if not taken:
@@ -421,7 +421,7 @@ async def test_an_uninitialised_variable(pred: af.Tensor, run: Run, taken: bool)
 
 
 def test_a_switch_passes_its_value_on_without_a_copy(graph: af.Graph) -> None:
-    """CONFORMANCE 23: what a branch gets is the very object that was fed, and a check of it copies nothing."""
+    """Behaviour 23: what a branch gets is the very object that was fed, and a check of it copies nothing."""
     pred, data = af.placeholder("bool", ()), af.placeholder("float64", (3,))
     look = step("look")
 

@@ -1,4 +1,4 @@
-"""CONFORMANCE 69, 72 and 73: size, errors, and how often a node fires."""
+"""Behaviour 69, 72 and 73: size, errors, and how often a node fires."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def random_tree(leaves: int, seed: int) -> tuple[af.Tensor, int]:
 
 
 @pytest.mark.slow
-async def test_69_a_random_tree_of_4096_leaves(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 69: right, whatever its shape."""
+async def test_a_random_tree_of_4096_leaves(run: Run, graph: af.Graph) -> None:
+    """Behaviour 69: right, whatever its shape."""
     total, expected = random_tree(4096, seed=7)
     assert await run(total) == expected
 
 
 @pytest.mark.slow
-async def test_69_8192_deep(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 69: a chain of nodes without kernels, and one with; no recursion anywhere."""
+async def test_a_chain_of_8192_nodes(run: Run, graph: af.Graph) -> None:
+    """Behaviour 69: a chain of nodes without kernels, and one with; no recursion anywhere."""
     x = af.placeholder("int64", ())
     passed = added = x
     for _ in range(4096):
@@ -47,8 +47,8 @@ async def test_69_8192_deep(run: Run, graph: af.Graph) -> None:
 
 
 @pytest.mark.slow
-async def test_69_8192_wide(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 69: one value with so many users, all of which another node waits for."""
+async def test_a_value_with_8192_users_of_a_value(run: Run, graph: af.Graph) -> None:
+    """Behaviour 69: one value with so many users, all of which another node waits for."""
     x = af.placeholder("int64", ())
     users = [af.identity(x) for _ in range(8192)]
     assert await run(af.group(*users), {x: 1}) is None
@@ -56,8 +56,8 @@ async def test_69_8192_wide(run: Run, graph: af.Graph) -> None:
 
 
 @pytest.mark.slow
-async def test_69_8192_control_edges_deep(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 69: order alone, as long."""
+async def test_a_chain_of_8192_control_edges(run: Run, graph: af.Graph) -> None:
+    """Behaviour 69: order alone, as long."""
     node = af.group()
     for _ in range(8192):
         with af.control_dependencies([node]):
@@ -65,16 +65,16 @@ async def test_69_8192_control_edges_deep(run: Run, graph: af.Graph) -> None:
     assert await run(node) is None
 
 
-async def test_69_no_inputs(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 69: a graph of one constant, of a group of nothing, and a fetch of nothing."""
+async def test_no_inputs(run: Run, graph: af.Graph) -> None:
+    """Behaviour 69: a graph of one constant, of a group of nothing, and a fetch of nothing."""
     assert await run(af.constant(3)) == 3
     assert await run(af.group()) is None
     empty: list[af.Tensor] = []
     assert await run({"none": empty, "one": (af.constant(1),)}) == {"none": [], "one": (1,)}
 
 
-async def test_72_an_error_input_has_no_effects(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 72: what depends on a failed node does not run, and a second failure does not replace the first."""
+async def test_an_error_input_has_no_effects(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 72: what depends on a failed node does not run, and a second failure does not replace the first."""
     variable = af.Variable(1, name="count")
     ran: list[str] = []
 
@@ -98,8 +98,8 @@ async def test_72_an_error_input_has_no_effects(session: af.Session, graph: af.G
     assert await session.run(variable.read()) == 1
 
 
-async def test_72_an_error_is_terminal(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 72: effects that are ordered after it do not happen either."""
+async def test_an_error_is_terminal(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 72: effects that are ordered after it do not happen either."""
     variable = af.Variable(0, name="count")
 
     @af.op(outputs=())
@@ -121,8 +121,8 @@ def firings(trace: af.Trace) -> Counter[tuple[str, str]]:
     return Counter((firing.node, firing.tag) for firing in trace.firings)
 
 
-async def test_73_every_run_computes_with_its_own_feeds(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 73: arrays and numbers of the host, also where a graph of kernels is launched again."""
+async def test_every_run_computes_with_its_own_feeds(graph: af.Graph, run: Run) -> None:
+    """Behaviour 73: arrays and numbers of the host, also where a graph of kernels is launched again."""
     x, n = af.placeholder("float64", (2, 2)), af.placeholder("float64", ())
     y = x
     for _ in range(4):
@@ -137,8 +137,8 @@ async def test_73_every_run_computes_with_its_own_feeds(graph: af.Graph, run: Ru
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
-async def test_73_each_node_fires_once(open_session: OpenSession, graph: af.Graph, seed: int | None) -> None:
-    """CONFORMANCE 73: exactly once without control flow, though it has many users; a region is one node."""
+async def test_each_node_fires_once(open_session: OpenSession, graph: af.Graph, seed: int | None) -> None:
+    """Behaviour 73: exactly once without control flow, though it has many users; a region is one node."""
     x = af.placeholder("int64", ())
     shared = total = x * 3
     for k in range(20):
@@ -152,8 +152,8 @@ async def test_73_each_node_fires_once(open_session: OpenSession, graph: af.Grap
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
-async def test_73_at_most_once_per_tag(open_session: OpenSession, graph: af.Graph, seed: int | None) -> None:
-    """CONFORMANCE 73: in nested loops and branches, once per path of frames and iterations."""
+async def test_at_most_once_per_tag(open_session: OpenSession, graph: af.Graph, seed: int | None) -> None:
+    """Behaviour 73: in nested loops and branches, once per path of frames and iterations."""
 
     def outer(i: Any, total: Any) -> Any:
         _, inner = af.while_loop(lambda j, _: j < i, lambda j, t: (j + 1, t + j), (0, total), name="inner")
@@ -169,8 +169,8 @@ async def test_73_at_most_once_per_tag(open_session: OpenSession, graph: af.Grap
     assert not any(tag.startswith("outer/4/") or tag == "outer/5" for tag in tags)
 
 
-async def test_73_the_times_of_a_firing(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 73: scheduled, started and ended in this order, within the span of the run, on every path."""
+async def test_the_times_of_a_firing(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 73: scheduled, started and ended in this order, within the span of the run, on every path."""
     x = af.placeholder("float32", (None,))
 
     @af.op(outputs=af.spec("float32", (None,)))

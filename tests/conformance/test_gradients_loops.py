@@ -1,4 +1,4 @@
-"""CONFORMANCE 53-55, 57-59 and 62: gradients of loops, serial, parallel and nested."""
+"""Behaviour 53-55, 57-59 and 62: gradients of loops, serial, parallel and nested."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def times_two(v: Any, n: int) -> Any:
 @pytest.mark.parametrize(
     ("use", "slope"), [(lambda r: r, 1024.0), (lambda r: r * r, 524288.0), (lambda r: r + r, 2048.0)]
 )
-async def test_53_a_loop_of_squares(run: Run, use: Callable[[Any], Any], slope: float) -> None:
-    """CONFORMANCE 53: ``x -> x*x`` while below 100, from 2: 256 = 2**8; its result used once, twice, and added."""
+async def test_a_loop_of_squares(run: Run, use: Callable[[Any], Any], slope: float) -> None:
+    """Behaviour 53: ``x -> x*x`` while below 100, from 2: 256 = 2**8; its result used once, twice, and added."""
     v = af.constant(2.0)
     assert await run(af.gradients(use(squared_while_below_100(v)), v)) == slope
 
 
 @pytest.mark.parametrize("window", [1, 10])
-async def test_54_a_captured_factor(run: Run, window: int) -> None:
-    """CONFORMANCE 54: ``v -> v*a`` while below 100, from v=2 with a=3: 2 * 3**4."""
+async def test_a_captured_factor(run: Run, window: int) -> None:
+    """Behaviour 54: ``v -> v*a`` while below 100, from v=2 with a=3: 2 * 3**4."""
     a, v = af.constant(3.0), af.constant(2.0)
     r = af.while_loop(lambda x: x < 100.0, lambda x: x * a, v, parallel_iterations=window)
     assert await run(af.gradients(r, [a, v])) == [216.0, 81.0]
 
 
 @pytest.mark.parametrize("window", [1, 10])
-async def test_54_a_variable_as_factor(run: Run, window: int) -> None:
-    """CONFORMANCE 54: the same with a variable, read outside and read anew in each iteration."""
+async def test_a_variable_as_factor(run: Run, window: int) -> None:
+    """Behaviour 54: the same with a variable, read outside and read anew in each iteration."""
     a, v = af.Variable(3.0), af.constant(2.0)
     inside = af.while_loop(lambda x: x < 100.0, lambda x: x * a, v, parallel_iterations=window)
     read = a.read()
@@ -63,24 +63,24 @@ def nested(body: Callable[[Any], Any], limit: float) -> Any:
     return af.gradients(af.while_loop(lambda x: x < limit, body, v), v)
 
 
-async def test_55_nested_simple(run: Run) -> None:
-    """CONFORMANCE 55: the inner loop doubles until 4 is reached, the outer one doubles that: 1 becomes 8."""
+async def test_nested_simple(run: Run) -> None:
+    """Behaviour 55: the inner loop doubles until 4 is reached, the outer one doubles that: 1 becomes 8."""
     slope = nested(lambda x: af.while_loop(lambda s: s < 4.0, lambda s: s * 2.0, x) * 2.0, 2.0)
     assert await run(slope) == 8.0
 
 
-async def test_55_two_inner_loops_in_a_row(run: Run) -> None:
-    """CONFORMANCE 55: one multiplies by 16, and so does the next: one outer iteration, 256."""
+async def test_two_inner_loops_in_a_row(run: Run) -> None:
+    """Behaviour 55: one multiplies by 16, and so does the next: one outer iteration, 256."""
     assert await run(nested(lambda x: times_two(times_two(x, 4), 4), 128.0)) == 256.0
 
 
-async def test_55_two_inner_loops_side_by_side(run: Run) -> None:
-    """CONFORMANCE 55: their product is 256 x**2."""
+async def test_two_inner_loops_side_by_side(run: Run) -> None:
+    """Behaviour 55: their product is 256 x**2."""
     assert await run(nested(lambda x: times_two(x, 4) * times_two(x, 4), 128.0)) == 512.0
 
 
-async def test_55_a_loop_in_a_branch_in_a_loop(run: Run) -> None:
-    """CONFORMANCE 55: the branch taken squares what its loop gives: 256 x**2."""
+async def test_a_loop_in_a_branch_in_a_loop(run: Run) -> None:
+    """Behaviour 55: the branch taken squares what its loop gives: 256 x**2."""
 
     def body(x: Any) -> Any:
         return af.cond(True, lambda: af.square(times_two(x, 4)), lambda: x * 2.0)
@@ -88,14 +88,14 @@ async def test_55_a_loop_in_a_branch_in_a_loop(run: Run) -> None:
     assert await run(nested(body, 128.0)) == 512.0
 
 
-async def test_55_two_loops_in_a_row(run: Run) -> None:
-    """CONFORMANCE 55: five doublings, and five more."""
+async def test_two_loops_in_a_row(run: Run) -> None:
+    """Behaviour 55: five doublings, and five more."""
     x = af.constant(2.0)
     assert await run(af.gradients(times_two(times_two(x, 5), 5), x)) == 1024.0
 
 
-async def test_55_two_loops_side_by_side(run: Run) -> None:
-    """CONFORMANCE 55: the sum of two times five doublings."""
+async def test_two_loops_side_by_side(run: Run) -> None:
+    """Behaviour 55: the sum of two times five doublings."""
     x = af.constant(2.0)
     assert await run(af.gradients(times_two(x, 5) + times_two(x, 5), x)) == 64.0
 
@@ -103,8 +103,8 @@ async def test_55_two_loops_side_by_side(run: Run) -> None:
 # -- 57: several ys and xs -------------------------------------------------------------------------------------------
 
 
-async def test_57_several_ys_and_xs(run: Run) -> None:
-    """CONFORMANCE 57: ``y1 = x + y; x1 = x * y1`` while x is below 100, from x=3, y=2; both results, and one."""
+async def test_several_ys_and_xs(run: Run) -> None:
+    """Behaviour 57: ``y1 = x + y; x1 = x * y1`` while x is below 100, from x=3, y=2; both results, and one."""
     x, y = af.constant(3.0), af.constant(2.0)
 
     def body(x: Any, y: Any) -> Any:
@@ -116,15 +116,15 @@ async def test_57_several_ys_and_xs(run: Run) -> None:
     assert await run(af.gradients(rx, {"x": x, "y": y})) == {"x": 295.0, "y": 120.0}
 
 
-async def test_57_an_integer_among_the_ys(run: Run) -> None:
-    """CONFORMANCE 57: the counter of a loop of ten doublings adds nothing."""
+async def test_an_integer_among_the_ys(run: Run) -> None:
+    """Behaviour 57: the counter of a loop of ten doublings adds nothing."""
     x = af.constant(2.0)
     loop = af.while_loop(lambda i, x: i < 10, lambda i, x: (i + 1, x * 2.0), (0, x))
     assert await run([af.gradients(loop, x), af.gradients(loop[1], x)]) == [1024.0, 1024.0]
 
 
-async def test_57_one_output_waits_for_another(run: Run) -> None:
-    """CONFORMANCE 57: one iteration of ``x, x + y`` from 1 and 1; the second is used after the first is there."""
+async def test_one_output_waits_for_another(run: Run) -> None:
+    """Behaviour 57: one iteration of ``x, x + y`` from 1 and 1; the second is used after the first is there."""
     x, y = af.constant(1.0), af.constant(1.0)
 
     def body(i: Any, x: Any, y: Any) -> Any:
@@ -139,31 +139,31 @@ async def test_57_one_output_waits_for_another(run: Run) -> None:
 # -- 58: loops that do little ----------------------------------------------------------------------------------------
 
 
-async def test_58_no_iteration(run: Run) -> None:
-    """CONFORMANCE 58: nothing flows through the body of a loop that never runs it; ``x*x`` beside it gives 2x."""
+async def test_no_iteration(run: Run) -> None:
+    """Behaviour 58: nothing flows through the body of a loop that never runs it; ``x*x`` beside it gives 2x."""
     x = af.placeholder("float64", (None,))
     r = af.while_loop(lambda v: False, lambda v: v * x, af.constant([2.0, 2.0]), shape_invariants=(None,))
     slope = af.gradients([r, x * x], x)
     np.testing.assert_array_equal(await run(slope, {x: [1.0, 2.0]}), [2.0, 4.0])
 
 
-async def test_58_the_initial_value_of_no_iteration(run: Run) -> None:
-    """CONFORMANCE 58: the initial value is the result, whatever the body would have made of it."""
+async def test_the_initial_value_of_no_iteration(run: Run) -> None:
+    """Behaviour 58: the initial value is the result, whatever the body would have made of it."""
     v = af.constant([2.0, 2.0])
     r = af.while_loop(lambda v: False, lambda v: v * 3.0, v)
     np.testing.assert_array_equal(await run(af.gradients(r, v)), [1.0, 1.0])
 
 
 @pytest.mark.parametrize(("iterations", "slope"), [(0, 1.0), (3, 0.0)])
-async def test_58_a_body_that_returns_a_constant(run: Run, iterations: int, slope: float) -> None:
-    """CONFORMANCE 58: of its argument, nothing is left after one iteration."""
+async def test_a_body_that_returns_a_constant(run: Run, iterations: int, slope: float) -> None:
+    """Behaviour 58: of its argument, nothing is left after one iteration."""
     v, n = af.constant(4.0), af.placeholder("int64", ())
     r = af.while_loop(lambda i, v: i < n, lambda i, v: (i + 1, af.constant(0.0)), (0, v))[1]
     assert await run(af.gradients(r, v), {n: iterations}) == slope
 
 
-async def test_58_a_variable_that_is_passed_through(run: Run) -> None:
-    """CONFORMANCE 58: also where another loop variable takes its value over."""
+async def test_a_variable_that_is_passed_through(run: Run) -> None:
+    """Behaviour 58: also where another loop variable takes its value over."""
     v = af.Variable(np.ones((2, 3)))
     _, _, taken = af.while_loop(lambda i, x, y: i < 10, lambda i, x, y: (i + 1, x, x), (0, v, v))
     np.testing.assert_array_equal(await run(af.gradients(af.sum(taken), v)), np.ones((2, 3)))
@@ -172,8 +172,8 @@ async def test_58_a_variable_that_is_passed_through(run: Run) -> None:
 # -- 59: a loop whose branch holds a loop ----------------------------------------------------------------------------
 
 
-async def test_59_a_loop_that_adds_what_a_branch_with_a_loop_gives(run: Run) -> None:
-    """CONFORMANCE 59: four times ``y + (x counted up to 20)`` from y=1: 81, and each time x has slope 1."""
+async def test_a_loop_that_adds_what_a_branch_with_a_loop_gives(run: Run) -> None:
+    """Behaviour 59: four times ``y + (x counted up to 20)`` from y=1: 81, and each time x has slope 1."""
     x = af.constant(2.0)
 
     def body(i: Any, y: Any) -> Any:
@@ -184,8 +184,8 @@ async def test_59_a_loop_that_adds_what_a_branch_with_a_loop_gives(run: Run) -> 
     assert await run([value, af.gradients(value, x)]) == [81.0, 4.0]
 
 
-async def test_59_the_same_with_the_loop_variable_in_it(run: Run) -> None:
-    """CONFORMANCE 59: ``y + y*2`` four times, the doubling a loop in a branch: 81 y."""
+async def test_the_same_with_the_loop_variable_in_it(run: Run) -> None:
+    """Behaviour 59: ``y + y*2`` four times, the doubling a loop in a branch: 81 y."""
     y = af.constant(1.0)
 
     def body(i: Any, y: Any) -> Any:
@@ -198,8 +198,8 @@ async def test_59_the_same_with_the_loop_variable_in_it(run: Run) -> None:
 # -- 62: gradients of gradients --------------------------------------------------------------------------------------
 
 
-async def test_62_three_gradients_of_a_loop_of_cosines(run: Run) -> None:
-    """CONFORMANCE 62: each order agrees with central differences of the one before."""
+async def test_three_gradients_of_a_loop_of_cosines(run: Run) -> None:
+    """Behaviour 62: each order agrees with central differences of the one before."""
     x = af.placeholder("float64", ())
     orders = [af.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, af.cos(v)), (0, x))[1]]
     for _ in range(3):
@@ -212,8 +212,8 @@ async def test_62_three_gradients_of_a_loop_of_cosines(run: Run) -> None:
     assert found[1:] == pytest.approx(differences[:-1], rel=1e-6)
 
 
-async def test_62_the_gradient_of_a_stopped_gradient(run: Run) -> None:
-    """CONFORMANCE 62: what is stopped counts as a constant: ``x * stop(d x**4/dx)`` has the slope 4 x**3."""
+async def test_the_gradient_of_a_stopped_gradient(run: Run) -> None:
+    """Behaviour 62: what is stopped counts as a constant: ``x * stop(d x**4/dx)`` has the slope 4 x**3."""
     x = af.placeholder("float64", ())
     y = af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v * v), (0, x))[1]
     stopped = af.stop_gradient(af.gradients(y, x))

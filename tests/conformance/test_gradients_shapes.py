@@ -1,4 +1,4 @@
-"""CONFORMANCE 63, 64, 66: gradients of loops whose shapes are unknown or grow; of rows; and what is saved for them."""
+"""Behaviour 63, 64, 66: gradients of loops whose shapes are unknown or grow; of rows; and what is saved for them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def repeat(times: Any, body: Callable[..., Any], initial: Any, **options: Any) -
 
 
 @pytest.mark.parametrize("shape", [(None,), None])
-async def test_63_a_captured_value_of_unknown_shape(run: Run, shape: Any) -> None:
-    """CONFORMANCE 63: ``v = x * v`` five times from [2] gives 2 x**5, and 10 x**4 is 810 and 2560 at 3 and 4."""
+async def test_a_captured_value_of_unknown_shape(run: Run, shape: Any) -> None:
+    """Behaviour 63: ``v = x * v`` five times from [2] gives 2 x**5, and 10 x**4 is 810 and 2560 at 3 and 4."""
     x = af.placeholder("float32", shape)
     y = repeat(5, lambda i, v: x * v, np.array([2.0], np.float32), shape_invariants=((), None))
     slope = af.gradients(y, x)
@@ -36,8 +36,8 @@ async def test_63_a_captured_value_of_unknown_shape(run: Run, shape: Any) -> Non
     np.testing.assert_allclose(await run(slope, {x: [3.0, 4.0]}), [810.0, 2560.0])
 
 
-async def test_63_a_loop_that_joins(open_session: OpenSession, graph: Graph) -> None:
-    """CONFORMANCE 63: a variable joined to a growing vector twice moves by 2 * 0.01, to 0.98 and 1.98."""
+async def test_a_loop_that_joins(open_session: OpenSession, graph: Graph) -> None:
+    """Behaviour 63: a variable joined to a growing vector twice moves by 2 * 0.01, to 0.98 and 1.98."""
     weights = af.Variable(np.array([1.0, 2.0]), name="weights")
     joined = repeat(2, lambda i, y: af.concat([y, weights.read()]), np.zeros(0), shape_invariants=((), (None,)))
     update = weights.assign_sub(af.gradients(af.sum(joined), weights) * 0.01)
@@ -45,8 +45,8 @@ async def test_63_a_loop_that_joins(open_session: OpenSession, graph: Graph) -> 
         np.testing.assert_allclose(await session.run(update), [0.98, 1.98])
 
 
-async def test_63_a_loop_variable_that_grows(run: Run) -> None:
-    """CONFORMANCE 63: ``y = concat(y, sin(y))``: the gradient shrinks as it goes back."""
+async def test_a_loop_variable_that_grows(run: Run) -> None:
+    """Behaviour 63: ``y = concat(y, sin(y))``: the gradient shrinks as it goes back."""
     x = af.placeholder("float64", (2,))
     y = repeat(3, lambda i, y: af.concat([y, af.sin(y)]), x, shape_invariants=((), (None,)))
     slope = af.gradients(y, x)
@@ -62,8 +62,8 @@ async def test_63_a_loop_variable_that_grows(run: Run) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_63_broadcasts_in_the_body(run: Run, known: bool) -> None:
-    """CONFORMANCE 63: what was broadcast is summed over: a row, a column and a scalar added to a matrix three times."""
+async def test_broadcasts_in_the_body(run: Run, known: bool) -> None:
+    """Behaviour 63: what was broadcast is summed over: a row, a column and a scalar added to a matrix three times."""
     parts = {"row": (3,), "column": (2, 1), "scalar": ()}
     inputs = [af.placeholder("float64", shape if known else (None,) * len(shape)) for shape in parts.values()]
     row, column, scalar = inputs
@@ -85,8 +85,8 @@ def embedded(table: Any, times: int, rows: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize("as_variable", [False, True])
-async def test_64_one_row_in_every_iteration(run: Run, as_variable: bool) -> None:
-    """CONFORMANCE 64: row 0 is picked 24 times, no other ever."""
+async def test_one_row_in_every_iteration(run: Run, as_variable: bool) -> None:
+    """Behaviour 64: row 0 is picked 24 times, no other ever."""
     values = np.arange(5.0)
     table = af.Variable(values, name="table") if as_variable else af.placeholder("float64", (5,))
     slope = af.gradients(embedded(table, 24, lambda i: np.array([0])), table)
@@ -95,31 +95,31 @@ async def test_64_one_row_in_every_iteration(run: Run, as_variable: bool) -> Non
     np.testing.assert_array_equal(await run(slope, feeds), [24, 0, 0, 0, 0])
 
 
-async def test_64_two_rows_in_every_iteration(run: Run) -> None:
-    """CONFORMANCE 64: rows 1 and 3, 12 times."""
+async def test_two_rows_in_every_iteration(run: Run) -> None:
+    """Behaviour 64: rows 1 and 3, 12 times."""
     table = af.placeholder("float64", (5,))
     slope = af.gradients(embedded(table, 12, lambda i: np.array([1, 3])), table)
     np.testing.assert_array_equal(await run(slope, {table: np.arange(5.0)}), [0, 12, 0, 12, 0])
 
 
 @pytest.mark.parametrize("shape", [(9,), (None,), None])
-async def test_64_the_row_of_the_iteration(run: Run, shape: Any) -> None:
-    """CONFORMANCE 64: each row once, whatever is known of how many there are."""
+async def test_the_row_of_the_iteration(run: Run, shape: Any) -> None:
+    """Behaviour 64: each row once, whatever is known of how many there are."""
     x = af.placeholder("float64", shape)
     slope = af.gradients(repeat(9, lambda i, total: total + af.reshape(x[i], ()), np.float64(0)), x)
     np.testing.assert_array_equal(await run(slope, {x: [4.0, 6, 0, 7, 0, 0, 1, 2, 0]}), np.ones(9))
 
 
-async def test_64_rows_counted_from_the_end(run: Run) -> None:
-    """CONFORMANCE 64: -1 is the last row."""
+async def test_rows_counted_from_the_end(run: Run) -> None:
+    """Behaviour 64: -1 is the last row."""
     x = af.placeholder("float64", (6, 2))
     slope = af.gradients(repeat(3, lambda i, total: total + x[-i - 1] * x[i], np.zeros(2)), x)
     values = np.arange(12.0).reshape(6, 2)
     np.testing.assert_array_equal(await run(slope, {x: values}), values[::-1])
 
 
-async def test_64_rows_that_repeat_and_change(run: Run) -> None:
-    """CONFORMANCE 64: rows add up within an iteration and between them."""
+async def test_rows_that_repeat_and_change(run: Run) -> None:
+    """Behaviour 64: rows add up within an iteration and between them."""
     table = af.placeholder("float64", (16, 2))
     slope = af.gradients(embedded(table, 4, lambda i: af.stack([i, i, i + 1])), table)
     expected = np.zeros((16, 2))
@@ -128,16 +128,16 @@ async def test_64_rows_that_repeat_and_change(run: Run) -> None:
     np.testing.assert_array_equal(await run(slope, {table: np.zeros((16, 2))}), expected)
 
 
-async def test_64_rows_and_the_whole(run: Run) -> None:
-    """CONFORMANCE 64: sparse and dense add: two slices, a row, and all of it."""
+async def test_rows_and_the_whole(run: Run) -> None:
+    """Behaviour 64: sparse and dense add: two slices, a row, and all of it."""
     x = af.placeholder("float64", (8,))
     y = repeat(3, lambda i, total: total + x[i] * 2 + af.sum(x[:2]) + x[1] + af.sum(x), np.float64(0))
     expected = np.full(8, 3.0) + [2, 2, 2, 0, 0, 0, 0, 0] + [3, 6, 0, 0, 0, 0, 0, 0]
     np.testing.assert_array_equal(await run(af.gradients(y, x), {x: np.arange(8.0)}), expected)
 
 
-async def test_64_rows_in_nested_loops(run: Run) -> None:
-    """CONFORMANCE 64: ``x[i] * x[j]`` over all i and j: twice the sum, and second derivatives of 2."""
+async def test_rows_in_nested_loops(run: Run) -> None:
+    """Behaviour 64: ``x[i] * x[j]`` over all i and j: twice the sum, and second derivatives of 2."""
     x = af.placeholder("float64", (5,))
     y = repeat(
         5, lambda i, total: total + repeat(5, lambda j, inner: inner + x[i] * x[j], np.float64(0)), np.float64(0)
@@ -150,8 +150,8 @@ async def test_64_rows_in_nested_loops(run: Run) -> None:
 
 
 @pytest.mark.slow
-async def test_100_windows_in_branches_and_nested_loops(run: Run) -> None:
-    """CONFORMANCE 100: windows and rows by vectors, read where they are added up as parts; second derivatives."""
+async def test_windows_in_branches_and_nested_loops(run: Run) -> None:
+    """Behaviour 100: windows and rows by vectors, read where they are added up as parts; second derivatives."""
     x = af.placeholder("float64", (24, 2))
 
     def inner(i: Any, j: Any, total: Any) -> Any:
@@ -189,8 +189,8 @@ def nested(x: Any) -> Any:
     return repeat(5, outer, x, name="outer")
 
 
-async def test_66_saves_are_the_product_of_trip_counts(open_session: OpenSession, graph: Graph) -> None:
-    """CONFORMANCE 66: 5 * 3 * 3 = 45 saves of each value; of inner stores one for each iteration around them."""
+async def test_saves_are_the_product_of_trip_counts(open_session: OpenSession, graph: Graph) -> None:
+    """Behaviour 66: 5 * 3 * 3 = 45 saves of each value; of inner stores one for each iteration around them."""
     x = af.placeholder("float64", ())
     slope = af.gradients(nested(x), x)
     async with open_session(graph) as session:
@@ -202,8 +202,8 @@ async def test_66_saves_are_the_product_of_trip_counts(open_session: OpenSession
     assert set(found) == {inner, middle, outer}
 
 
-async def test_66_uses_of_a_shape_save_no_value(open_session: OpenSession, graph: Graph) -> None:
-    """CONFORMANCE 66: a sum needs a shape, which is saved instead, and nothing where it is known."""
+async def test_uses_of_a_shape_save_no_value(open_session: OpenSession, graph: Graph) -> None:
+    """Behaviour 66: a sum needs a shape, which is saved instead, and nothing where it is known."""
     for shape, count in (((4,), 0), ((None,), 3)):
         x = af.placeholder("float64", shape)
         slope = af.gradients(repeat(3, lambda i, y: y + af.sum(y), x, shape_invariants=((), shape)), x)
@@ -214,8 +214,8 @@ async def test_66_uses_of_a_shape_save_no_value(open_session: OpenSession, graph
 
 
 @pytest.mark.parametrize("flag", [True, False])
-async def test_66_predicates_are_saved(open_session: OpenSession, graph: Graph, flag: bool) -> None:
-    """CONFORMANCE 66: which branch an iteration took; what the branches share needs no more."""
+async def test_predicates_are_saved(open_session: OpenSession, graph: Graph, flag: bool) -> None:
+    """Behaviour 66: which branch an iteration took; what the branches share needs no more."""
     x = af.placeholder("float64", ())
     p = af.placeholder("bool", ())
 
@@ -229,8 +229,8 @@ async def test_66_predicates_are_saved(open_session: OpenSession, graph: Graph, 
     assert Counter(firing.outputs for firing in trace.firings if firing.op == "saved_value") == {"bool[]": 4}
 
 
-async def test_66_what_a_run_does_not_fetch_saves_nothing(open_session: OpenSession, graph: Graph) -> None:
-    """CONFORMANCE 66: a run of the loop alone saves nothing for gradients that stand in the graph."""
+async def test_what_a_run_does_not_fetch_saves_nothing(open_session: OpenSession, graph: Graph) -> None:
+    """Behaviour 66: a run of the loop alone saves nothing for gradients that stand in the graph."""
     x = af.placeholder("float64", ())
     y = nested(x)
     af.gradients(y, x)

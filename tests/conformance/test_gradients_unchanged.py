@@ -1,4 +1,4 @@
-"""CONFORMANCE 104: a value that passes through a piece of a program unchanged keeps its gradient."""
+"""Behaviour 104: a value that passes through a piece of a program unchanged keeps its gradient."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def passed(a: Any, w: Any) -> dict[str, Any]:
     }
 
 
-async def test_104_what_passes_unchanged_keeps_its_gradient(run: Run) -> None:
+async def test_what_passes_unchanged_keeps_its_gradient(run: Run) -> None:
+    """Behaviour 104."""
     a = af.placeholder("float64", (3,))
     w = a * 2.0
     slopes = {name: af.gradients(values, [a, w]) for name, values in passed(a, w).items()}

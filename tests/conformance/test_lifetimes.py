@@ -124,10 +124,10 @@ async def _run(session: af.Session, fetches: Any, feeds: Feeds) -> None:
     [(training,), (arrays, plain), (functions, queues, batched), (pooled, failing), (vertices,)],
     ids=["training", "arrays", "functions", "pooled", "vertices"],
 )
-async def test_110_graphs_plans_and_sessions_end_with_the_last_reference(
+async def test_graphs_plans_and_sessions_end_with_the_last_reference(
     programs: tuple[Program, ...], open_session: OpenSession
 ) -> None:
-    """CONFORMANCE 110: in whichever order their user lets go of a session, a graph, and tensors of it."""
+    """Behaviour 110: in whichever order their user lets go of a session, a graph, and tensors of it."""
 
     def built(program: Program) -> tuple[af.Graph, Any, Feeds]:
         with af.Graph() as graph:

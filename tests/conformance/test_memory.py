@@ -1,4 +1,4 @@
-"""CONFORMANCE 68: whatever is saved for gradients, and whatever is computed again, they are the same to the bit."""
+"""Behaviour 68: whatever is saved for gradients, and whatever is computed again, they are the same to the bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOW = pytest.mark.slow
     ("seed", "order"),
     [(8, 1), pytest.param(12, 1, marks=SLOW), pytest.param(23, 1, marks=SLOW), pytest.param(0, 2, marks=SLOW)],
 )
-async def test_68_gradients_do_not_depend_on_what_is_saved(
+async def test_gradients_do_not_depend_on_the_saved_values(
     open_session: OpenSession,
     arrangement: Arrangement,
     cards: bool,
@@ -37,7 +37,7 @@ async def test_68_gradients_do_not_depend_on_what_is_saved(
     seed: int,
     order: int,
 ) -> None:
-    """CONFORMANCE 68: loops in loops, with branches, to the second order; all is computed again that may be."""
+    """Behaviour 68: loops in loops, with branches, to the second order; all is computed again that may be."""
     for name, value in FREE.items():
         monkeypatch.setattr(choose_saved, name, value)
     with af.Graph() as graph:
@@ -68,10 +68,10 @@ async def test_68_gradients_do_not_depend_on_what_is_saved(
     ("seed", "order"),
     [(8, 1), pytest.param(12, 1, marks=SLOW), pytest.param(23, 1, marks=SLOW), pytest.param(0, 2, marks=SLOW)],
 )
-async def test_68_gradients_do_not_depend_on_where_values_are(
+async def test_gradients_do_not_depend_on_where_values_are(
     open_session: OpenSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, order: int
 ) -> None:
-    """CONFORMANCE 66, 68: kept; away, on the host or on disk, whatever their size; and in a file, but for a few."""
+    """Behaviour 66, 68: kept; away, on the host or on disk, whatever their size; and in a file, but for a few."""
     monkeypatch.setattr(WhileNode, "swap_memory", True)
     monkeypatch.setattr(kernels, "is_small_spec", lambda spec: False)
     with af.Graph() as graph:
@@ -101,10 +101,10 @@ async def test_68_gradients_do_not_depend_on_where_values_are(
             assert np.asarray(one).tobytes() == np.asarray(another).tobytes()
 
 
-async def test_68_a_counter_that_is_computed_again_begins_where_the_loop_does(
+async def test_a_counter_that_is_computed_again_begins_where_the_loop_does(
     session: af.Session, graph: af.Graph
 ) -> None:
-    """CONFORMANCE 68: gradients find it from the number of the iteration."""
+    """Behaviour 68: gradients find it from the number of the iteration."""
     x = af.placeholder("float64", (1000,))
 
     def body(i: Any, y: Any) -> Any:
@@ -119,10 +119,11 @@ async def test_68_a_counter_that_is_computed_again_begins_where_the_loop_does(
     np.testing.assert_allclose(await session.run(af.gradients(y, x), {x: fed}), slope, rtol=1e-9)
 
 
-async def test_68_a_buffer_that_has_two_names_is_paid_for_once(
+async def test_a_buffer_that_has_two_names_is_paid_for_once(
     session: af.Session, arrangement: Arrangement, graph: af.Graph
 ) -> None:
-    """What an iteration gives is what the next begins with: both take less than the one and half of the other."""
+    """Behaviour 68: what an iteration gives is what the next begins with: both take less than the one and half of
+    the other."""
     x, c = af.placeholder("float64", (2, 4096)), af.placeholder("float64", (2, 4096))
 
     def body(i: Any, y: Any, total: Any) -> Any:
@@ -135,10 +136,10 @@ async def test_68_a_buffer_that_has_two_names_is_paid_for_once(
     assert sum(each.nbytes or 0 for each in saved) == (1 + (arrangement.without == "choose_saved")) * 2 * 4096 * 8
 
 
-async def test_68_a_store_that_a_loop_begins_with_is_not_the_one_that_it_goes_on_with(
+async def test_a_store_that_a_loop_begins_with_is_not_the_one_that_it_goes_on_with(
     session: af.Session, graph: af.Graph
 ) -> None:
-    """CONFORMANCE 68: only the first iteration reads it; the other store is read again behind the loop."""
+    """Behaviour 68: only the first iteration reads it; the other store is read again behind the loop."""
     x = af.placeholder("float64", (3,))
 
     def filled(x: Any) -> Any:

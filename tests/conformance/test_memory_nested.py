@@ -108,8 +108,8 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "counts", "way"), CELLS)
-def test_109_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...], way: str, tmp_path: Path) -> None:
-    """The same bits in three tenths of the memory, of which nothing is held in the end.
+def test_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...], way: str, tmp_path: Path) -> None:
+    """Behaviour 109: the same bits in three tenths of the memory, of which nothing is held in the end.
 
     Where time is virtual, bytes are predicted within 10 %: elsewhere it depends on the machine when copies end.
     """
@@ -128,8 +128,9 @@ def test_109_a_limit_holds_for_nested_loops(kind: Kind, counts: tuple[int, ...],
 
 
 @pytest.mark.parametrize(("counts", "share"), [((8, 5), 0.3), ((20, 2), 0.3), ((4, 5, 2), 0.31)])
-def test_109_a_limit_holds_for_nested_loops_where_nothing_can_move(counts: tuple[int, ...], share: float) -> None:
-    """On a CPU without a file: inner gradients compute products again, and outer iterations run again."""
+def test_a_limit_holds_for_nested_loops_where_nothing_can_move(counts: tuple[int, ...], share: float) -> None:
+    """Behaviour 109: on a CPU without a file: inner gradients compute products again, and outer iterations run
+    again."""
     kept = asyncio.run(train(counts, DEVICES["cpu"], memory_limit=ROOM))
     limit = int(share * kept.peak)
     less = asyncio.run(train(counts, DEVICES["cpu"], memory_limit=limit))

@@ -12,8 +12,8 @@ from tests.compiler.stages import optimized
 from tests.conftest import OpenSession
 
 
-async def test_77_what_is_never_joined(open_session: OpenSession, graph: af.Graph) -> None:
-    """CONFORMANCE 77: CSE never merges stateful, random or differently placed nodes, and never across frames."""
+async def test_pieces_that_are_never_joined(open_session: OpenSession, graph: af.Graph) -> None:
+    """Behaviour 77: CSE never merges stateful, random or differently placed nodes, and never across frames."""
     calls: list[Any] = []
 
     @af.op(outputs=af.spec("float64", ()))

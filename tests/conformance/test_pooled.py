@@ -70,8 +70,8 @@ async def test_activations_join_and_leave(open_session: OpenSession) -> None:
 
 @settings(max_examples=12)
 @given(st.data())
-async def test_f42_whoever_comes_and_goes(data: st.DataObject) -> None:
-    """FAULTS F42: random arrivals, lengths, capacities, cancels and failures; exact results are equal to the bit."""
+async def test_whoever_comes_and_goes(data: st.DataObject) -> None:
+    """Fault F42: random arrivals, lengths, capacities, cancels and failures; exact results are equal to the bit."""
 
     @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
     def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -249,8 +249,8 @@ async def test_loops_in_loops_and_branches_share_a_pool(open_session: OpenSessio
         assert value == total
 
 
-async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
-    """CONFORMANCE 88: the activation at fault fails with its own node; the others come to their ends."""
+async def test_a_step_that_fails_for_one(open_session: OpenSession) -> None:
+    """Behaviour 88: the activation at fault fails with its own node; the others come to their ends."""
 
     @af.op(outputs=af.spec("int64", ()), rows=True, pure=True)
     def checked(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -284,8 +284,8 @@ async def test_88_a_step_that_fails_for_one(open_session: OpenSession) -> None:
 
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("debug", [False, True])
-async def test_88_what_cannot_be_done_again_fails_those_that_it_was_done_for(debug: bool) -> None:
-    """CONFORMANCE 88: elements that may be read once are not read again, one by one; others, that wait, go on."""
+async def test_what_cannot_be_done_again_fails_those_that_it_was_done_for(debug: bool) -> None:
+    """Behaviour 88: elements that may be read once are not read again, one by one; others, that wait, go on."""
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")
 
@@ -334,8 +334,8 @@ async def test_tensor_arrays_of_activations_count_for_a_memory_limit(limit: int,
             assert isinstance(end, af.OutOfMemoryError), end
 
 
-async def test_88_a_cancelled_activation_leaves(open_session: OpenSession) -> None:
-    """CONFORMANCE 88: also one that would never end; and a deadline."""
+async def test_a_cancelled_activation_leaves(open_session: OpenSession) -> None:
+    """Behaviour 88: also one that would never end; and a deadline."""
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")
         y = af.while_loop(lambda i: i != n, lambda i: i + 1, 0, pool=af.Pool(8))
@@ -353,8 +353,8 @@ async def test_88_a_cancelled_activation_leaves(open_session: OpenSession) -> No
 
 
 @pytest.mark.parametrize("capacity", [1, 4])
-async def test_f18_cancelled_at_every_pass(open_session: OpenSession, capacity: int) -> None:
-    """FAULTS F18, F20: wherever it is then, one of several, the others are untouched, and it is told once."""
+async def test_cancelled_at_every_pass(open_session: OpenSession, capacity: int) -> None:
+    """Fault F18, F20: wherever it is then, one of several, the others are untouched, and it is told once."""
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
         fetches = recurrent(x, n, capacity)
@@ -367,7 +367,7 @@ async def test_f18_cancelled_at_every_pass(open_session: OpenSession, capacity: 
             for _ in range(passes):
                 await asyncio.sleep(0)
             endless.cancel()
-            endless.cancel()  # FAULTS F24: no other than once
+            endless.cancel()  # Fault F24: no other than once
             with pytest.raises(asyncio.CancelledError):
                 await endless
             for (count, last), (same_count, same) in zip(await asyncio.gather(*others), alone, strict=True):
@@ -377,8 +377,8 @@ async def test_f18_cancelled_at_every_pass(open_session: OpenSession, capacity: 
         assert session.statistics().runs == 0
 
 
-async def test_f22_timeouts_around_a_pooled_loop(open_session: OpenSession) -> None:
-    """FAULTS F22, F24: the innermost scope that is over says so; a shielded run goes on, and can be awaited."""
+async def test_timeouts_around_a_pooled_loop(open_session: OpenSession) -> None:
+    """Fault F22, F24: the innermost scope that is over says so; a shielded run goes on, and can be awaited."""
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")
         y = af.while_loop(lambda i: i != n, lambda i: i + 1, 0, pool=af.Pool(8))
@@ -540,8 +540,8 @@ def decoded(prompt: np.ndarray[Any, Any], n: int) -> tuple[np.ndarray[Any, Any],
 
 
 @pytest.mark.parametrize("debug", [False, True])
-async def test_f18_caches_of_different_lengths_are_filled_together(open_session: OpenSession, debug: bool) -> None:
-    """Each as it is filled alone, whoever comes, is cancelled, or fails as there is no room."""
+async def test_caches_of_different_lengths_are_filled_together(open_session: OpenSession, debug: bool) -> None:
+    """Fault F18: each as it is filled alone, whoever comes, is cancelled, or fails as there is no room."""
 
     def step(at: af.Tensor, x: af.Tensor, cache: af.Tensor) -> tuple[af.Tensor, ...]:
         cache = af.index_add(af.index_update(cache, at, x @ KEY), 0, x * 0.1)
@@ -692,8 +692,8 @@ async def test_an_inner_loop_and_branches_are_lifted(open_session: OpenSession) 
         assert value == s
 
 
-async def test_111_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
-    """Each computes what it would without pool=; a warning, and the plan, say why."""
+async def test_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
+    """Behaviour 111: each computes what it would without pool=; a warning, and the plan, say why."""
     total = af.Variable(0, name="total")
 
     @af.op(outputs=af.spec("int64", ()))
@@ -782,8 +782,8 @@ async def test_each_activation_hands_out_its_own(open_session: OpenSession) -> N
 
 
 @pytest.mark.usefixtures("work")
-async def test_f47_a_slow_consumer_holds_up_itself_alone() -> None:
-    """FAULTS F47: an endless loop whose items nobody takes stands still after two, outside the pool's only row."""
+async def test_a_slow_consumer_holds_up_itself_alone() -> None:
+    """Fault F47: an endless loop whose items nobody takes stands still after two, outside the pool's only row."""
     graph, x, n, square, y = streaming(capacity=1)
     async with af.Session(graph) as session:
         items = session.stream(square, {x: 0, n: -1 & 0xFFFF})
@@ -801,8 +801,8 @@ async def test_f47_a_slow_consumer_holds_up_itself_alone() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-async def test_f48_a_stream_that_is_dropped(open_session: OpenSession, taken: int) -> None:
-    """FAULTS F48: by ``break`` or at once; its activation leaves, set aside or not, and the others go on."""
+async def test_a_stream_that_is_dropped(open_session: OpenSession, taken: int) -> None:
+    """Fault F48: by ``break`` or at once; its activation leaves, set aside or not, and the others go on."""
     graph, x, n, square, y = streaming()
     async with open_session(graph) as session:
         items = session.stream(square, {x: 0, n: 1 << 40})

@@ -57,8 +57,9 @@ STORES: dict[str, tuple[Callable[[], tuple[Any, Append]], Callable[[Any, af.Tens
 }
 
 
-async def test_102_captures_are_the_same_for_every_row(open_session: OpenSession) -> None:
-    """A vector, a matrix, a scalar and a variable, beside rows of several shapes and lengths: equal to the bit."""
+async def test_captures_are_the_same_for_every_row(open_session: OpenSession) -> None:
+    """Behaviour 102: a vector, a matrix, a scalar and a variable, beside rows of several shapes and lengths: equal
+    to the bit."""
     vector = af.Variable(np.array([3, -5, 7]), name="vector")
     matrix = af.Variable(np.arange(9).reshape(3, 3) - 4, name="matrix")
     with af.Graph() as graph:
@@ -84,8 +85,9 @@ async def test_102_captures_are_the_same_for_every_row(open_session: OpenSession
 
 
 @pytest.mark.parametrize("kind", STORES)
-async def test_102_stores_have_any_number_of_entries(open_session: OpenSession, kind: str) -> None:
-    """What a step looks at is as long as each one's store, and they are stepped together nevertheless, or by turns."""
+async def test_stores_have_any_number_of_entries(open_session: OpenSession, kind: str) -> None:
+    """Behaviour 102: what a step looks at is as long as each one's store, and they are stepped together
+    nevertheless, or by turns."""
     made, view = STORES[kind]
     with af.Graph() as graph:
         x, n = af.placeholder("int64", (2,), name="x"), af.placeholder("int64", (), name="n")
@@ -165,8 +167,8 @@ async def test_what_has_left_is_not_kept(open_session: OpenSession, monkeypatch:
 
 
 @pytest.mark.parametrize("device", ["cpu:0", "cuda:0", "cuda:1"])
-async def test_102_stores_stay_where_they_were_made(device: str) -> None:
-    """Steps are made where elements and rows are, and what comes of them is read there."""
+async def test_stores_stay_where_they_were_made(device: str) -> None:
+    """Behaviour 102: steps are made where elements and rows are, and what comes of them is read there."""
     with af.Graph() as graph:
         x, n = af.placeholder("int64", (2,), name="x"), af.placeholder("int64", (), name="n")
         with af.device(device):
@@ -195,8 +197,9 @@ async def test_102_stores_stay_where_they_were_made(device: str) -> None:
                 assert tuple(part.tolist() for part in found) == alone(*each)
 
 
-def test_102_only_equal_captures_are_shared() -> None:
-    """Long strings of equal length stand at equal places of their arrays; a call has one value of each capture."""
+def test_only_equal_captures_are_shared() -> None:
+    """Behaviour 102: long strings of equal length stand at equal places of their arrays; a call has one value of
+    each capture."""
     texts = [np.array([f"{k}, a text that is too long to stand in the array itself"], "T") for k in range(2)]
     text = af.Variable(texts[0], name="text")
     with af.Graph() as graph:

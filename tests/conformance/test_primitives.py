@@ -1,4 +1,4 @@
-"""CONFORMANCE 1-13: the primitives written by hand, and how deadness travels.
+"""Behaviour 1-13: the primitives written by hand, and how deadness travels.
 
 Rules about the order of events are pinned down without an event loop in `tests/runtime/test_scheduler.py`.
 """
@@ -40,7 +40,7 @@ def fork() -> tuple[af.Tensor, af.Tensor, dict[str, af.Tensor]]:
 
 @pytest.mark.parametrize("taken", [False, True])
 async def test_fetching_a_dead_port_names_the_switch(graph: af.Graph, run: Run, taken: bool) -> None:
-    """CONFORMANCE 1: an error that names the Switch and where it was built; never a hang or None."""
+    """Behaviour 1: an error that names the Switch and where it was built; never a hang or None."""
     sides = fork()
     feeds = {sides[2]["x"]: 7, sides[2]["pred"]: taken}
     assert await run(sides[taken], feeds) == 7
@@ -49,7 +49,7 @@ async def test_fetching_a_dead_port_names_the_switch(graph: af.Graph, run: Run, 
 
 
 async def test_fetching_what_depends_on_a_dead_port_names_the_switch(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 1: also through other nodes, a merge and a loop."""
+    """Behaviour 1: also through other nodes, a merge and a loop."""
     dead, _, fed = fork()
     through_loop = counting_loop(3, start=dead).total
     merged, index = af.raw.merge(dead, -dead)
@@ -59,7 +59,7 @@ async def test_fetching_what_depends_on_a_dead_port_names_the_switch(graph: af.G
 
 
 async def test_allow_dead_gives_none_for_a_dead_fetch(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 1: the caller may ask for None."""
+    """Behaviour 1: the caller may ask for None."""
     on_false, on_true, fed = fork()
     values = await run([on_false, on_true], {fed["x"]: 7, fed["pred"]: True}, allow_dead=True)
     assert values == [None, 7]
@@ -69,14 +69,14 @@ async def test_allow_dead_gives_none_for_a_dead_fetch(graph: af.Graph, run: Run)
 
 
 async def test_a_frame_without_a_loop(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 2: Enter, multiply, Exit."""
+    """Behaviour 2: Enter, multiply, Exit."""
     x = af.placeholder("int64", ())
     product = af.raw.exit(af.raw.enter(x, "frame") * af.raw.enter(5, "frame"))
     assert await run(product + x, {x: 4}) == 24
 
 
 async def test_frames_nest(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 2."""
+    """Behaviour 2."""
     x = af.placeholder("int64", ())
     inner = af.raw.enter(af.raw.enter(x, "outer"), "inner")
     assert await run(af.raw.exit(af.raw.exit(inner * inner)), {x: 4}) == 16
@@ -123,7 +123,7 @@ def _exit_of_nothing(x: af.Tensor) -> None:
     ],
 )
 def test_mixing_two_frames_is_refused(graph: af.Graph, build: Callable[[af.Tensor], None], message: str) -> None:
-    """CONFORMANCE 2: while the graph is built, and naming both frames."""
+    """Behaviour 2: while the graph is built, and naming both frames."""
     with pytest.raises(af.GraphError, match=message):
         build(af.placeholder("int64", ()))
 
@@ -141,15 +141,15 @@ def doubling(start: af.Tensor, times: int, **entered: Any) -> af.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(None,), None])
-async def test_93_a_shape_that_changes_by_hand_is_said(graph: af.Graph, run: Run, shape: Any) -> None:
-    """93. What stands behind a merge may rely on its shape: the whole of it is there in every iteration."""
+async def test_a_shape_that_changes_by_hand_is_said(graph: af.Graph, run: Run, shape: Any) -> None:
+    """Behaviour 93: what stands behind a merge may rely on its shape: the whole of it is there in every iteration."""
     grown = doubling(af.constant([1.0, 2.0]), 2, shape=shape)
     assert grown.shape == shape
     assert (await run(af.ones_like(grown))).tolist() == [1.0] * 8
 
 
-def test_93_a_back_edge_of_another_shape_is_refused(graph: af.Graph) -> None:
-    """93. And so is a shape for what enters that does not allow it, and a dtype that changes."""
+def test_a_back_edge_of_another_shape_is_refused(graph: af.Graph) -> None:
+    """Behaviour 93: and so is a shape for what enters that does not allow it, and a dtype that changes."""
     with pytest.raises(af.ShapeError, match=r"merge_1 has shape \[2\], .* brings shape \[4\]; .* enter\(..., shape=\)"):
         doubling(af.constant([1.0, 2.0]), 2)
     with pytest.raises(af.ShapeError, match=r"a value of shape \[2\] cannot enter as one of shape \[3\]"):
@@ -160,7 +160,7 @@ def test_93_a_back_edge_of_another_shape_is_refused(graph: af.Graph) -> None:
 
 
 def test_a_frame_has_one_number_of_parallel_iterations(graph: af.Graph) -> None:
-    """CONFORMANCE 10: the same for all its Enters; frames of one name inside others are others."""
+    """Behaviour 10: the same for all its Enters; frames of one name inside others are others."""
     first = af.raw.enter(af.constant(1), "f", parallel_iterations=4)
     assert af.raw.enter(af.constant(2), "f", constant=True).node.attrs["parallel_iterations"] == 4
     af.raw.enter(first, "f", parallel_iterations=8)
@@ -191,7 +191,7 @@ def test_each_node_is_looked_at_once_for_the_enters_of_its_frame(graph: af.Graph
 
 
 def test_a_value_inside_a_frame_can_be_neither_fetched_nor_fed(graph: af.Graph) -> None:
-    """CONFORMANCE 2: it may have many values in a run."""
+    """Behaviour 2: it may have many values in a run."""
     x = af.placeholder("int64", ())
     inner = counting_loop(x).every
     session = af.Session()
@@ -203,7 +203,7 @@ def test_a_value_inside_a_frame_can_be_neither_fetched_nor_fed(graph: af.Graph) 
 
 @pytest.mark.parametrize("constant", [False, True])
 async def test_a_dead_value_arrives_inside_a_frame(graph: af.Graph, run: Run, constant: bool) -> None:
-    """CONFORMANCE 2: what needs no more than its arrival goes on, be it a trigger or a merge that waits for it."""
+    """Behaviour 2: what needs no more than its arrival goes on, be it a trigger or a merge that waits for it."""
     dead, _, fed = fork()
     arrived = af.raw.enter(dead, "frame", constant=constant)
     y = af.placeholder("int64", ())
@@ -223,7 +223,7 @@ async def test_a_dead_value_arrives_inside_a_frame(graph: af.Graph, run: Run, co
 
 @pytest.mark.parametrize("taken", [False, True])
 async def test_merge_gives_the_live_input_and_its_index(graph: af.Graph, run: Run, taken: bool) -> None:
-    """CONFORMANCE 3."""
+    """Behaviour 3."""
     on_false, on_true, fed = fork()
     value, index = af.raw.merge(on_false * 10, on_true * 100)
     values = await run([value, index], {fed["x"]: 7, fed["pred"]: taken})
@@ -232,7 +232,7 @@ async def test_merge_gives_the_live_input_and_its_index(graph: af.Graph, run: Ru
 
 
 async def test_predicates_that_are_computed_from_arrays(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 3: of a switch by itself and of a loop, wherever the arrays are."""
+    """Behaviour 3: of a switch by itself and of a loop, wherever the arrays are."""
     x = af.placeholder("float32", (4,))
     negative, positive = af.raw.switch(x * 2, af.sum(x) > 0)
     chosen, _ = af.raw.merge(negative + 1, positive * 10)
@@ -247,7 +247,7 @@ async def test_predicates_that_are_computed_from_arrays(graph: af.Graph, run: Ru
 
 
 async def test_merge_fires_once(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 3: what depends on it runs once."""
+    """Behaviour 3: what depends on it runs once."""
     on_false, on_true, fed = fork()
     journal = Journal()
     value, _ = af.raw.merge(on_false, on_true, -on_false)
@@ -279,7 +279,7 @@ def _two_switches(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
 async def test_two_live_inputs_of_a_merge_are_an_error(
     graph: af.Graph, run: Run, build: Callable[[af.Tensor], tuple[af.Tensor, af.Tensor]]
 ) -> None:
-    """CONFORMANCE 3: found whenever they arrive, where TensorFlow takes one by chance."""
+    """Behaviour 3: found whenever they arrive, where TensorFlow takes one by chance."""
     x = af.placeholder("int64", ())
     value, _ = build(x)
     with pytest.raises(af.AsyncflowError, match="two live inputs") as caught:
@@ -289,7 +289,7 @@ async def test_two_live_inputs_of_a_merge_are_an_error(
 
 
 async def test_merge_waits_for_its_control_inputs(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 4: and a dead control input does not kill it."""
+    """Behaviour 4: and a dead control input does not kill it."""
     on_false, on_true, fed = fork()
     gate, journal = Gate(), Journal()
     with af.control_dependencies([gate(on_true), -on_false]):
@@ -303,7 +303,7 @@ async def test_merge_waits_for_its_control_inputs(graph: af.Graph, run: Run) -> 
 
 
 async def test_merge_is_dead_when_all_its_data_inputs_are(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 4: although its control inputs are live."""
+    """Behaviour 4: although its control inputs are live."""
     on_false, on_true, fed = fork()
     with af.control_dependencies([on_true + 1]):
         value, index = af.raw.merge(on_false, -on_false)
@@ -311,7 +311,7 @@ async def test_merge_is_dead_when_all_its_data_inputs_are(graph: af.Graph, run: 
 
 
 async def test_a_constant_of_all_iterations_at_a_merge_is_refused(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 3: it would be a live input in every iteration."""
+    """Behaviour 3: it would be a live input in every iteration."""
     merged, _ = af.raw.merge(af.raw.enter(1, "frame", constant=True))
     with pytest.raises(af.GraphError, match="a constant enter reaches every iteration"):
         await run(af.raw.exit(merged))
@@ -322,7 +322,7 @@ async def test_a_constant_of_all_iterations_at_a_merge_is_refused(graph: af.Grap
 
 @pytest.mark.parametrize("through", ["data", "control"])
 async def test_a_dead_input_makes_a_node_dead(graph: af.Graph, run: Run, through: str) -> None:
-    """CONFORMANCE 5: its kernel is skipped, and all its outputs and control edges are dead."""
+    """Behaviour 5: its kernel is skipped, and all its outputs and control edges are dead."""
     on_false, _, fed = fork()
     journal = Journal()
     if through == "data":
@@ -340,7 +340,7 @@ async def test_a_dead_input_makes_a_node_dead(graph: af.Graph, run: Run, through
 
 
 async def test_effects_written_after_a_dead_one_still_run(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 5: the order of effects is no reason to die."""
+    """Behaviour 5: the order of effects is no reason to die."""
     on_false, on_true, fed = fork()
     total = af.Variable(100)
     total.assign(on_false)
@@ -349,7 +349,7 @@ async def test_effects_written_after_a_dead_one_still_run(graph: af.Graph, run: 
 
 
 async def test_a_control_trigger_runs_although_its_inputs_are_dead(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 6: and once they are all done."""
+    """Behaviour 6: and once they are all done."""
     on_false, on_true, fed = fork()
     gate, journal = Gate(), Journal()
     with af.control_dependencies([gate(on_true), -on_false]):
@@ -365,7 +365,7 @@ async def test_a_control_trigger_runs_although_its_inputs_are_dead(graph: af.Gra
 
 
 async def test_a_control_trigger_works_inside_a_frame(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 6: once in each iteration; nothing orders what iterations do on several devices."""
+    """Behaviour 6: once in each iteration; nothing orders what iterations do on several devices."""
     journal, loop = Journal(), counting_loop(2)
     with af.control_dependencies([-loop.i]):  # dead in the last iteration
         trigger = af.raw.control_trigger()
@@ -380,14 +380,14 @@ async def test_a_control_trigger_works_inside_a_frame(graph: af.Graph, run: Run)
 
 @pytest.mark.parametrize("taken", [False, True])
 async def test_a_loop_on_an_untaken_branch_ends_at_once(graph: af.Graph, run: Run, taken: bool) -> None:
-    """CONFORMANCE 7: a dead Enter makes the loop Merge dead; a dead NextIteration stops there."""
+    """Behaviour 7: a dead Enter makes the loop Merge dead; a dead NextIteration stops there."""
     on_false, on_true, fed = fork()
     total, index = af.raw.merge(counting_loop(5, start=on_false).total, on_true * 100)
     assert await run([total, index], {fed["x"]: 2, fed["pred"]: taken}) == [[5, 0], [200, 1]][taken]
 
 
 async def test_a_live_exit_leaves_early_and_dead_ones_are_dropped(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 8: the exit is dead in all iterations but one, and is there while the loop still runs."""
+    """Behaviour 8: the exit is dead in all iterations but one, and is there while the loop still runs."""
     journal, gate = Journal(), Gate()
     loop = counting_loop(4)
     found = loop.found(af.equal(loop.every, loop.constant(2)))
@@ -400,14 +400,14 @@ async def test_a_live_exit_leaves_early_and_dead_ones_are_dropped(graph: af.Grap
 
 
 async def test_an_exit_without_a_live_value_is_dead(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 8: it is held until its frame is done."""
+    """Behaviour 8: it is held until its frame is done."""
     loop = counting_loop(4)
     never = loop.found(af.equal(loop.every, loop.constant(99)))
     assert await run([loop.total, never], allow_dead=True) == [4, None]
 
 
 async def test_a_late_loop_constant_reaches_iterations_already_started(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 9."""
+    """Behaviour 9."""
     x, journal, gate = af.placeholder("int64", ()), Journal(), Gate()
     loop = counting_loop(3)
     late = loop.constant(gate(x))
@@ -424,7 +424,7 @@ async def test_a_late_loop_constant_reaches_iterations_already_started(graph: af
 async def test_iterations_past_the_bound_are_parked(
     graph: af.Graph, run: Run, arrangement: Arrangement, bound: int
 ) -> None:
-    """CONFORMANCE 10: as many iterations start as may be live at once; the next starts when the oldest ends.
+    """Behaviour 10: as many iterations start as may be live at once; the next starts when the oldest ends.
 
     On another device than the predicate's the latest predicate may have started one more.
     """
@@ -443,7 +443,7 @@ async def test_iterations_past_the_bound_are_parked(
 
 @pytest.mark.parametrize("ending", ["success", "error", "cancel"])
 async def test_nothing_is_left_of_a_frame(graph: af.Graph, session: af.Session, ending: str) -> None:
-    """CONFORMANCE 11: zero frames, iterations and tokens remain, however the run ends."""
+    """Behaviour 11: zero frames, iterations and tokens remain, however the run ends."""
     gate, loop = Gate(), counting_loop(3)
 
     @af.op(outputs=lambda spec: spec)
@@ -483,7 +483,7 @@ def _sum_in_python(n: int) -> int:
 
 
 async def test_activations_of_an_inner_loop_are_apart(graph: af.Graph, session: af.Session) -> None:
-    """CONFORMANCE 12: in two outer iterations, and in concurrent runs."""
+    """Behaviour 12: in two outer iterations, and in concurrent runs."""
     n = af.placeholder("int64", ())
     total = af.while_loop(
         lambda i, s: i < n,
@@ -496,7 +496,7 @@ async def test_activations_of_an_inner_loop_are_apart(graph: af.Graph, session: 
 
 
 async def test_concurrent_runs_of_a_held_loop_are_apart(graph: af.Graph, session: af.Session) -> None:
-    """CONFORMANCE 12: all of them in the middle of the same iteration at one time."""
+    """Behaviour 12: all of them in the middle of the same iteration at one time."""
     n, gate = af.placeholder("int64", ()), Gate()
     total = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, gate(s) + i * n), (0, n), name="loop")[1]
     tasks = [asyncio.create_task(session.run(total, {n: k})) for k in range(10)]
@@ -521,7 +521,7 @@ _VALUES = [
 
 @pytest.mark.parametrize("value", _VALUES, ids=lambda value: f"{value.dtype}{list(value.shape)}")
 async def test_switch_and_merge_carry_every_dtype(graph: af.Graph, run: Run, value: np.ndarray[Any, Any]) -> None:
-    """CONFORMANCE 13: around a loop as well."""
+    """Behaviour 13: around a loop as well."""
     x, pred = af.placeholder(value.dtype, value.shape), af.placeholder("bool", ())
     merged, index = af.raw.merge(*af.raw.switch(x, pred))
     looped = af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v), (0, x))[1]
@@ -534,7 +534,7 @@ async def test_switch_and_merge_carry_every_dtype(graph: af.Graph, run: Run, val
 
 
 async def test_all_parts_of_a_structured_value_take_one_side(graph: af.Graph, run: Run) -> None:
-    """CONFORMANCE 13."""
+    """Behaviour 13."""
     x, pred = af.placeholder("float32", (2,)), af.placeholder("bool", ())
     parts = {"values": x, "indices": (af.astype(x, "int64"), af.constant("name"))}
     picked = af.cond(pred, lambda: parts, lambda: parts)
@@ -556,12 +556,12 @@ async def test_all_parts_of_a_structured_value_take_one_side(graph: af.Graph, ru
     ],
 )
 def test_the_static_shape_of_a_merge(graph: af.Graph, shapes: tuple[Any, Any], expected: object) -> None:
-    """CONFORMANCE 13: extents that differ are unknown, and so is a rank that does."""
+    """Behaviour 13: extents that differ are unknown, and so is a rank that does."""
     value, index = af.raw.merge(*(af.placeholder("float32", shape) for shape in shapes))
     assert value.shape == expected and index.shape == ()
 
 
 def test_a_merge_of_two_dtypes_is_refused(graph: af.Graph) -> None:
-    """CONFORMANCE 13."""
+    """Behaviour 13."""
     with pytest.raises(af.DTypeError, match=r"all inputs of a merge have one dtype; got float32.*int64"):
         af.raw.merge(af.placeholder("float32", ()), 1)

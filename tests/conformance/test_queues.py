@@ -1,4 +1,4 @@
-"""CONFORMANCE 22, 34-37, 70-72, 77 and 78 for queues: effects in branches, loops and runs that overlap."""
+"""Behaviour 22, 34-37, 70-72, 77 and 78 for queues: effects in branches, loops and runs that overlap."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def drained(queue: af.Queue) -> list[int]:
     return [int(x) for x in await queue.get_many(count)] if count else []
 
 
-async def test_22_nobody_waits_on_a_branch_not_taken(session: af.Session, run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 22: a dequeue from an empty queue holds up nobody there; on the branch taken it waits."""
+async def test_an_untaken_branch_does_not_wait(session: af.Session, run: Run, graph: af.Graph) -> None:
+    """Behaviour 22: a dequeue from an empty queue holds up nobody there; on the branch taken it waits."""
     queue = fifo()
     pred = af.placeholder("bool", ())
     y = af.cond(pred, queue.dequeue, lambda: af.constant(7))
@@ -39,8 +39,8 @@ async def test_22_nobody_waits_on_a_branch_not_taken(session: af.Session, run: R
     assert await run(y, {pred: True}) == 5
 
 
-async def test_34_an_enqueue_outside_runs_once(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 34: though a body names it as what it waits for."""
+async def test_an_enqueue_outside_runs_once(run: Run, graph: af.Graph) -> None:
+    """Behaviour 34: though a body names it as what it waits for."""
     queue = fifo()
     put = queue.enqueue(1)
 
@@ -52,8 +52,8 @@ async def test_34_an_enqueue_outside_runs_once(run: Run, graph: af.Graph) -> Non
     assert await drained(queue) == [1]
 
 
-async def test_35_control_edges_order_what_puts_and_takes(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 35: within a body, where nothing else orders the two."""
+async def test_control_edges_order_what_puts_and_takes(run: Run, graph: af.Graph) -> None:
+    """Behaviour 35: within a body, where nothing else orders the two."""
     queue = fifo()
 
     def body(i: Any, s: Any) -> Any:
@@ -64,8 +64,8 @@ async def test_35_control_edges_order_what_puts_and_takes(run: Run, graph: af.Gr
     assert (await run(af.while_loop(lambda i, s: i < 10, body, (0, 0))))[1] == 45
 
 
-async def test_36_enqueues_run_in_program_order(open_session: OpenSession) -> None:
-    """CONFORMANCE 36: around and in a loop, A B C D A B C D A; unordered, only what is asked for."""
+async def test_enqueues_run_in_program_order(open_session: OpenSession) -> None:
+    """Behaviour 36: around and in a loop, A B C D A B C D A; unordered, only what is asked for."""
 
     def build(queue: af.Queue) -> Any:
         def body(i: Any) -> Any:
@@ -87,8 +87,8 @@ async def test_36_enqueues_run_in_program_order(open_session: OpenSession) -> No
 
 
 @pytest.mark.parametrize("parallel_iterations", [1, 32])
-async def test_37_enqueues_of_a_loop_come_in_order(run: Run, graph: af.Graph, parallel_iterations: int) -> None:
-    """CONFORMANCE 37: 0 to 9 in order, however many iterations overlap, and though the queue holds three."""
+async def test_enqueues_of_a_loop_come_in_order(run: Run, graph: af.Graph, parallel_iterations: int) -> None:
+    """Behaviour 37: 0 to 9 in order, however many iterations overlap, and though the queue holds three."""
     queue = fifo(3)
 
     def put(i: Any) -> Any:
@@ -104,8 +104,8 @@ async def test_37_enqueues_of_a_loop_come_in_order(run: Run, graph: af.Graph, pa
     assert (await run((loop, taken)))[1].tolist() == list(range(10))
 
 
-async def test_37_a_loop_that_puts_and_takes(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 37: what puts in waits for nobody who takes out, but for room."""
+async def test_a_loop_that_puts_and_takes(run: Run, graph: af.Graph) -> None:
+    """Behaviour 37: what puts in waits for nobody who takes out, but for room."""
     queue = fifo(1)
 
     def body(i: Any, s: Any) -> Any:
@@ -116,8 +116,8 @@ async def test_37_a_loop_that_puts_and_takes(run: Run, graph: af.Graph) -> None:
     assert (await run(af.while_loop(lambda i, s: i < 20, body, (np.int64(0), np.int64(0)))))[1] == 190
 
 
-async def test_37_the_order_of_puts_and_of_takes(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 37: an enqueue that waits for room does not hold up the dequeue written behind it, which makes it."""
+async def test_the_order_of_puts_and_of_takes(run: Run, graph: af.Graph) -> None:
+    """Behaviour 37: an enqueue that waits for room does not hold up the dequeue written behind it, which makes it."""
     queue = fifo(1)
     puts = [queue.enqueue(k) for k in range(4)]
     takes = [queue.dequeue() for _ in range(4)]
@@ -128,8 +128,8 @@ async def test_37_the_order_of_puts_and_of_takes(run: Run, graph: af.Graph) -> N
     assert (await run((sizes, puts[-1])))[0] == [0, 1]
 
 
-async def test_37_effects_in_branches_keep_their_place(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 37: of a branch taken in a loop, too."""
+async def test_effects_in_branches_keep_their_place(run: Run, graph: af.Graph) -> None:
+    """Behaviour 37: of a branch taken in a loop, too."""
     queue = fifo()
 
     def body(i: Any) -> Any:
@@ -145,8 +145,8 @@ async def test_37_effects_in_branches_keep_their_place(run: Run, graph: af.Graph
     assert await drained(queue) == [0, 0, -1, 2, -2, -3]
 
 
-async def test_70_each_element_goes_to_one_of_many_runs(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 70: 200 runs that put in and 200 that take out, at once."""
+async def test_each_element_goes_to_one_of_many_runs(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 70: 200 runs that put in and 200 that take out, at once."""
     queue = fifo(5)
     x = af.placeholder("int64", ())
     put, take = queue.enqueue(x), queue.dequeue()
@@ -156,8 +156,8 @@ async def test_70_each_element_goes_to_one_of_many_runs(session: af.Session, gra
     assert queue.size_nowait() == 0
 
 
-async def test_71_what_nobody_fetches_is_not_put_in(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 71: unless a control edge asks for it."""
+async def test_an_element_that_is_not_fetched_is_not_put_in(run: Run, graph: af.Graph) -> None:
+    """Behaviour 71: unless a control edge asks for it."""
     queue = fifo()
     put = queue.enqueue(1)
     with af.control_dependencies([put]):
@@ -167,8 +167,8 @@ async def test_71_what_nobody_fetches_is_not_put_in(run: Run, graph: af.Graph) -
     assert await run(size) == 1
 
 
-async def test_72_a_failing_input_puts_nothing_in(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 72: and the first error is the one that is raised, not that of those who wait."""
+async def test_a_failing_input_puts_nothing_in(run: Run, graph: af.Graph) -> None:
+    """Behaviour 72: and the first error is the one that is raised, not that of those who wait."""
 
     @af.op(outputs=INT)
     def failing(x: Any) -> Any:
@@ -180,8 +180,8 @@ async def test_72_a_failing_input_puts_nothing_in(run: Run, graph: af.Graph) -> 
     assert queue.size_nowait() == 0
 
 
-async def test_77_equal_takes_are_not_merged(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 77: nor left out, nor moved out of a loop."""
+async def test_equal_takes_are_not_merged(run: Run, graph: af.Graph) -> None:
+    """Behaviour 77: nor left out, nor moved out of a loop."""
     queue = fifo()
     await queue.put_many([1, 2, 3, 4, 5])
     assert await run([queue.dequeue(), queue.dequeue()]) == [1, 2]
@@ -189,8 +189,8 @@ async def test_77_equal_takes_are_not_merged(run: Run, graph: af.Graph) -> None:
     assert await run(total) == 345
 
 
-async def test_78_capacity_holds_in_a_loop(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 78: a loop that fills goes on as others take; a close in between ends it with what is left."""
+async def test_capacity_holds_in_a_loop(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 78: a loop that fills goes on as others take; a close in between ends it with what is left."""
     queue = fifo(4)
 
     def fill(i: Any) -> Any:

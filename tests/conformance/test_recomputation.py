@@ -1,4 +1,4 @@
-"""Gradients of loops that run again in segments, in place of keeping what each iteration saves (CONFORMANCE 68)."""
+"""Gradients of loops that run again in segments, in place of keeping what each iteration saves (Behaviour 68)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_slow(name: str, length: int | None) -> bool:
 @pytest.mark.parametrize(
     ("name", "length"), [pytest.param(*case, marks=pytest.mark.slow if is_slow(*case) else ()) for case in CASES]
 )
-async def test_68_gradients_are_the_same_to_the_bit(
+async def test_gradients_are_the_same_to_the_bit(
     graph: af.Graph,
     open_session: OpenSession,
     arrangement: Arrangement,
@@ -45,7 +45,7 @@ async def test_68_gradients_are_the_same_to_the_bit(
     length: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CONFORMANCE 68: also with no iteration, with one, and with fewer than a segment has."""
+    """Behaviour 68: also with no iteration, with one, and with fewer than a segment has."""
     force(monkeypatch, length)
     fetches, n = built(PROGRAMS[name])
     exact = {"loop_batching": False, "fusion": False}

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::asyncflow.RaceWarning")
 
 
 @pytest.mark.parametrize("program", range(4))
-async def test_70_a_run_is_done_again_bit_for_bit(open_session: OpenSession, tmp_path: Path, program: int) -> None:
-    """CONFORMANCE 70: of a program with several outcomes, the one of the record comes again."""
+async def test_a_run_is_done_again_bit_for_bit(open_session: OpenSession, tmp_path: Path, program: int) -> None:
+    """Behaviour 70: of a program with several outcomes, the one of the record comes again."""
     graph, fetches, _ = stateful_program(Random(program), "unordered")
     path = tmp_path / "run.json"
     for seed in range(3):
@@ -38,8 +38,8 @@ async def test_70_a_run_is_done_again_bit_for_bit(open_session: OpenSession, tmp
         assert await af.replay(path, graph) == again
 
 
-async def test_70_nodes_are_fetched_again_as_they_were(open_session: OpenSession, tmp_path: Path) -> None:
-    """CONFORMANCE 70: a node gives no value, in the run and in the one that is done again, from the file or a graph."""
+async def test_nodes_are_fetched_again_as_they_were(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 70: a node gives no value, in the run and in the one that is done again, from the file or a graph."""
     with af.Graph(effects="unordered") as graph:
         v = af.Variable(0, name="v")
         fetches = [v.assign(v + 1).node, v.assign(v + 2), v]
@@ -51,8 +51,8 @@ async def test_70_nodes_are_fetched_again_as_they_were(open_session: OpenSession
         )
 
 
-async def test_71_random_numbers_feeds_and_open_variables(open_session: OpenSession, tmp_path: Path) -> None:
-    """CONFORMANCE 71: random numbers are those of the recorded run, and a variable without a value has none."""
+async def test_random_numbers_feeds_and_open_variables(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 71: random numbers are those of the recorded run, and a variable without a value has none."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (None,), name="x")
         kept = af.Variable(af.spec("float32", (None,)), name="kept")
@@ -67,10 +67,10 @@ async def test_71_random_numbers_feeds_and_open_variables(open_session: OpenSess
         np.testing.assert_array_equal(value, fetched[[fetch.name for fetch in fetches].index(name)])
 
 
-async def test_71_numbers_and_strings_are_fed_in_the_dtype_of_their_tensors(
+async def test_numbers_and_strings_are_fed_in_the_dtype_of_their_tensors(
     open_session: OpenSession, tmp_path: Path
 ) -> None:
-    """CONFORMANCE 71: Python's numbers, strings and lists are no arrays of NumPy's default dtypes."""
+    """Behaviour 71: Python's numbers, strings and lists are no arrays of NumPy's default dtypes."""
     with af.Graph() as graph:
         x, words = af.placeholder("float32", (None,), name="x"), af.placeholder("string", (), name="words")
         fetches = [x * 2, af.identity(words)]
@@ -82,8 +82,8 @@ async def test_71_numbers_and_strings_are_fed_in_the_dtype_of_their_tensors(
     np.testing.assert_array_equal(np.asarray(numbers), fetched[0])
 
 
-async def test_84_what_was_stopped_stops_where_it_was(open_session: OpenSession, tmp_path: Path) -> None:
-    """CONFORMANCE 84: a cancelled run is written down, and done again as far as it came."""
+async def test_a_stopped_replay_stops_in_the_same_place(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 84: a cancelled run is written down, and done again as far as it came."""
     started = asyncio.Event()
 
     @af.op(outputs=af.spec("int64", ()))
@@ -156,10 +156,10 @@ async def test_what_had_not_ended_may_end_now(open_session: OpenSession, tmp_pat
         await af.replay(path, graph)
 
 
-async def test_78_what_others_gave_is_in_the_record(
+async def test_what_others_gave_is_in_the_record(
     open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CONFORMANCE 78: elements that were there before, that came while the run waited, and that went elsewhere."""
+    """Behaviour 78: elements that were there before, that came while the run waited, and that went elsewhere."""
     queue = af.FIFOQueue(2, {"x": af.spec("float32", (None,)), "word": af.spec("string", ())}, name="work")
     with af.Graph() as graph:
         taken = [queue.dequeue() for _ in range(3)]
@@ -181,10 +181,8 @@ async def test_78_what_others_gave_is_in_the_record(
         await af.replay(path)
 
 
-async def test_78_nodes_are_where_earlier_runs_had_put_their_variables(
-    open_session: OpenSession, tmp_path: Path
-) -> None:
-    """CONFORMANCE 78: a device that has a variable in its memory keeps it, and a replay has no such earlier runs."""
+async def test_nodes_are_where_earlier_runs_had_put_their_variables(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 78: a device that has a variable in its memory keeps it, and a replay has no such earlier runs."""
     with af.Graph() as graph:
         totals = [af.Variable(np.ones(3), name=f"total_{k}") for k in range(8)]
         steps = [total.assign_add(1.0) for total in totals]
@@ -199,10 +197,10 @@ async def test_78_nodes_are_where_earlier_runs_had_put_their_variables(
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (400, 350)], ids=str)
 @pytest.mark.parametrize("kind", ["batch", "pool"])
-async def test_78_what_shared_work_gave_is_in_the_record(
+async def test_what_shared_work_gave_is_in_the_record(
     open_session: OpenSession, tmp_path: Path, kind: str, shape: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CONFORMANCE 78: rows that a card computed, of any size, on the side where the run had them."""
+    """Behaviour 78: rows that a card computed, of any size, on the side where the run had them."""
 
     @af.batched(max_size=4)
     def squashed(x: Any, n: Any) -> Any:
@@ -230,10 +228,10 @@ async def test_78_what_shared_work_gave_is_in_the_record(
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-async def test_78_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
+async def test_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
     open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CONFORMANCE 78: a pool gives a TensorArray, which no record holds."""
+    """Behaviour 78: a pool gives a TensorArray, which no record holds."""
     calls: list[int] = []
 
     @af.op(outputs=af.spec("int64", ()), pure=True)
@@ -261,10 +259,10 @@ async def test_78_a_replay_of_what_the_record_lacks_is_refused_before_it_runs(
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_78_who_got_nothing_gets_nothing_again(
+async def test_a_caller_without_a_result_gets_none_again(
     open_session: OpenSession, tmp_path: Path, *, is_closed: bool
 ) -> None:
-    """CONFORMANCE 78: a timeout, and a queue that is closed with some left, whatever the queue would give now."""
+    """Behaviour 78: a timeout, and a queue that is closed with some left, whatever the queue would give now."""
     queue = af.FIFOQueue(4, af.spec("int64", ()), name="work")
     with af.Graph() as graph:
         total = af.sum(queue.dequeue_many(3))
@@ -286,8 +284,8 @@ async def test_78_who_got_nothing_gets_nothing_again(
         assert await af.replay(path, graph) == {}
 
 
-async def test_37_inputs_sections_and_tables_are_done_again(open_session: OpenSession, tmp_path: Path) -> None:
-    """CONFORMANCE 37: a loop over what is left of an input, with a section and a table in it."""
+async def test_inputs_sections_and_tables_are_done_again(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 37: a loop over what is left of an input, with a section and a table in it."""
 
     async def numbers() -> AsyncIterator[int]:
         for number in range(9):
@@ -328,8 +326,8 @@ async def test_a_saver_does_not_save_again(tmp_path: Path) -> None:
     assert sorted((tmp_path / "steps").iterdir()) == before
 
 
-async def test_84_what_shared_a_batch_is_done_again(open_session: OpenSession, tmp_path: Path) -> None:
-    """CONFORMANCE 84: what a call gave that was computed for several runs is in the record."""
+async def test_what_shared_a_batch_is_done_again(open_session: OpenSession, tmp_path: Path) -> None:
+    """Behaviour 84: what a call gave that was computed for several runs is in the record."""
     weights = af.Variable(np.random.default_rng(0).normal(size=(64, 8)).astype("float32"), name="weights")
     score = af.batched(lambda row: af.exp(row @ weights), max_size=4)
     with af.Graph() as graph:

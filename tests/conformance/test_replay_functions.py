@@ -68,8 +68,8 @@ SHARED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("place", [*PLACES, "coroutine"])
-async def test_112_each_effect_once(open_session: OpenSession, tmp_path: Path, place: str) -> None:
-    """CONFORMANCE 112: the values of the recorded run come again, though nothing is asked again."""
+async def test_each_effect_once(open_session: OpenSession, tmp_path: Path, place: str) -> None:
+    """Behaviour 112: the values of the recorded run come again, though nothing is asked again."""
     answers, path = Answers(), tmp_path / "run.json"
     build, options = PLACES["alone" if place == "coroutine" else place]
     tool = answers.later if place == "coroutine" else answers
@@ -86,8 +86,8 @@ async def test_112_each_effect_once(open_session: OpenSession, tmp_path: Path, p
 
 @pytest.mark.parametrize("place", SHARED)
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_112_each_effect_of_shared_calls_once(open_session: OpenSession, tmp_path: Path, place: str) -> None:
-    """CONFORMANCE 112: nor are functions called in batches and pools."""
+async def test_each_effect_of_shared_calls_once(open_session: OpenSession, tmp_path: Path, place: str) -> None:
+    """Behaviour 112: nor are functions called in batches and pools."""
     answers, path = Answers(), tmp_path / "run.json"
     build, options = SHARED[place]
     async with open_session() as session:
@@ -115,8 +115,8 @@ async def _again(path: Path, graph: af.Graph, name: str, expected: bytes) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "int8", "bool", "string"])
-async def test_112_results_to_the_bit(tmp_path: Path, dtype: str) -> None:
-    """CONFORMANCE 112: NaN with its bits, the sign of zero, dtypes and shapes; as NumPy's scalars and arrays."""
+async def test_results_to_the_bit(tmp_path: Path, dtype: str) -> None:
+    """Behaviour 112: NaN with its bits, the sign of zero, dtypes and shapes; as NumPy's scalars and arrays."""
     bits = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2"}.get(dtype)
     patterns = {"<u4": [0x7FC12345, 0x80000000, 0xFF800000, 1], "<u2": [0x7E01, 0x8000, 0xFF81, 1]}
     if bits is not None:
@@ -171,10 +171,10 @@ async def _failure(run: Awaitable[object]) -> tuple[str, str, str, bool]:
     [lambda: ValueError("no"), lambda: KeyError("k"), lambda: NoAnswerError("mail", 3), lambda: af.GraphError("odd")],
 )
 @pytest.mark.parametrize("rows", [False, True])
-async def test_112_what_a_function_raised(
+async def test_what_a_function_raised(
     open_session: OpenSession, tmp_path: Path, made: Callable[[], Exception], rows: bool
 ) -> None:
-    """CONFORMANCE 112: the same error comes again, at the same row, and calls before it are not made either."""
+    """Behaviour 112: the same error comes again, at the same row, and calls before it are not made either."""
     asked, path = 0, tmp_path / "run.json"
 
     @af.op(outputs=FLOAT)
@@ -195,8 +195,8 @@ async def test_112_what_a_function_raised(
     assert asked == before
 
 
-async def test_112_functions_under_way_and_runs_that_they_ask_for(tmp_path: Path) -> None:
-    """CONFORMANCE 112: a call without an answer is not made again, and runs of a function have calls of their own."""
+async def test_functions_under_way_and_runs_that_they_ask_for(tmp_path: Path) -> None:
+    """Behaviour 112: a call without an answer is not made again, and runs of a function have calls of their own."""
     answers, asked, path = Answers(), [0, 0], tmp_path / "run.json"
     inner_op = af.op(answers, outputs=FLOAT, name="inner")  # type: ignore[call-overload]
     with af.Graph() as inner:
@@ -230,8 +230,8 @@ async def test_112_functions_under_way_and_runs_that_they_ask_for(tmp_path: Path
     assert (answers.count, *asked) == before
 
 
-async def test_112_an_older_record_and_pure_functions(tmp_path: Path) -> None:
-    """CONFORMANCE 112: a record without results says what to do; a pure function is just called."""
+async def test_an_older_record_and_pure_functions(tmp_path: Path) -> None:
+    """Behaviour 112: a record without results says what to do; a pure function is just called."""
     path, calls = tmp_path / "run.json", list[str]()
 
     def tool(name: str, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""CONFORMANCE 70 to 73: what a run leaves behind is an outcome that the rules of `asyncflow.semantics` allow."""
+"""Behaviour 70 to 73: what a run leaves behind is an outcome that the rules of `asyncflow.semantics` allow."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ PROGRAMS = [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
-async def test_70_random_programs_stay_within_the_rules(
-    open_session: OpenSession, effects: Effects, program: int
-) -> None:
-    """CONFORMANCE 70, 71 and 73: with ordered effects there is one outcome."""
+async def test_random_programs_stay_within_the_rules(open_session: OpenSession, effects: Effects, program: int) -> None:
+    """Behaviour 70, 71 and 73: with ordered effects there is one outcome."""
     await holds(open_session, effects, program, stateful_program)
 
 
 @pytest.mark.parametrize("program", [0, 2, 5, 6, *PROGRAMS[7:]])
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
-async def test_37_queues_stay_within_the_rules(open_session: OpenSession, effects: Effects, program: int) -> None:
-    """CONFORMANCE 37 and 78: what random producers put in, in which order consumers take it out."""
+async def test_queues_stay_within_the_rules(open_session: OpenSession, effects: Effects, program: int) -> None:
+    """Behaviour 37 and 78: what random producers put in, in which order consumers take it out."""
     await holds(open_session, effects, program, queued_program)

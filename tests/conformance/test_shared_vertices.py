@@ -142,8 +142,8 @@ async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
-    """It alone fails, by a function or a check, and its error names that, the sample and the vertex."""
+async def test_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
+    """Behaviour 88: it alone fails, by a function or a check, and its error names that, the sample and the vertex."""
 
     @af.op(outputs=af.spec("float64", (H,)), pure=True)
     def positive(h: Any) -> Any:
@@ -190,8 +190,9 @@ async def test_88_a_run_whose_vertex_fails(open_session: OpenSession) -> None:
 
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("known", [True, False], ids=["heights", "no-heights"])
-async def test_88_a_run_whose_graph_is_none(open_session: OpenSession, known: bool) -> None:
-    """It alone fails, and is told what is wrong with it, by its own sample and vertex; the others share all sets."""
+async def test_a_run_whose_graph_is_none(open_session: OpenSession, known: bool) -> None:
+    """Behaviour 88: it alone fails, and is told what is wrong with it, by its own sample and vertex; the others
+    share all sets."""
     program = Program(slotted, heights=known)
     chain = af.InputGraph.chain([3])
     heights = [chain.heights] * known
@@ -224,8 +225,8 @@ async def test_88_a_run_whose_graph_is_none(open_session: OpenSession, known: bo
         assert session.statistics().runs == 0
 
 
-async def test_85_a_deadline_between_sets(open_session: OpenSession) -> None:
-    """Who is late leaves; the others have their results."""
+async def test_a_deadline_between_sets(open_session: OpenSession) -> None:
+    """Behaviour 85: who is late leaves; the others have their results."""
     program = Program(slotted)
     endless, short = af.InputGraph.chain([200_000]), af.InputGraph.chain([3])
     async with open_session(program.graph) as session:

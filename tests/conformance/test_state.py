@@ -1,4 +1,4 @@
-"""CONFORMANCE 70 and 71: variables under concurrent runs."""
+"""Behaviour 70 and 71: variables under concurrent runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Run = Callable[..., Awaitable[Any]]
 
 
 @pytest.mark.slow
-async def test_70_concurrent_assign_add_is_exact(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 70: 1024 concurrent runs, none lost."""
+async def test_concurrent_assign_add_is_exact(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 70: 1024 concurrent runs, none lost."""
     count = af.Variable(1, name="count")
     add = count.assign_add(1)
     seen = await asyncio.gather(*(session.run(add) for _ in range(1024)))
@@ -28,8 +28,8 @@ async def test_70_concurrent_assign_add_is_exact(session: af.Session, graph: af.
 
 
 @pytest.mark.slow
-async def test_70_concurrent_read_add_write_may_lose_updates(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 70: a read and a write are two steps, so at most 1025, and here fewer: all read before any writes."""
+async def test_concurrent_read_add_write_may_lose_updates(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 70: a read and a write are two steps, so at most 1025, and here fewer: all read before any writes."""
     count = af.Variable(1, name="count")
     barrier = asyncio.Barrier(1024)
 
@@ -43,8 +43,8 @@ async def test_70_concurrent_read_add_write_may_lose_updates(session: af.Session
     assert await session.run(count.read()) == 2
 
 
-async def test_70_read_add_write_one_after_another(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 70: nothing is lost when runs do not overlap."""
+async def test_read_add_write_one_after_another(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 70: nothing is lost when runs do not overlap."""
     count = af.Variable(1, name="count")
     write = count.assign(count.read() + 1)
     for _ in range(20):
@@ -53,8 +53,8 @@ async def test_70_read_add_write_one_after_another(session: af.Session, graph: a
 
 
 @pytest.mark.slow
-async def test_70_two_assign_concats(open_session: OpenSession) -> None:
-    """CONFORMANCE 70: two atomic appends in either order, and nothing else; both orders occur over the seeds."""
+async def test_two_assign_concats(open_session: OpenSession) -> None:
+    """Behaviour 70: two atomic appends in either order, and nothing else; both orders occur over the seeds."""
     results = set()
     with af.Graph(effects="unordered") as graph:
         text = af.Variable(np.zeros(0, np.int64), name="text", shape=(None,))
@@ -68,8 +68,8 @@ async def test_70_two_assign_concats(open_session: OpenSession) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, *range(5)])
-async def test_71_a_read_after_a_write(open_session: OpenSession, seed: int | None) -> None:
-    """CONFORMANCE 71: with a control edge the read gives B, in any ready order."""
+async def test_a_read_after_a_write(open_session: OpenSession, seed: int | None) -> None:
+    """Behaviour 71: with a control edge the read gives B, in any ready order."""
     with af.Graph(effects="unordered") as graph:
         variable = af.Variable("A", name="letter")
         with af.control_dependencies([variable.assign("B")]):
@@ -78,8 +78,8 @@ async def test_71_a_read_after_a_write(open_session: OpenSession, seed: int | No
         assert await session.run(after) == "B"
 
 
-async def test_71_without_an_edge_either(open_session: OpenSession, graph: af.Graph) -> None:
-    """CONFORMANCE 71: unordered, A or B, and both occur; in a graph with ordered effects, what was written."""
+async def test_without_an_edge_either(open_session: OpenSession, graph: af.Graph) -> None:
+    """Behaviour 71: unordered, A or B, and both occur; in a graph with ordered effects, what was written."""
     seen = set()
     with af.Graph(effects="unordered") as unordered:
         variable = af.Variable("A", name="letter")
@@ -97,8 +97,8 @@ async def test_71_without_an_edge_either(open_session: OpenSession, graph: af.Gr
         assert [str(x) for x in await session.run(fetches)] == ["A", "C", "A"]
 
 
-async def test_71_a_write_waits_for_the_reads_before_it(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 71: with ordered effects, though the read has to wait itself and the write has not."""
+async def test_a_write_waits_for_the_reads_before_it(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 71: with ordered effects, though the read has to wait itself and the write has not."""
     gate, variable = Gate(), af.Variable(1, name="number")
     with af.control_dependencies([gate(0)]):
         read = variable.read()
@@ -108,8 +108,8 @@ async def test_71_a_write_waits_for_the_reads_before_it(session: af.Session, gra
     assert await running == [1, 2]
 
 
-async def test_71_an_unfetched_write_is_pruned(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 71: order edges never cause a write to run."""
+async def test_an_unfetched_write_is_pruned(run: Run, graph: af.Graph) -> None:
+    """Behaviour 71: order edges never cause a write to run."""
     variable = af.Variable("A", name="letter")
     variable.assign("B")
     assert await run(variable.read()) == "A"

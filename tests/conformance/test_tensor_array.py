@@ -1,4 +1,4 @@
-"""CONFORMANCE 45-51: TensorArray end to end, in graphs and in loops. Gradients are elsewhere."""
+"""Behaviour 45-51: TensorArray end to end, in graphs and in loops. Gradients are elsewhere."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ async def fails_with(run: Run, fetches: Any, error: type[Exception], message: st
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_45_write_read_stack(run: Run, dtype: str) -> None:
-    """CONFORMANCE 45: what was written is read, for each dtype, and stacked in order."""
+async def test_write_read_stack(run: Run, dtype: str) -> None:
+    """Behaviour 45: what was written is read, for each dtype, and stacked in order."""
     rows = sample(dtype)
     written = array(3, dtype, clear_after_read=False)
     for i in (2, 0, 1):
@@ -54,8 +54,8 @@ async def test_45_write_read_stack(run: Run, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_45_unstack_gather_scatter(run: Run, dtype: str) -> None:
-    """CONFORMANCE 45: rows in, rows out, in any order."""
+async def test_unstack_gather_scatter(run: Run, dtype: str) -> None:
+    """Behaviour 45: rows in, rows out, in any order."""
     rows = sample(dtype)
     unstacked = array(6, dtype).unstack(rows)
     scattered = array(6, dtype).scatter([5, 3, 1, 0, 2, 4], rows)
@@ -65,8 +65,8 @@ async def test_45_unstack_gather_scatter(run: Run, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_45_split_and_concat(run: Run, dtype: str) -> None:
-    """CONFORMANCE 45: pieces of different lengths, an empty one among them."""
+async def test_split_and_concat(run: Run, dtype: str) -> None:
+    """Behaviour 45: pieces of different lengths, an empty one among them."""
     rows = sample(dtype)
     pieces = array(3, dtype, clear_after_read=False).split(rows, [4, 0, 2])
     first, joined = await run((pieces.read(0), pieces.concat()))
@@ -74,8 +74,8 @@ async def test_45_split_and_concat(run: Run, dtype: str) -> None:
     np.testing.assert_array_equal(joined, rows)
 
 
-async def test_45_identity_and_close(run: Run) -> None:
-    """CONFORMANCE 45: an identity is the same array; after close a use fails."""
+async def test_identity_and_close(run: Run) -> None:
+    """Behaviour 45: an identity is the same array; after close a use fails."""
     written = array(1).write(0, 4.0)
     read = written.identity().read(0)
     with af.control_dependencies([read]):
@@ -86,8 +86,8 @@ async def test_45_identity_and_close(run: Run) -> None:
     await fails_with(run, late, ValueError, "close")
 
 
-async def test_45_empty_elements(run: Run) -> None:
-    """CONFORMANCE 45: three elements of shape [0,1] stack to [3,0,1]."""
+async def test_empty_elements(run: Run) -> None:
+    """Behaviour 45: three elements of shape [0,1] stack to [3,0,1]."""
     written = array(3)
     for i in range(3):
         written = written.write(i, np.zeros((0, 1)))
@@ -97,19 +97,19 @@ async def test_45_empty_elements(run: Run) -> None:
 # -- 46: twice, and not at all ---------------------------------------------------------------------------------------
 
 
-async def test_46_a_second_write_fails(run: Run) -> None:
-    """CONFORMANCE 46: an element is written once on the way to any array."""
+async def test_a_second_write_fails(run: Run) -> None:
+    """Behaviour 46: an element is written once on the way to any array."""
     await fails_with(run, array().write(0, 1.0).write(0, 2.0).stack(), ValueError, "0")
 
 
-async def test_46_two_branches_from_one_array(run: Run) -> None:
-    """CONFORMANCE 46: arrays are values, so each of two arrays made from one may write the same element."""
+async def test_two_branches_from_one_array(run: Run) -> None:
+    """Behaviour 46: arrays are values, so each of two arrays made from one may write the same element."""
     base = array(1, clear_after_read=False)
     assert await run([base.write(0, 1.0).read(0), base.write(0, 2.0).read(0)]) == [1.0, 2.0]
 
 
-async def test_46_an_unwritten_element(run: Run) -> None:
-    """CONFORMANCE 46: decided: zeros if the shape is known, from the declaration or from a write, else an error."""
+async def test_an_unwritten_element(run: Run) -> None:
+    """Behaviour 46: decided: zeros if the shape is known, from the declaration or from a write, else an error."""
     declared = array(2, element_shape=(2,)).read(1)
     written = array(2).write(0, np.ones(3)).read(1)
     np.testing.assert_array_equal(await run(declared), [0, 0])
@@ -117,8 +117,8 @@ async def test_46_an_unwritten_element(run: Run) -> None:
     await fails_with(run, array(2).read(1), ValueError, "1")
 
 
-async def test_46_a_second_read(run: Run) -> None:
-    """CONFORMANCE 46: it fails after `clear_after_read`, and works where that is off."""
+async def test_a_second_read(run: Run) -> None:
+    """Behaviour 46: it fails after `clear_after_read`, and works where that is off."""
 
     def read_twice(**options: Any) -> Any:
         written = array(1, **options).write(0, 1.0)
@@ -135,8 +135,8 @@ async def test_46_a_second_read(run: Run) -> None:
 
 @pytest.mark.parametrize("index", [-1, 3, 100])
 @pytest.mark.parametrize("use", ["write", "read", "gather", "scatter"])
-async def test_47_an_index_outside(run: Run, index: int, use: str) -> None:
-    """CONFORMANCE 47: below 0 or past the end."""
+async def test_an_index_outside(run: Run, index: int, use: str) -> None:
+    """Behaviour 47: below 0 or past the end."""
     written = array(3, element_shape=())
     fetch = {
         "write": lambda: written.write(index, 1.0).size(),
@@ -147,8 +147,8 @@ async def test_47_an_index_outside(run: Run, index: int, use: str) -> None:
     await fails_with(run, fetch, IndexError, str(index))
 
 
-async def test_47_dynamic_size(run: Run) -> None:
-    """CONFORMANCE 47: a write past the end makes the array longer; a negative index fails all the same."""
+async def test_dynamic_size(run: Run) -> None:
+    """Behaviour 47: a write past the end makes the array longer; a negative index fails all the same."""
     grown = array(0, dynamic_size=True, element_shape=()).write(2, 5.0)
     size, stacked = await run((grown.size(), grown.stack()))
     assert size == 3
@@ -156,22 +156,22 @@ async def test_47_dynamic_size(run: Run) -> None:
     await fails_with(run, array(0, dynamic_size=True).write(-1, 1.0).size(), IndexError, "-1")
 
 
-async def test_47_sparse_growth(run: Run) -> None:
-    """CONFORMANCE 47: scatter at 1 and 8 gives 9 elements, the others zero."""
+async def test_sparse_growth(run: Run) -> None:
+    """Behaviour 47: scatter at 1 and 8 gives 9 elements, the others zero."""
     grown = array(0, dynamic_size=True).scatter([1, 8], [[1.0, 2.0], [3.0, 4.0]])
     expected = np.zeros((9, 2))
     expected[[1, 8]] = [[1, 2], [3, 4]]
     np.testing.assert_array_equal(await run(grown.stack()), expected)
 
 
-def test_47_a_wrong_dtype() -> None:
-    """CONFORMANCE 47: a build error."""
+def test_a_wrong_dtype() -> None:
+    """Behaviour 47: a build error."""
     with pytest.raises(af.DTypeError, match="elements of the TensorArray are float64; got int32"):
         array().write(0, np.int32(1))
 
 
-async def test_47_a_wrong_shape(run: Run) -> None:
-    """CONFORMANCE 47: a build error where the shape is declared; when elements are stacked, where it is not."""
+async def test_a_wrong_shape(run: Run) -> None:
+    """Behaviour 47: a build error where the shape is declared; when elements are stacked, where it is not."""
     with pytest.raises(af.ShapeError, match=r"have shape \[2\]; got \[3\]"):
         array(element_shape=(2,)).write(0, np.ones(3))
     await fails_with(run, array(2).write(0, np.ones(2)).write(1, np.ones(3)).stack(), ValueError, "shape")
@@ -180,14 +180,14 @@ async def test_47_a_wrong_shape(run: Run) -> None:
 # -- 48: what concat, split and stack refuse -------------------------------------------------------------------------
 
 
-async def test_48_concat_of_scalars(run: Run) -> None:
-    """CONFORMANCE 48: there is no axis to join along."""
+async def test_concat_of_scalars(run: Run) -> None:
+    """Behaviour 48: there is no axis to join along."""
     with pytest.raises(af.ShapeError, match="scalars cannot be joined"):
         array(1).write(0, 1.0).concat()
 
 
-async def test_48_concat_of_unequal_trailing_extents(run: Run) -> None:
-    """CONFORMANCE 48: only the first axis may differ."""
+async def test_concat_of_unequal_trailing_extents(run: Run) -> None:
+    """Behaviour 48: only the first axis may differ."""
     written = array(2).write(0, np.ones((1, 2))).write(1, np.ones((1, 3)))
     await fails_with(run, written.concat(), ValueError, "shape")
 
@@ -200,21 +200,21 @@ async def test_48_concat_of_unequal_trailing_extents(run: Run) -> None:
         pytest.param([7, -1, 0], "-1|negative", id="negative"),
     ],
 )
-async def test_48_split_lengths_that_do_not_fit(run: Run, lengths: list[int], message: str) -> None:
-    """CONFORMANCE 48: each fault its own error."""
+async def test_split_lengths_that_do_not_fit(run: Run, lengths: list[int], message: str) -> None:
+    """Behaviour 48: each fault its own error."""
     await fails_with(run, array(3).split(np.ones((6, 2)), lengths).size(), ValueError, message)
 
 
-def test_48_split_lengths_are_a_vector() -> None:
-    """CONFORMANCE 48: a build error otherwise, as for scalars to split."""
+def test_split_lengths_are_a_vector() -> None:
+    """Behaviour 48: a build error otherwise, as for scalars to split."""
     with pytest.raises(af.ShapeError, match="lengths must have rank 1"):
         array().split(np.ones((6, 2)), 3)
     with pytest.raises(af.ShapeError, match="scalar cannot be taken apart"):
         array().split(1.0, [1])
 
 
-async def test_48_stack_of_no_elements(run: Run) -> None:
-    """CONFORMANCE 48: [0,5,10] if the element shape is known, else an error."""
+async def test_stack_of_no_elements(run: Run) -> None:
+    """Behaviour 48: [0,5,10] if the element shape is known, else an error."""
     assert (await run(array(0, element_shape=(5, 10)).stack())).shape == (0, 5, 10)
     await fails_with(run, array(0).stack(), ValueError, "shape")
 
@@ -230,8 +230,8 @@ def filled(i: Any, written: Any) -> Any:
     return i + 1, written.write(i, af.ones((SIDE, SIDE)) * af.astype(i, "float64"))
 
 
-async def test_50_arrays_are_freed_after_success(session: af.Session) -> None:
-    """CONFORMANCE 50: the device holds nothing when the run has ended."""
+async def test_arrays_are_freed_after_success(session: af.Session) -> None:
+    """Behaviour 50: the device holds nothing when the run has ended."""
     _, written = af.while_loop(lambda i, a: i < 8, filled, (0, array(8)))
     total = await session.run(af.sum(written.stack()))
     assert total == 28 * SIDE * SIDE
@@ -239,16 +239,16 @@ async def test_50_arrays_are_freed_after_success(session: af.Session) -> None:
     assert held_buffers(session) == {}
 
 
-async def test_50_arrays_are_freed_after_an_error(session: af.Session) -> None:
-    """CONFORMANCE 50: a write past the end after eight good ones."""
+async def test_arrays_are_freed_after_an_error(session: af.Session) -> None:
+    """Behaviour 50: a write past the end after eight good ones."""
     _, written = af.while_loop(lambda i, a: i < 10, filled, (0, array(8)))
     await fails_with(session.run, written.stack(), IndexError, "8")
     gc.collect()  # the exception just caught and its traceback refer to one another
     assert held_buffers(session) == {}
 
 
-async def test_50_arrays_are_freed_after_cancel(session: af.Session) -> None:
-    """CONFORMANCE 50: cancelled with elements written."""
+async def test_arrays_are_freed_after_cancel(session: af.Session) -> None:
+    """Behaviour 50: cancelled with elements written."""
     arrived = asyncio.Event()
 
     @af.op(outputs=af.spec("int64", ()))
@@ -274,8 +274,8 @@ async def test_50_arrays_are_freed_after_cancel(session: af.Session) -> None:
 # -- 51: arrays in loops and branches --------------------------------------------------------------------------------
 
 
-async def test_51_two_serial_loops(run: Run) -> None:
-    """CONFORMANCE 51: one writes, the next sums what it wrote: 31."""
+async def test_two_serial_loops(run: Run) -> None:
+    """Behaviour 51: one writes, the next sums what it wrote: 31."""
     _, _, written = af.while_loop(
         lambda i, x, a: i < 5, lambda i, x, a: (i + 1, x * 2, a.write(i, x)), (0, 1.0, array(5, element_shape=()))
     )
@@ -284,8 +284,8 @@ async def test_51_two_serial_loops(run: Run) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 32])
-async def test_51_a_table_from_nested_loops(run: Run, window: int) -> None:
-    """CONFORMANCE 51: 3 x 3, one array as a variable of both loops."""
+async def test_a_table_from_nested_loops(run: Run, window: int) -> None:
+    """Behaviour 51: 3 x 3, one array as a variable of both loops."""
 
     def row(i: Any, table: Any) -> Any:
         def cell(j: Any, table: Any) -> Any:
@@ -299,8 +299,8 @@ async def test_51_a_table_from_nested_loops(run: Run, window: int) -> None:
     np.testing.assert_array_equal(await run(af.reshape(table.stack(), (3, 3))), [[0, 1, 2], [10, 11, 12], [20, 21, 22]])
 
 
-async def test_51_made_fresh_inside_a_body(run: Run) -> None:
-    """CONFORMANCE 51: each iteration has one of its own, so each may write element 0."""
+async def test_made_fresh_inside_a_body(run: Run) -> None:
+    """Behaviour 51: each iteration has one of its own, so each may write element 0."""
 
     def body(i: Any, total: Any) -> Any:
         fresh = array(2, "int64").write(0, i).write(1, i * i)
@@ -310,8 +310,8 @@ async def test_51_made_fresh_inside_a_body(run: Run) -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False])
-async def test_51_made_or_written_in_a_branch(run: Run, taken: bool) -> None:
-    """CONFORMANCE 51: an array may be a branch's result, and be captured by both."""
+async def test_made_or_written_in_a_branch(run: Run, taken: bool) -> None:
+    """Behaviour 51: an array may be a branch's result, and be captured by both."""
     pred = af.placeholder("bool", ())
     outer = array(2, element_shape=()).write(0, 1.0)
     made = af.cond(pred, lambda: array(1).write(0, 10.0), lambda: array(1).write(0, 20.0))
@@ -321,8 +321,8 @@ async def test_51_made_or_written_in_a_branch(run: Run, taken: bool) -> None:
     np.testing.assert_array_equal(second, [1.0, 5.0 if taken else 0.0])
 
 
-async def test_51_a_fold_written_by_hand(run: Run) -> None:
-    """CONFORMANCE 51: an array unstacked from a fed value of unknown length, read in a loop."""
+async def test_a_fold_written_by_hand(run: Run) -> None:
+    """Behaviour 51: an array unstacked from a fed value of unknown length, read in a loop."""
     xs = af.placeholder("float64", (None,))
     n = af.shape(xs)[0]
     rows = array(n).unstack(xs)

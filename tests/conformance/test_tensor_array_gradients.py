@@ -1,4 +1,4 @@
-"""CONFORMANCE 49-51: gradients of TensorArrays, in graphs, loops and branches, with the values TensorFlow gives."""
+"""Behaviour 49-51: gradients of TensorArrays, in graphs, loops and branches, with the values TensorFlow gives."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def fails_with(run: Run, fetches: Any, feeds: Any, message: str) -> None:
 # -- 49: every reader and writer -------------------------------------------------------------------------------------
 
 
-async def test_49_repeated_reads_add(run: Run) -> None:
-    """CONFORMANCE 49: elements of shapes [1,2] and [], the first read twice: one grad_y alone, two of one read, all."""
+async def test_repeated_reads_add(run: Run) -> None:
+    """Behaviour 49: elements of shapes [1,2] and [], the first read twice: one grad_y alone, two of one read, all."""
     x, y = source([[4.0, 5.0]]), source(3.0)
     written = array(2).write(0, x).write(1, y)
     first, second, again = written.read(0), written.read(1), written.read(0)
@@ -62,8 +62,8 @@ async def test_49_repeated_reads_add(run: Run) -> None:
     assert scalar == of_y == -2
 
 
-async def test_49_stack_read_and_concat_add(run: Run) -> None:
-    """CONFORMANCE 49: two elements stacked, joined, and the first read."""
+async def test_stack_read_and_concat_add(run: Run) -> None:
+    """Behaviour 49: two elements stacked, joined, and the first read."""
     x, y = source([-1.0, 1.0]), source([-10.0, 10.0])
     written = array(2).write(0, x).write(1, y)
     grad_ys = [np.array([[2.0, 3.0], [4.0, 5.0]]), np.array([-0.5, 1.5]), np.array([20.0, 30.0, 40.0, 50.0])]
@@ -73,8 +73,8 @@ async def test_49_stack_read_and_concat_add(run: Run) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 0])
-async def test_49_unstack_and_reads(run: Run, size: int) -> None:
-    """CONFORMANCE 49: rows of one value, the first read twice; of a fixed size and growing."""
+async def test_unstack_and_reads(run: Run, size: int) -> None:
+    """Behaviour 49: rows of one value, the first read twice; of a fixed size and growing."""
     x = source([[1.0, -1.0], [10.0, -10.0]])
     rows = array(size, dynamic_size=not size).unstack(x)
     grad_ys = [np.array([2.0, 3.0]), np.array([-1.5, 1.5]), np.array([4.0, 5.0])]
@@ -82,8 +82,8 @@ async def test_49_unstack_and_reads(run: Run, size: int) -> None:
     np.testing.assert_array_equal(await run(grad), [[0.5, 4.5], [4, 5]])
 
 
-async def test_49_split_and_concat(run: Run) -> None:
-    """CONFORMANCE 49: pieces of lengths 2 and 1 joined again, and one of them read."""
+async def test_split_and_concat(run: Run) -> None:
+    """Behaviour 49: pieces of lengths 2 and 1 joined again, and one of them read."""
     x = source([[1.0, -1.0], [10.0, -10.0], [100.0, -100.0]])
     pieces = array(2).split(x, [2, 1])
     grad = np.array([[2.0, -2.0], [20.0, -20.0], [200.0, -200.0]])
@@ -96,8 +96,8 @@ async def test_49_split_and_concat(run: Run) -> None:
     np.testing.assert_array_equal(last_value, [[0, 0], [0, 0], [1, 1]])
 
 
-async def test_49_scatter_and_reads(run: Run) -> None:
-    """CONFORMANCE 49: written to places 1 and 8 of a growing array; both read, then one, whose fellow gets zeros."""
+async def test_scatter_and_reads(run: Run) -> None:
+    """Behaviour 49: written to places 1 and 8 of a growing array; both read, then one, whose fellow gets zeros."""
     x = source([[1.0, -1.0], [10.0, -10.0]])
     scattered = array(0, dynamic_size=True).scatter([1, 8], x)
     one, other = np.array([2.0, 3.0]), np.array([4.0, 5.0])
@@ -108,8 +108,8 @@ async def test_49_scatter_and_reads(run: Run) -> None:
     np.testing.assert_array_equal(one_read, [[2, 3], [0, 0]])
 
 
-async def test_49_gather(run: Run) -> None:
-    """CONFORMANCE 49: two of ten rows are gathered, then one of them twice."""
+async def test_gather(run: Run) -> None:
+    """Behaviour 49: two of ten rows are gathered, then one of them twice."""
     x = source([[float(k), -float(k)] for k in range(10)])
     rows = array(10).unstack(x)
     grad = np.array([[2.0, 3.0], [4.0, 5.0]])
@@ -120,8 +120,8 @@ async def test_49_gather(run: Run) -> None:
     np.testing.assert_array_equal(twice, np.where(np.arange(10)[:, None] == 8, grad.sum(0), 0))
 
 
-async def test_49_unread_elements_get_zeros(run: Run) -> None:
-    """CONFORMANCE 49: of every writer, in the shape of what was written."""
+async def test_unread_elements_get_zeros(run: Run) -> None:
+    """Behaviour 49: of every writer, in the shape of what was written."""
     x, y, z = source([1.0, 2.0]), source(np.ones((2, 3))), source(np.ones((3, 2)))
     written = array(2).write(0, x).write(1, 7.0)
     rows, pieces = array(2).unstack(y), array(2).split(z, [1, 2])
@@ -132,8 +132,8 @@ async def test_49_unread_elements_get_zeros(run: Run) -> None:
     np.testing.assert_array_equal(of_z, [[1, 0], [0, 0], [0, 0]])
 
 
-async def test_49_of_unknown_shapes(run: Run) -> None:
-    """CONFORMANCE 49: nothing is known of the elements; each gradient has the shape of its value."""
+async def test_of_unknown_shapes(run: Run) -> None:
+    """Behaviour 49: nothing is known of the elements; each gradient has the shape of its value."""
     x, y = af.placeholder("float64", None), af.placeholder("float64", None)
     written = array(3).write(0, x).write(2, y)
     total = af.sum(written.read(0) * written.read(0)) + af.sum(written.read(2))
@@ -155,10 +155,10 @@ async def test_49_of_unknown_shapes(run: Run) -> None:
         (lambda a: a.concat(), (2,), (3,)),
     ],
 )
-async def test_49_mismatched_shapes_refuse_to_aggregate(
+async def test_mismatched_shapes_refuse_to_aggregate(
     run: Run, read: Callable[[af.TensorArray], af.Tensor], good: tuple[int, ...], bad: tuple[int, ...]
 ) -> None:
-    """CONFORMANCE 49: a fed grad_y of another shape is not broadcast; the error has both shapes."""
+    """Behaviour 49: a fed grad_y of another shape is not broadcast; the error has both shapes."""
     x, grad = af.placeholder("float64", None), af.placeholder("float64", None)
     written = array(1).write(0, x)
     found = gradients([written.read(0), read(written)], x, [np.ones(2), grad])
@@ -166,23 +166,23 @@ async def test_49_mismatched_shapes_refuse_to_aggregate(
     await fails_with(run, found, {x: np.ones(2), grad: np.ones(bad)}, rf"shape .*{bad[-1]}\].* shape .*2\]")
 
 
-async def test_49_mismatched_shapes_known_while_building() -> None:
-    """CONFORMANCE 49: refused when the graph is built."""
+async def test_mismatched_shapes_known_while_building() -> None:
+    """Behaviour 49: refused when the graph is built."""
     x = source([1.0, 2.0])
     with pytest.raises(af.ShapeError, match=r"float64\[2\].*\[3\]"):
         gradients(array(1, element_shape=(2,)).write(0, x).read(0), x, np.ones(3))
 
 
-async def test_49_each_element_is_written_once(run: Run) -> None:
-    """CONFORMANCE 49: a gradient changes nothing of that, and does not hide it."""
+async def test_each_element_is_written_once(run: Run) -> None:
+    """Behaviour 49: a gradient changes nothing of that, and does not hide it."""
     x = source(1.0)
     twice = array(1).write(0, x).write(0, x)
     read = twice.read(0)
     await fails_with(run, (read, gradients(read, x)), {}, "second time")
 
 
-async def test_49_elements_that_are_no_floats(run: Run) -> None:
-    """CONFORMANCE 49: through an array of integers nothing flows, and the rest of the path is not disturbed."""
+async def test_elements_that_are_no_floats(run: Run) -> None:
+    """Behaviour 49: through an array of integers nothing flows, and the rest of the path is not disturbed."""
     x = source([1.5, 2.5])
     counts = array(2, "int64").unstack(af.astype(x, "int64"))
     total = af.sum(x * af.astype(counts.stack(), "float64"))
@@ -192,8 +192,8 @@ async def test_49_elements_that_are_no_floats(run: Run) -> None:
 # -- 50: what is shared, and where it is -----------------------------------------------------------------------------
 
 
-async def test_50_two_gradient_calls_share_nothing(run: Run) -> None:
-    """CONFORMANCE 50: two calls on one array give what each alone gives, run together or apart."""
+async def test_two_gradient_calls_share_nothing(run: Run) -> None:
+    """Behaviour 50: two calls on one array give what each alone gives, run together or apart."""
     x = source([3.0, 4.0])
     rows = array(2).unstack(x)
     first, second = rows.read(0) * 2, rows.read(1) * 5 + rows.read(0)
@@ -204,16 +204,16 @@ async def test_50_two_gradient_calls_share_nothing(run: Run) -> None:
         np.testing.assert_array_equal(value[2], [3, 5])
 
 
-async def test_50_double_gradient(run: Run) -> None:
-    """CONFORMANCE 50: x is written and read, and squared: the second derivative is 2.0."""
+async def test_double_gradient(run: Run) -> None:
+    """Behaviour 50: x is written and read, and squared: the second derivative is 2.0."""
     x = source(4.0)
     squared = array(1).write(0, array(1).write(0, x).read(0) ** 2).read(0)
     once = gradients(squared, x)
     assert await run((once, gradients(once, x))) == (8.0, 2.0)
 
 
-async def test_50_double_gradient_of_a_loop(run: Run) -> None:
-    """CONFORMANCE 50: powers of x go through an array: y = x + x^2 + ... + x^5."""
+async def test_double_gradient_of_a_loop(run: Run) -> None:
+    """Behaviour 50: powers of x go through an array: y = x + x^2 + ... + x^5."""
     x = source(2.0)
 
     def body(i: Any, power: Any, powers: Any) -> Any:
@@ -226,8 +226,8 @@ async def test_50_double_gradient_of_a_loop(run: Run) -> None:
     assert await run((y, once, twice, gradients(twice, x))) == (62.0, 129.0, 222.0, 294.0)
 
 
-def test_50_the_gradient_is_on_the_forward_device(graph: af.Graph) -> None:
-    """CONFORMANCE 50: nodes of the gradient ask for the device that the forward node asked for."""
+def test_the_gradient_is_on_the_forward_device(graph: af.Graph) -> None:
+    """Behaviour 50: nodes of the gradient ask for the device that the forward node asked for."""
     x = source([1.0, 2.0])
     with af.device("cpu:1"):
         rows = array(2).unstack(x)
@@ -239,8 +239,8 @@ def test_50_the_gradient_is_on_the_forward_device(graph: af.Graph) -> None:
     assert {node.device for node in of_array} == {"cpu:1"}
 
 
-async def test_50_used_up_and_closed_arrays(run: Run) -> None:
-    """CONFORMANCE 50: the gradient needs no element: not those a read has freed, nor any after close."""
+async def test_used_up_and_closed_arrays(run: Run) -> None:
+    """Behaviour 50: the gradient needs no element: not those a read has freed, nor any after close."""
     x = source([3.0, 4.0])
     rows = array(2, kept=False).unstack(x)
     y = rows.read(0) ** 2 + rows.read(1)
@@ -272,8 +272,8 @@ async def threads_let_go(session: af.Session) -> None:
             await stream.record().wait()
 
 
-async def test_50_freed_after_success(session: af.Session) -> None:
-    """CONFORMANCE 50: with its gradient run, the device holds nothing of an array."""
+async def test_freed_after_success(session: af.Session) -> None:
+    """Behaviour 50: with its gradient run, the device holds nothing of an array."""
     x = af.placeholder("float64", (SIDE, SIDE))
     total = _multiples(x)
     value, grad = await session.run((total, gradients(total, x, x + 1)), {x: np.full((SIDE, SIDE), 3.0)})
@@ -285,8 +285,8 @@ async def test_50_freed_after_success(session: af.Session) -> None:
     assert held_buffers(session) == {}
 
 
-async def test_50_freed_after_an_error(session: af.Session) -> None:
-    """CONFORMANCE 50: a gradient of another shape is met when half of them are read."""
+async def test_freed_after_an_error(session: af.Session) -> None:
+    """Behaviour 50: a gradient of another shape is met when half of them are read."""
     x = af.placeholder("float64", (None, None))
     rows = array(8)
     for k in range(8):
@@ -299,8 +299,8 @@ async def test_50_freed_after_an_error(session: af.Session) -> None:
     assert held_buffers(session) == {}
 
 
-async def test_50_freed_after_cancel(session: af.Session) -> None:
-    """CONFORMANCE 50: cancelled while the gradient of the array is being read."""
+async def test_freed_after_cancel(session: af.Session) -> None:
+    """Behaviour 50: cancelled while the gradient of the array is being read."""
     x = af.placeholder("float64", (SIDE, SIDE))
     arrived = asyncio.Event()
 
@@ -330,8 +330,8 @@ async def test_50_freed_after_cancel(session: af.Session) -> None:
 
 @WINDOWS
 @pytest.mark.parametrize("size", [3, 0])
-async def test_51_as_loop_variable(run: Run, window: int, size: int) -> None:
-    """CONFORMANCE 51: gradient to input, state and captured variable.
+async def test_as_loop_variable(run: Run, window: int, size: int) -> None:
+    """Behaviour 51: gradient to input, state and captured variable.
 
     In each of three steps ``out = v[t] + var + state`` goes to the array and v[t] is added to the state.
     """
@@ -358,8 +358,8 @@ async def test_51_as_loop_variable(run: Run, window: int, size: int) -> None:
 
 
 @WINDOWS
-async def test_51_two_serial_loops(run: Run, window: int) -> None:
-    """CONFORMANCE 51: one loop writes x and then twice the element before, another sums them: 31."""
+async def test_two_serial_loops(run: Run, window: int) -> None:
+    """Behaviour 51: one loop writes x and then twice the element before, another sums them: 31."""
     x = source(2.0)
 
     def fill(i: Any, acc: Any) -> Any:
@@ -373,8 +373,8 @@ async def test_51_two_serial_loops(run: Run, window: int) -> None:
 
 
 @WINDOWS
-async def test_51_a_table_from_nested_loops(run: Run, window: int) -> None:
-    """CONFORMANCE 51: a 3 x 3 table of x[i] * y[j], one array as a variable of both loops, read again in two loops."""
+async def test_a_table_from_nested_loops(run: Run, window: int) -> None:
+    """Behaviour 51: a 3 x 3 table of x[i] * y[j], one array as a variable of both loops, read again in two loops."""
     x, y = source([1.0, 2.0, 3.0]), source([4.0, 5.0, 6.0])
 
     def row(i: Any, table: Any) -> Any:
@@ -393,8 +393,8 @@ async def test_51_a_table_from_nested_loops(run: Run, window: int) -> None:
     np.testing.assert_array_equal(of_y, [1, 2, 3] @ weights)
 
 
-async def test_51_made_fresh_inside_a_body(run: Run) -> None:
-    """CONFORMANCE 51: each iteration has an array of its own: the sum of x^2 k + x over k < 5."""
+async def test_made_fresh_inside_a_body(run: Run) -> None:
+    """Behaviour 51: each iteration has an array of its own: the sum of x^2 k + x over k < 5."""
     x = source(3.0)
 
     def body(k: Any, total: Any) -> Any:
@@ -407,8 +407,8 @@ async def test_51_made_fresh_inside_a_body(run: Run) -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False])
-async def test_51_made_or_written_in_a_branch(run: Run, taken: bool) -> None:
-    """CONFORMANCE 51: made in either branch, and written in one of them alone."""
+async def test_made_or_written_in_a_branch(run: Run, taken: bool) -> None:
+    """Behaviour 51: made in either branch, and written in one of them alone."""
     pred = af.placeholder("bool", ())
     x = source(3.0)
     outer = array(2, element_shape=()).write(0, x)
@@ -427,8 +427,8 @@ async def test_51_made_or_written_in_a_branch(run: Run, taken: bool) -> None:
     assert twice == (2 if taken else 0)
 
 
-async def test_51_two_arrays_from_one(run: Run) -> None:
-    """CONFORMANCE 51: both go on from one state and write the same element; what reaches it is added up."""
+async def test_two_arrays_from_one(run: Run) -> None:
+    """Behaviour 51: both go on from one state and write the same element; what reaches it is added up."""
     x = source(3.0)
     base = array(2, element_shape=()).write(0, x)
     left, right = base.write(1, x * x), base.write(1, 5 * x)
@@ -437,8 +437,8 @@ async def test_51_two_arrays_from_one(run: Run) -> None:
 
 
 @WINDOWS
-async def test_51_older_versions_in_a_loop(run: Run, window: int) -> None:
-    """CONFORMANCE 51: a loop hands on the array of the iteration before, too: it lacks the last element."""
+async def test_older_versions_in_a_loop(run: Run, window: int) -> None:
+    """Behaviour 51: a loop hands on the array of the iteration before, too: it lacks the last element."""
     x = source([2.0, 3.0, 4.0, 5.0])
 
     def body(i: Any, newest: Any, before: Any) -> Any:
@@ -460,8 +460,8 @@ async def test_51_older_versions_in_a_loop(run: Run, window: int) -> None:
 
 
 @WINDOWS
-async def test_51_written_and_read_by_each_iteration(run: Run, window: int) -> None:
-    """CONFORMANCE 51: Fibonacci-like, element i = x * (element i-1 + element i-2), with first and second derivative."""
+async def test_written_and_read_by_each_iteration(run: Run, window: int) -> None:
+    """Behaviour 51: Fibonacci-like, element i = x * (element i-1 + element i-2), with first and second derivative."""
     x = source(0.5)
 
     def body(i: Any, a: Any) -> Any:
@@ -479,8 +479,8 @@ async def test_51_written_and_read_by_each_iteration(run: Run, window: int) -> N
     np.testing.assert_allclose(second, polynomials[7].deriv(2)(0.5))
 
 
-async def test_51_branches_in_loops(run: Run) -> None:
-    """CONFORMANCE 51: every second iteration writes, the others pass the array on; unwritten elements are zeros."""
+async def test_branches_in_loops(run: Run) -> None:
+    """Behaviour 51: every second iteration writes, the others pass the array on; unwritten elements are zeros."""
     x = source([1.0, 2.0, 3.0, 4.0, 5.0])
 
     def body(i: Any, a: Any) -> Any:
@@ -492,8 +492,8 @@ async def test_51_branches_in_loops(run: Run) -> None:
     np.testing.assert_array_equal(grad, [2, 0, 18, 0, 50])
 
 
-async def test_51_loops_in_branches(run: Run) -> None:
-    """CONFORMANCE 51: a branch fills an array in a loop, or returns an empty one."""
+async def test_loops_in_branches(run: Run) -> None:
+    """Behaviour 51: a branch fills an array in a loop, or returns an empty one."""
     pred = af.placeholder("bool", ())
     x = source(3.0)
 
@@ -507,8 +507,8 @@ async def test_51_loops_in_branches(run: Run) -> None:
     assert await run((total, grad), {pred: False}) == (0.0, 0.0)
 
 
-async def test_51_growing_elements(run: Run) -> None:
-    """CONFORMANCE 51: element k is x[:k + 1]; joined, they hold x[j] once for each k >= j."""
+async def test_growing_elements(run: Run) -> None:
+    """Behaviour 51: element k is x[:k + 1]; joined, they hold x[j] once for each k >= j."""
     x = source([1.0, 2.0, 3.0, 4.0])
     empty = array(4, element_shape=(None,))
     _, a = af.while_loop(lambda k, a: k < 4, lambda k, a: (k + 1, a.write(k, x[: k + 1])), (0, empty))
@@ -517,8 +517,8 @@ async def test_51_growing_elements(run: Run) -> None:
     np.testing.assert_array_equal(grad, 2 * np.array([1, 2, 3, 4]) * [4, 3, 2, 1])
 
 
-async def test_51_concat_and_split_inside_a_loop(run: Run) -> None:
-    """CONFORMANCE 51: in each iteration a value is cut in two pieces, which are joined the other way round."""
+async def test_concat_and_split_inside_a_loop(run: Run) -> None:
+    """Behaviour 51: in each iteration a value is cut in two pieces, which are joined the other way round."""
     x = source([1.0, 2.0, 3.0, 4.0])
 
     def body(k: Any, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""CONFORMANCE 49-52, 65: gradients of map_fn, scan, foldl and foldr, with the values TensorFlow gives.
+"""Behaviour 49-52, 65: gradients of map_fn, scan, foldl and foldr, with the values TensorFlow gives.
 
 The folds and scans go over 1 to 6. TensorFlow's tests fold ``(state + x) * 2`` for the values, and ``state * x`` from
 v = 2 for the gradients.
@@ -52,7 +52,7 @@ def slopes(f: Callable[[Any], Any], at: Any) -> np.ndarray[Any, Any]:
         (af.foldr, 10.0, 1282, 64, [2, 4, 8, 16, 32, 64]),
     ],
 )
-async def test_52_folds(
+async def test_folds(
     run: Run,
     fold: Callable[..., Any],
     initial: float | None,
@@ -61,7 +61,7 @@ async def test_52_folds(
     of_elements: list[float],
     window: int,
 ) -> None:
-    """CONFORMANCE 52: foldl 208 and 880, foldr 450 and 1282; each element counts double for every step after it."""
+    """Behaviour 52: foldl 208 and 880, foldr 450 and 1282; each element counts double for every step after it."""
     elems = source(ELEMENTS)
     start = None if initial is None else source(initial)
     folded = fold(lambda state, x: (state + x) * 2, elems, start, parallel_iterations=window)
@@ -75,8 +75,8 @@ async def test_52_folds(
 
 @WINDOWS
 @pytest.mark.parametrize("fold", [af.foldl, af.foldr])
-async def test_52_gradient_of_a_fold(run: Run, fold: Callable[..., Any], window: int) -> None:
-    """CONFORMANCE 52: the product of v = 2 and 1 to 6: d/dv is 720, d/dx is 1440 / x; both mixed: 720 / x."""
+async def test_gradient_of_a_fold(run: Run, fold: Callable[..., Any], window: int) -> None:
+    """Behaviour 52: the product of v = 2 and 1 to 6: d/dv is 720, d/dx is 1440 / x; both mixed: 720 / x."""
     v, elems = source(2.0), source(ELEMENTS)
     product = fold(lambda state, x: state * x, elems, v, parallel_iterations=window)
     of_v, of_elems = gradients(product, [v, elems])
@@ -94,8 +94,8 @@ async def test_52_gradient_of_a_fold(run: Run, fold: Callable[..., Any], window:
     ("reverse", "value", "of_v"),
     [(False, [2, 4, 12, 48, 240, 1440], 873), (True, [1440, 1440, 720, 240, 60, 12], 1956)],
 )
-async def test_52_gradient_of_a_scan(run: Run, reverse: bool, value: list[float], of_v: float, window: int) -> None:
-    """CONFORMANCE 52: running products from v = 2; d/dv is 873 = 1 + 2 + 6 + 24 + 120 + 720, in reverse 1956."""
+async def test_gradient_of_a_scan(run: Run, reverse: bool, value: list[float], of_v: float, window: int) -> None:
+    """Behaviour 52: running products from v = 2; d/dv is 873 = 1 + 2 + 6 + 24 + 120 + 720, in reverse 1956."""
     v, elems = source(2.0), source(ELEMENTS)
     scanned = af.scan(lambda state, x: state * x, elems, v, reverse=reverse, parallel_iterations=window)
     found, (by_v, by_elems) = await run((scanned, gradients(scanned, [v, elems])))
@@ -109,8 +109,8 @@ async def test_52_gradient_of_a_scan(run: Run, reverse: bool, value: list[float]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-async def test_52_a_scan_that_begins_with_its_first_row(run: Run, reverse: bool) -> None:
-    """CONFORMANCE 52: without initializer the first row is a state; the second derivative holds, too."""
+async def test_a_scan_that_begins_with_its_first_row(run: Run, reverse: bool) -> None:
+    """Behaviour 52: without initializer the first row is a state; the second derivative holds, too."""
     elems = source(ELEMENTS)
     scanned = af.scan(lambda state, x: state * x, elems, reverse=reverse)
     weights = np.arange(1.0, 7.0)
@@ -135,8 +135,8 @@ def slopes_of_products(x: np.ndarray[Any, Any], weights: Any, reverse: bool) -> 
     return np.cumsum(products[::-1])[::-1] / x
 
 
-async def test_52_a_scan_of_nothing(run: Run) -> None:
-    """CONFORMANCE 52: results of shape [0,2,4]; its initializer gets zeros, and elements a gradient of their shape."""
+async def test_a_scan_of_nothing(run: Run) -> None:
+    """Behaviour 52: results of shape [0,2,4]; its initializer gets zeros, and elements a gradient of their shape."""
     elems, start = af.placeholder("float64", (None, 2, 4)), source(np.ones((2, 4)))
     scanned = af.scan(lambda state, x: state * x, elems, start)
     value, (of_elems, of_start) = await run((scanned, gradients(scanned, [elems, start])), {elems: np.zeros((0, 2, 4))})
@@ -144,8 +144,8 @@ async def test_52_a_scan_of_nothing(run: Run) -> None:
     np.testing.assert_array_equal(of_start, np.zeros((2, 4)))
 
 
-async def test_52_nests(run: Run) -> None:
-    """CONFORMANCE 52: a state of one structure over elements of another: a running mean and a running product."""
+async def test_nests(run: Run) -> None:
+    """Behaviour 52: a state of one structure over elements of another: a running mean and a running product."""
     x, y = source(ELEMENTS), source(ELEMENTS[::-1].copy())
 
     def step(state: Any, row: Any) -> Any:
@@ -168,8 +168,8 @@ async def test_52_nests(run: Run) -> None:
 
 
 @WINDOWS
-async def test_49_gradient_of_a_map(run: Run, window: int) -> None:
-    """CONFORMANCE 49: rows and a captured factor: y = a * x^3 and 2 * x; with second derivative."""
+async def test_gradient_of_a_map(run: Run, window: int) -> None:
+    """Behaviour 49: rows and a captured factor: y = a * x^3 and 2 * x; with second derivative."""
     x, a = source(ELEMENTS), source(3.0)
     mapped = af.map_fn(lambda row: (a * row * row * row, 2 * row), x, parallel_iterations=window)
     of_x, of_a = gradients(mapped, [x, a])
@@ -179,8 +179,8 @@ async def test_49_gradient_of_a_map(run: Run, window: int) -> None:
     np.testing.assert_allclose(twice, 18 * ELEMENTS)
 
 
-async def test_49_a_map_with_loops_and_branches(run: Run) -> None:
-    """CONFORMANCE 49: row k is multiplied k times by a variable if it is over 2, and else negated."""
+async def test_a_map_with_loops_and_branches(run: Run) -> None:
+    """Behaviour 49: row k is multiplied k times by a variable if it is over 2, and else negated."""
     x, w = source([1.0, 3.0, 2.0, 4.0]), af.Variable(1.5, name="w")
     counts = np.arange(4)
 
@@ -199,8 +199,8 @@ async def test_49_a_map_with_loops_and_branches(run: Run) -> None:
     np.testing.assert_allclose(of_w, 3 + 4 * 3 * 1.5**2)
 
 
-async def test_52_elements_of_unknown_number(run: Run) -> None:
-    """CONFORMANCE 52: gradients have the shape of the elements fed, none included."""
+async def test_elements_of_unknown_number(run: Run) -> None:
+    """Behaviour 52: gradients have the shape of the elements fed, none included."""
     xs = af.placeholder("float64", (None,))
     total = af.foldl(lambda t, x: t + x * x, xs, 0.0)
     running, mapped = af.scan(lambda t, x: t + x, xs, 0.0), af.map_fn(lambda x: x * x * x, xs)
@@ -218,8 +218,8 @@ async def test_52_elements_of_unknown_number(run: Run) -> None:
 
 @pytest.mark.slow
 @WINDOWS
-async def test_65_nested_maps(run: Run, window: int) -> None:
-    """CONFORMANCE 65: what inner iterations save comes back by outer iteration, with 10 of each in flight.
+async def test_nested_maps(run: Run, window: int) -> None:
+    """Behaviour 65: what inner iterations save comes back by outer iteration, with 10 of each in flight.
 
     A table of 10 x 10 shares w is mapped row by row, element by element, to (v * w)^2. Their sum has a gradient of 1
     for v = 3 as the shares are made so; a step of gradient descent by 0.001 takes v to 2.999. Were shares mixed up

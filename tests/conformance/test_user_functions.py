@@ -89,8 +89,8 @@ PLACES: dict[str, tuple[Build, dict[str, Any]]] = {
     ("place", "regions"), [*((place, True) for place in PLACES), ("map_fn", False), ("loop", False)]
 )
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_108_a_function_that_turns_slow_holds_the_loop_once(place: str, regions: bool, work: WorkClock) -> None:
-    """CONFORMANCE 108: by the clock on the wall, call by call; and one that is short gets to the loop."""
+async def test_a_function_that_turns_slow_holds_the_loop_once(place: str, regions: bool, work: WorkClock) -> None:
+    """Behaviour 108: by the clock on the wall, call by call; and one that is short gets to the loop."""
     watched, (build, options) = Watched(work), PLACES[place]
     with af.Graph() as graph:
         x = af.placeholder("float64", (ROWS,))
@@ -116,8 +116,8 @@ async def test_108_a_function_that_turns_slow_holds_the_loop_once(place: str, re
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_108_one_that_waits_now_and_then_stays_away(place: str, work: WorkClock) -> None:
-    """CONFORMANCE 108: each tenth call waits, which takes no time of the processor."""
+async def test_a_function_that_waits_now_and_then_stays_on_threads(place: str, work: WorkClock) -> None:
+    """Behaviour 108: each tenth call waits, which takes no time of the processor."""
     watched, (build, options) = Watched(work), PLACES[place]
     with af.Graph() as graph:
         x = af.placeholder("float64", (ROWS,))
@@ -131,8 +131,8 @@ async def test_108_one_that_waits_now_and_then_stays_away(place: str, work: Work
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_108_context_timeouts_and_runs_of_its_own(place: str, work: WorkClock) -> None:
-    """CONFORMANCE 108: it has its caller's context, may ask for a run, and a run that is over calls it no more."""
+async def test_context_timeouts_and_runs_of_its_own(place: str, work: WorkClock) -> None:
+    """Behaviour 108: it has its caller's context, may ask for a run, and a run that is over calls it no more."""
     watched, (build, options) = Watched(work), PLACES[place]
     is_held, asked = threading.Event(), list[float]()
     with af.Graph() as graph:
@@ -172,8 +172,8 @@ async def test_108_context_timeouts_and_runs_of_its_own(place: str, work: WorkCl
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_108_a_deadline_passes_in_a_slow_function(place: str, work: WorkClock) -> None:
-    """CONFORMANCE 108: the run ends as late, not as done, and no further row is called."""
+async def test_a_deadline_passes_in_a_slow_function(place: str, work: WorkClock) -> None:
+    """Behaviour 108: the run ends as late, not as done, and no further row is called."""
     is_held, calls = threading.Event(), list[int]()
     loop_thread, (build, options) = threading.get_ident(), PLACES[place]
 

@@ -83,8 +83,9 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_f49_each_run_sees_one_version(open_session: OpenSession, seed: int) -> None:
-    """F49, over runs of any length, batches, pools and sets of vertices, that begin and end anywhere around swaps."""
+async def test_each_run_sees_one_version(open_session: OpenSession, seed: int) -> None:
+    """Fault F49: F49, over runs of any length, batches, pools and sets of vertices, that begin and end anywhere
+    around swaps."""
     random = Random(seed)
     program = Program()
     latest = 1

@@ -1,4 +1,4 @@
-"""CONFORMANCE 33-39: when a loop's effects run, in which order, and what ends a loop early."""
+"""Behaviour 33-39: when a loop's effects run, in which order, and what ends a loop early."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def journal() -> Journal:
 # -- 33: control edges into, inside and out of a loop ----------------------------------------------------------------
 
 
-async def test_33_an_outer_control_dependency_gates_the_entry(run: Run, graph: af.Graph, journal: Journal) -> None:
-    """CONFORMANCE 33: it runs once, before the loop, and no inner node waits for it."""
+async def test_an_outer_control_dependency_gates_the_entry(run: Run, graph: af.Graph, journal: Journal) -> None:
+    """Behaviour 33: it runs once, before the loop, and no inner node waits for it."""
     with af.control_dependencies([journal.note("gate")]):
         (result,) = af.while_loop(lambda i: i < 3, lambda i: (journal.note("step", i), i + 1)[1], (0,))
     assert not any(node.control_inputs for body in result.node.subgraphs for node in body.nodes)
@@ -34,8 +34,8 @@ async def test_33_an_outer_control_dependency_gates_the_entry(run: Run, graph: a
     assert journal.entries == ["gate", ("step", 0), ("step", 1), ("step", 2)]
 
 
-async def test_33_a_gate_in_an_unordered_graph(run: Run, journal: Journal) -> None:
-    """CONFORMANCE 33: the edge itself brings the gate in and holds the loop back, not the order of effects."""
+async def test_a_gate_in_an_unordered_graph(run: Run, journal: Journal) -> None:
+    """Behaviour 33: the edge itself brings the gate in and holds the loop back, not the order of effects."""
     release = asyncio.Event()
 
     @af.op(outputs=())
@@ -59,8 +59,8 @@ async def test_33_a_gate_in_an_unordered_graph(run: Run, journal: Journal) -> No
     assert journal.entries == ["gate", "step", "step"]
 
 
-async def test_33_a_control_dependency_on_an_outer_feed(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 33: a node in the body may wait for a fed tensor."""
+async def test_a_control_dependency_on_an_outer_feed(run: Run, graph: af.Graph) -> None:
+    """Behaviour 33: a node in the body may wait for a fed tensor."""
     fed = af.placeholder("float32", ())
 
     def body(i: Any) -> Any:
@@ -71,8 +71,8 @@ async def test_33_a_control_dependency_on_an_outer_feed(run: Run, graph: af.Grap
     assert await run(result, {fed: 1.0}) == 3
 
 
-async def test_33_a_control_edge_from_an_exit(run: Run, journal: Journal) -> None:
-    """CONFORMANCE 33: what waits for a loop's result runs after the loop, also without ordered effects."""
+async def test_a_control_edge_from_an_exit(run: Run, journal: Journal) -> None:
+    """Behaviour 33: what waits for a loop's result runs after the loop, also without ordered effects."""
     with af.Graph(effects="unordered"):
         (result,) = af.while_loop(lambda i: i < 3, lambda i: stepped(journal, i), (0,))
         with af.control_dependencies([result]):
@@ -89,8 +89,8 @@ def stepped(journal: Journal, i: Any) -> Any:
 # -- 34: effects outside, groups -------------------------------------------------------------------------------------
 
 
-async def test_34_an_external_effect_named_in_the_body_runs_once(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 34: v goes from 0 to 1, not to the number of iterations."""
+async def test_an_external_effect_named_in_the_body_runs_once(run: Run, graph: af.Graph) -> None:
+    """Behaviour 34: v goes from 0 to 1, not to the number of iterations."""
     v = af.Variable(0)
     bump = v.assign_add(1)
 
@@ -102,8 +102,8 @@ async def test_34_an_external_effect_named_in_the_body_runs_once(run: Run, graph
     assert await run((result, v)) == (10, 1)
 
 
-async def test_34_an_empty_group(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 34: nothing to wait for, in a body as outside."""
+async def test_an_empty_group(run: Run, graph: af.Graph) -> None:
+    """Behaviour 34: nothing to wait for, in a body as outside."""
 
     def body(i: Any) -> Any:
         with af.control_dependencies([af.group()]):
@@ -112,8 +112,8 @@ async def test_34_an_empty_group(run: Run, graph: af.Graph) -> None:
     assert await run([af.group(), *af.while_loop(lambda i: i < 3, body, (0,))]) == [None, 3]
 
 
-async def test_34_a_group_of_results_waits_for_all(run: Run, journal: Journal) -> None:
-    """CONFORMANCE 34: one result of each of two loops, and what waits for both of them."""
+async def test_a_group_of_results_waits_for_all(run: Run, journal: Journal) -> None:
+    """Behaviour 34: one result of each of two loops, and what waits for both of them."""
     with af.Graph(effects="unordered"):
         loops = [af.while_loop(lambda i: i < 4, lambda i: stepped(journal, i), (start,))[0] for start in (0, 2)]
         with af.control_dependencies([af.group(*loops)]):
@@ -123,8 +123,8 @@ async def test_34_a_group_of_results_waits_for_all(run: Run, journal: Journal) -
 
 
 @pytest.mark.parametrize("wait", ["group", "scope"])
-async def test_34_waiting_for_a_result_waits_for_what_makes_it(run: Run, journal: Journal, wait: str) -> None:
-    """CONFORMANCE 34: a loop variable and a branch's result that nothing reads are made all the same."""
+async def test_waiting_for_a_result_waits_for_what_makes_it(run: Run, journal: Journal, wait: str) -> None:
+    """Behaviour 34: a loop variable and a branch's result that nothing reads are made all the same."""
     with af.Graph(effects="unordered"):
         after = af.group()
         results = [
@@ -140,8 +140,8 @@ async def test_34_waiting_for_a_result_waits_for_what_makes_it(run: Run, journal
     assert sorted(journal.values("step")) == [5, 6, 8]
 
 
-async def test_34_a_loop_result_named_in_a_body(run: Run, journal: Journal) -> None:
-    """CONFORMANCE 34: it is waited for outside, once, and all of what makes it has run before the first iteration."""
+async def test_a_loop_result_named_in_a_body(run: Run, journal: Journal) -> None:
+    """Behaviour 34: it is waited for outside, once, and all of what makes it has run before the first iteration."""
     with af.Graph(effects="unordered"):
         outer = af.while_loop(lambda i, k: i < 2, lambda i, k: (i + 1, stepped(journal, k)), (0, 5))[1]
 
@@ -159,8 +159,8 @@ async def test_34_a_loop_result_named_in_a_body(run: Run, journal: Journal) -> N
 
 
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
-async def test_35_assigns_ordered_by_control_edges(run: Run, effects: Any) -> None:
-    """CONFORMANCE 35: a is 10 and b is 55, in both modes."""
+async def test_assigns_ordered_by_control_edges(run: Run, effects: Any) -> None:
+    """Behaviour 35: a is 10 and b is 55, in both modes."""
     a, b = af.Variable(0, name="a"), af.Variable(0, name="b")
 
     def body(i: Any) -> Any:
@@ -176,8 +176,8 @@ async def test_35_assigns_ordered_by_control_edges(run: Run, effects: Any) -> No
         assert await run([a.read(), b.read()]) == [10, 55]
 
 
-async def test_35_a_predicate_reads_what_the_body_changes(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 35: 10 and 10."""
+async def test_a_predicate_reads_what_the_body_changes(run: Run, graph: af.Graph) -> None:
+    """Behaviour 35: 10 and 10."""
     a, b = af.Variable(0), af.Variable(0)
 
     def body(i: Any) -> Any:
@@ -189,8 +189,8 @@ async def test_35_a_predicate_reads_what_the_body_changes(run: Run, graph: af.Gr
     assert await run([result, a, b]) == [0, 10, 10]
 
 
-async def test_35_effects_of_a_predicate_come_before_those_of_the_body(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 35: also where the predicate is known before it has done them."""
+async def test_effects_of_a_predicate_come_before_those_of_the_body(run: Run, graph: af.Graph) -> None:
+    """Behaviour 35: also where the predicate is known before it has done them."""
     v = af.Variable(0)
 
     @af.op(outputs=lambda i: i)
@@ -207,8 +207,8 @@ async def test_35_effects_of_a_predicate_come_before_those_of_the_body(run: Run,
     assert await run([seen, v.read()]) == [123, 4]
 
 
-async def test_35_many_iterations_in_flight_keep_the_order(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 35: x = 2 x + i does not commute, so one swap would show."""
+async def test_many_iterations_in_flight_keep_the_order(run: Run, graph: af.Graph) -> None:
+    """Behaviour 35: x = 2 x + i does not commute, so one swap would show."""
     x = af.Variable(np.uint64(1))
 
     def body(i: Any) -> Any:
@@ -242,8 +242,8 @@ def noted_loop(journal: Journal) -> Any:
 
 
 @pytest.mark.parametrize(("effects", "expected"), [("ordered", "ABCDABCDA"), ("unordered", "DD")])
-async def test_36_program_order(run: Run, journal: Journal, effects: Any, expected: str) -> None:
-    """CONFORMANCE 36: every effect in the order written, or only what the result needs."""
+async def test_program_order(run: Run, journal: Journal, effects: Any, expected: str) -> None:
+    """Behaviour 36: every effect in the order written, or only what the result needs."""
     with af.Graph(effects=effects):
         result = noted_loop(journal)
     await run(result)
@@ -251,10 +251,10 @@ async def test_36_program_order(run: Run, journal: Journal, effects: Any, expect
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_36_program_order_does_not_depend_on_the_schedule(
+async def test_program_order_does_not_depend_on_the_schedule(
     open_session: OpenSession, journal: Journal, seed: int
 ) -> None:
-    """CONFORMANCE 36: nor on which of the ready nodes fires first; inner loops and branches included."""
+    """Behaviour 36: nor on which of the ready nodes fires first; inner loops and branches included."""
     with af.Graph() as graph:
 
         def inner(i: Any) -> Any:
@@ -284,8 +284,8 @@ async def test_36_program_order_does_not_depend_on_the_schedule(
     ]
 
 
-async def test_36_two_resources_are_not_ordered_against_each_other(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 36: a slow effect on one does not hold up the other's later iterations."""
+async def test_two_resources_are_not_ordered_against_each_other(run: Run, graph: af.Graph) -> None:
+    """Behaviour 36: a slow effect on one does not hold up the other's later iterations."""
     quick = Journal()
     release, third = asyncio.Event(), asyncio.Event()
     slow = []
@@ -319,10 +319,10 @@ async def test_36_two_resources_are_not_ordered_against_each_other(run: Run, gra
 
 
 @pytest.mark.parametrize("window", [1, 2, 32])
-async def test_37_ordered_effects_see_the_values_in_order(
+async def test_ordered_effects_see_the_values_in_order(
     run: Run, graph: af.Graph, journal: Journal, window: int
 ) -> None:
-    """CONFORMANCE 37: 0 to 9 in order. Decided: with ordered effects `parallel_iterations` does not matter."""
+    """Behaviour 37: 0 to 9 in order. Decided: with ordered effects `parallel_iterations` does not matter."""
 
     def body(i: Any) -> Any:
         journal.note("i", i)
@@ -332,8 +332,8 @@ async def test_37_ordered_effects_see_the_values_in_order(
     assert journal.values("i") == list(range(10))
 
 
-async def test_37_unordered_effects_with_one_iteration_at_a_time(run: Run, journal: Journal) -> None:
-    """CONFORMANCE 37: `parallel_iterations=1` orders iterations by itself."""
+async def test_unordered_effects_with_one_iteration_at_a_time(run: Run, journal: Journal) -> None:
+    """Behaviour 37: `parallel_iterations=1` orders iterations by itself."""
     with af.Graph(effects="unordered"):
         result = af.while_loop(lambda i: i < 10, lambda i: stepped(journal, i), (0,), parallel_iterations=1)
     await run(result)
@@ -343,8 +343,8 @@ async def test_37_unordered_effects_with_one_iteration_at_a_time(run: Run, journ
 # -- 38: deadlines ---------------------------------------------------------------------------------------------------
 
 
-async def test_38_an_infinite_loop_meets_its_deadline(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 38: a deadline error, and the same session runs again."""
+async def test_an_infinite_loop_meets_its_deadline(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 38: a deadline error, and the same session runs again."""
     limit = af.placeholder("int64", ())
     (result,) = af.while_loop(lambda i: i != limit, lambda i: i + 1, (0,))
     with pytest.raises(af.DeadlineExceeded, match=r"timeout=0\.01"):
@@ -353,8 +353,8 @@ async def test_38_an_infinite_loop_meets_its_deadline(session: af.Session, graph
     assert await session.run(result, {limit: 5}, timeout=30) == 5
 
 
-async def test_38_a_loop_may_be_limited_by_the_session(open_session: OpenSession, graph: af.Graph) -> None:
-    """CONFORMANCE 38: `max_iterations` ends runaway loops by count."""
+async def test_a_loop_may_be_limited_by_the_session(open_session: OpenSession, graph: af.Graph) -> None:
+    """Behaviour 38: `max_iterations` ends runaway loops by count."""
     (result,) = af.while_loop(lambda i: i >= 0, lambda i: i + 1, (0,), name="runaway")
     async with open_session(graph, max_iterations=50) as session:
         with pytest.raises(af.KernelError, match="loop runaway reached max_iterations=50"):
@@ -374,8 +374,8 @@ def failing_at(k: int) -> Any:
     return fragile
 
 
-async def test_39_an_exception_at_iteration_k(run: Run, graph: af.Graph, journal: Journal) -> None:
-    """CONFORMANCE 39: the error names node, path and iteration; nothing of later iterations happens."""
+async def test_an_exception_at_iteration_k(run: Run, graph: af.Graph, journal: Journal) -> None:
+    """Behaviour 39: the error names node, path and iteration; nothing of later iterations happens."""
 
     fragile = failing_at(3)
 
@@ -391,8 +391,8 @@ async def test_39_an_exception_at_iteration_k(run: Run, graph: af.Graph, journal
     assert journal.values("i") == [0, 1, 2, 3]
 
 
-async def test_39_the_path_of_an_inner_iteration(run: Run, graph: af.Graph) -> None:
-    """CONFORMANCE 39: outer and inner frames with their iterations."""
+async def test_the_path_of_an_inner_iteration(run: Run, graph: af.Graph) -> None:
+    """Behaviour 39: outer and inner frames with their iterations."""
 
     def body(i: Any) -> Any:
         j = af.while_loop(lambda j: j < i + 2, failing_at(3), (0,), name="inner")[0]
@@ -403,8 +403,8 @@ async def test_39_the_path_of_an_inner_iteration(run: Run, graph: af.Graph) -> N
     assert caught.value.tag == "outer/2/inner/3"
 
 
-async def test_39_siblings_are_cancelled_and_later_assigns_do_not_happen(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 39: a coroutine in flight is cancelled; the variable keeps what it had at iteration k."""
+async def test_siblings_are_cancelled_and_later_assigns_do_not_happen(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 39: a coroutine in flight is cancelled; the variable keeps what it had at iteration k."""
     v = af.Variable(0)
     cancelled = []
 

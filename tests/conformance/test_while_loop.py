@@ -1,4 +1,4 @@
-"""CONFORMANCE 25-32: what `while_loop` computes, and what it refuses."""
+"""Behaviour 25-32: what `while_loop` computes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def count_to(limit: Any, start: Any = 0, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint64", "float16", "float32", "complex64"])
-async def test_25_zero_iterations_return_the_inits(run: Run, dtype: str) -> None:
-    """CONFORMANCE 25: dtype and shape of the inits come back."""
+async def test_zero_iterations_return_the_inits(run: Run, dtype: str) -> None:
+    """Behaviour 25: dtype and shape of the inits come back."""
     init = np.ones((2, 3), dtype)
     (result,) = await run(af.while_loop(lambda x: False, lambda x: x, (init,)))
     assert result.dtype == init.dtype
     np.testing.assert_array_equal(result, init)
 
 
-async def test_25_zero_iterations_keep_the_structure(run: Run) -> None:
-    """CONFORMANCE 25: so does the nest."""
+async def test_zero_iterations_keep_the_structure(run: Run) -> None:
+    """Behaviour 25: so does the nest."""
     init = {"a": (1, [2.0]), "b": Pair(3, np.zeros((0, 2)))}
     result = await run(af.while_loop(lambda x: False, lambda x: x, init))
     assert (result["a"], result["b"].count) == ((1, [2.0]), 3)
     assert type(result["b"]) is Pair and result["b"].total.shape == (0, 2)
 
 
-async def test_25_zero_iterations_keep_strings(run: Run) -> None:
-    """CONFORMANCE 25: values that no kernel touches may be strings."""
+async def test_zero_iterations_keep_strings(run: Run) -> None:
+    """Behaviour 25: values that no kernel touches may be strings."""
     (result,) = await run(af.while_loop(lambda x: False, lambda x: x, (np.array(["left", "right"]),)))
     assert list(result) == ["left", "right"]
 
@@ -64,27 +64,27 @@ async def test_25_zero_iterations_keep_strings(run: Run) -> None:
 
 
 @pytest.mark.slow
-async def test_26_ten_thousand_steps(run: Run) -> None:
-    """CONFORMANCE 26: a counter of 10,000 steps."""
+async def test_ten_thousand_steps(run: Run) -> None:
+    """Behaviour 26: a counter of 10,000 steps."""
     assert await run(count_to(10_000)) == 10_000
 
 
 @pytest.mark.parametrize(("maximum", "expected"), [(0, 0), (1, 1), (3, 3), (100, 10)])
-async def test_26_maximum_iterations(run: Run, maximum: int, expected: int) -> None:
-    """CONFORMANCE 26: whichever of predicate and maximum says stop first."""
+async def test_maximum_iterations(run: Run, maximum: int, expected: int) -> None:
+    """Behaviour 26: whichever of predicate and maximum says stop first."""
     assert await run(count_to(10, maximum_iterations=maximum)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64"])
-async def test_26_maximum_iterations_as_a_run_time_tensor(run: Run, dtype: str) -> None:
-    """CONFORMANCE 26: the maximum may be fed, and computed."""
+async def test_maximum_iterations_as_a_run_time_tensor(run: Run, dtype: str) -> None:
+    """Behaviour 26: the maximum may be fed, and computed."""
     fed = af.placeholder(dtype, ())
     result = count_to(10, maximum_iterations=fed * 2)
     assert [await run(result, {fed: n}) for n in (0, 1, 3, 50)] == [0, 2, 6, 10]
 
 
-async def test_26_maximum_iterations_keeps_the_structure(run: Run) -> None:
-    """CONFORMANCE 26: a bounded loop gives back the nest it was given, for every kind of nest."""
+async def test_maximum_iterations_keeps_the_structure(run: Run) -> None:
+    """Behaviour 26: a bounded loop gives back the nest it was given, for every kind of nest."""
 
     def body(*x: Any) -> Any:
         return x[0] if len(x) == 1 else x
@@ -96,8 +96,8 @@ async def test_26_maximum_iterations_keeps_the_structure(run: Run) -> None:
 
 
 @pytest.mark.parametrize("maximum", [1.5, [1, 2], True])
-def test_26_maximum_iterations_is_an_integer_scalar(maximum: Any) -> None:
-    """CONFORMANCE 26: anything else is refused when the loop is built."""
+def test_maximum_iterations_is_an_integer_scalar(maximum: Any) -> None:
+    """Behaviour 26: anything else is refused when the loop is built."""
     with pytest.raises(af.GraphError, match="maximum_iterations is an integer scalar"):
         count_to(10, maximum_iterations=maximum)
 
@@ -106,8 +106,8 @@ def test_26_maximum_iterations_is_an_integer_scalar(maximum: Any) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 10, 32, 10**9])
-async def test_27_parallel_iterations_never_change_the_values(run: Run, window: int) -> None:
-    """CONFORMANCE 27: also not where iterations overlap, nor for a long loop."""
+async def test_parallel_iterations_never_change_the_values(run: Run, window: int) -> None:
+    """Behaviour 27: also not where iterations overlap, nor for a long loop."""
     elements = af.constant(np.arange(10.0))
 
     def step(i: Any, total: Any) -> Any:
@@ -119,8 +119,8 @@ async def test_27_parallel_iterations_never_change_the_values(run: Run, window: 
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-async def test_27_no_more_iterations_are_under_way(run: Run, window: int) -> None:
-    """CONFORMANCE 27: as many as are allowed have begun when one node ends in none, and not one more on any device."""
+async def test_no_more_iterations_are_under_way(run: Run, window: int) -> None:
+    """Behaviour 27: as many as are allowed have begun when one node ends in none, and not one more on any device."""
     begun: list[list[int]] = [[], [], [], []]
     opened = asyncio.Event()
 
@@ -150,8 +150,8 @@ async def test_27_no_more_iterations_are_under_way(run: Run, window: int) -> Non
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.0, True, None])
-def test_27_parallel_iterations_below_one_are_rejected(window: Any) -> None:
-    """CONFORMANCE 27: and so is what is no int."""
+def test_parallel_iterations_below_one_are_rejected(window: Any) -> None:
+    """Behaviour 27: and so is what is no int."""
     with pytest.raises(af.GraphError, match="parallel_iterations is an int of at least 1"):
         count_to(3, parallel_iterations=window)
 
@@ -178,15 +178,15 @@ REFUSED_BODIES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BODIES)
-def test_28_bodies_that_do_not_fit(case: str) -> None:
-    """CONFORMANCE 28: the error names the variable and says what was expected."""
+def test_bodies_that_do_not_fit(case: str) -> None:
+    """Behaviour 28: the error names the variable and says what was expected."""
     body, error, message = REFUSED_BODIES[case]
     with pytest.raises(error, match=message):
         af.while_loop(lambda i, x: i < 3, body, (0, np.float32(0)))
 
 
-def test_28_a_dict_variable_is_named_by_its_key() -> None:
-    """CONFORMANCE 28: the path leads to the variable in a nest."""
+def test_a_dict_variable_is_named_by_its_key() -> None:
+    """Behaviour 28: the path leads to the variable in a nest."""
     with pytest.raises(af.DTypeError, match=r"loop_vars\['state'\]\[0\] of while"):
         af.while_loop(lambda v: True, lambda v: {"i": v["i"], "state": (v["i"] > 0,)}, {"i": 0, "state": (1,)})
 
@@ -200,20 +200,20 @@ REFUSED_PREDICATES: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_PREDICATES)
-def test_28_predicates_that_are_no_boolean_scalar(case: str) -> None:
-    """CONFORMANCE 28: build errors that say what a predicate is."""
+def test_predicates_that_are_no_boolean_scalar(case: str) -> None:
+    """Behaviour 28: build errors that say what a predicate is."""
     pred, error, message = REFUSED_PREDICATES[case]
     with pytest.raises(error, match=message):
         af.while_loop(pred, lambda i: i + 1, (0,))
 
 
-async def test_28_a_predicate_may_have_shape_1_1(run: Run) -> None:
-    """CONFORMANCE 28: decided as for `cond`: one element is enough."""
+async def test_a_predicate_may_have_shape_1_1(run: Run) -> None:
+    """Behaviour 28: decided as for `cond`: one element is enough."""
     assert await run(af.while_loop(lambda i: af.reshape(i < 3, (1, 1)), lambda i: i + 1, (0,))) == (3,)
 
 
-def test_28_no_loop_variables() -> None:
-    """CONFORMANCE 28: a loop needs something to iterate on."""
+def test_no_loop_variables() -> None:
+    """Behaviour 28: a loop needs something to iterate on."""
     with pytest.raises(af.GraphError, match="at least one loop variable"):
         af.while_loop(lambda: True, lambda: (), ())
 
@@ -225,14 +225,14 @@ def doubled(x: Any) -> Any:
     return af.concat([x, x], axis=0)
 
 
-def test_29_growth_without_an_invariant_quotes_both_shapes() -> None:
-    """CONFORMANCE 29: [2,2] becomes [4,2]."""
+def test_growth_without_an_invariant_quotes_both_shapes() -> None:
+    """Behaviour 29: [2,2] becomes [4,2]."""
     with pytest.raises(af.ShapeError, match=r"has shape \[2,2\] but the body returns \[4,2\].*shape_invariants"):
         af.while_loop(lambda x: True, doubled, (np.ones((2, 2)),))
 
 
-async def test_29_growth_with_an_invariant(run: Run) -> None:
-    """CONFORMANCE 29: [2,2] grows to [8,8]."""
+async def test_growth_with_an_invariant(run: Run) -> None:
+    """Behaviour 29: [2,2] grows to [8,8]."""
 
     def grow(i: Any, x: Any) -> Any:
         return i + 1, af.concat([doubled(x), doubled(x)], axis=1)
@@ -243,14 +243,14 @@ async def test_29_growth_with_an_invariant(run: Run) -> None:
     np.testing.assert_array_equal(await run(x), np.ones((8, 8)))
 
 
-def test_29_an_incompatible_invariant_is_rejected() -> None:
-    """CONFORMANCE 29: the init has to fit it."""
+def test_an_incompatible_invariant_is_rejected() -> None:
+    """Behaviour 29: the init has to fit it."""
     with pytest.raises(af.ShapeError, match=r"loop_vars\[0\] starts with shape \[2,2\].* \[\?,3\]"):
         af.while_loop(lambda x: True, doubled, (np.ones((2, 2)),), shape_invariants=((None, 3),))
 
 
-async def test_29_a_declared_unknown_rank_stays_unknown(run: Run) -> None:
-    """CONFORMANCE 29: whatever the init's shape is."""
+async def test_a_declared_unknown_rank_stays_unknown(run: Run) -> None:
+    """Behaviour 29: whatever the init's shape is."""
     seen = []
 
     def body(i: Any, x: Any) -> Any:
@@ -294,43 +294,43 @@ NESTS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", NESTS)
-async def test_30_nests_keep_their_structure(run: Run, case: str) -> None:
-    """CONFORMANCE 30: Python and NumPy scalars in tuples, lists, dicts, named tuples and dataclasses."""
+async def test_nests_keep_their_structure(run: Run, case: str) -> None:
+    """Behaviour 30: Python and NumPy scalars in tuples, lists, dicts, named tuples and dataclasses."""
     init, pred, body, expected = NESTS[case]
     result = await run(af.while_loop(pred, body, init))
     assert result == expected
     assert isinstance(result, np.int64 if expected == 3 else type(expected))
 
 
-async def test_30_numpy_scalars_keep_their_dtype(run: Run) -> None:
-    """CONFORMANCE 30: a Python number in the body does not widen them."""
+async def test_numpy_scalars_keep_their_dtype(run: Run) -> None:
+    """Behaviour 30: a Python number in the body does not widen them."""
     result = await run(af.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 0.5), (np.int8(0), np.float16(8))))
     assert [value.dtype for value in result] == [np.int8, np.float16]
 
 
-async def test_30_variables_and_nodes(run: Run) -> None:
-    """CONFORMANCE 30: a variable as init is read once; a node as a result is true once it has run."""
+async def test_variables_and_nodes(run: Run) -> None:
+    """Behaviour 30: a variable as init is read once; a node as a result is true once it has run."""
     v = af.Variable(5)
     (x,) = af.while_loop(lambda x: x < 10, lambda x: x + 1, (v,))
     i, done = af.while_loop(lambda i, done: i < 3, lambda i, done: (i + 1, v.assign_add(1).node), (0, False))
     assert await run([x, i, done, v]) == [10, 3, True, 8]
 
 
-async def test_30_a_body_that_ignores_its_input(run: Run) -> None:
-    """CONFORMANCE 30: constants and outer tensors as results."""
+async def test_a_body_that_ignores_its_input(run: Run) -> None:
+    """Behaviour 30: constants and outer tensors as results."""
     outer = af.placeholder("float64", ())
     i, fixed, taken = af.while_loop(lambda i, a, b: i < 4, lambda i, a, b: (i + 1, 7.0, outer), (0, 1.0, 2.0))
     assert await run((i, fixed, taken), {outer: 9.0}) == (4, 7.0, 9.0)
 
 
-async def test_30_a_body_that_swaps_its_variables(run: Run) -> None:
-    """CONFORMANCE 30: each takes the other's old value."""
+async def test_a_body_that_swaps_its_variables(run: Run) -> None:
+    """Behaviour 30: each takes the other's old value."""
     _, a, b = af.while_loop(lambda i, a, b: i < 5, lambda i, a, b: (i + 1, b, a), (0, 1, 2))
     assert await run((a, b)) == (2, 1)
 
 
-async def test_30_arrays_that_take_turns(run: Run) -> None:
-    """CONFORMANCE 30: all at once, also where a card runs the loop by itself, and in each run from what it is fed."""
+async def test_arrays_that_take_turns(run: Run) -> None:
+    """Behaviour 30: all at once, also where a card runs the loop by itself, and in each run from what it is fed."""
     x, y = (af.placeholder("float64", (2,)) for _ in range(2))
     loop = af.while_loop(lambda x, y: af.sum(x) < 100, lambda x, y: (x + y, x), (x, y))
     for first in ([1.0, 2.0], [3.0, 0.0], [99.0, 1.0]):
@@ -341,23 +341,23 @@ async def test_30_arrays_that_take_turns(run: Run) -> None:
         np.testing.assert_array_equal(found, [a, b])
 
 
-async def test_30_an_all_constant_body(run: Run) -> None:
-    """CONFORMANCE 30: the predicate alone ends it."""
+async def test_an_all_constant_body(run: Run) -> None:
+    """Behaviour 30: the predicate alone ends it."""
     assert await run(af.while_loop(lambda i: i < 1, lambda i: 10, 0)) == 10
 
 
 # -- 31: captures ----------------------------------------------------------------------------------------------------
 
 
-async def test_31_an_outer_tensor_in_predicate_and_body(run: Run) -> None:
-    """CONFORMANCE 31: captured once, seen in every iteration."""
+async def test_an_outer_tensor_in_predicate_and_body(run: Run) -> None:
+    """Behaviour 31: captured once, seen in every iteration."""
     limit, step = af.placeholder("int64", ()), af.placeholder("int64", ())
     result = af.while_loop(lambda i: i < limit + step, lambda i: i + step, (0,))
     assert await run(result, {limit: 10, step: 4}) == (16,)
 
 
-async def test_31_a_variable_is_read_anew_in_each_iteration(run: Run) -> None:
-    """CONFORMANCE 31: assigns in the body are seen by the reads after them."""
+async def test_a_variable_is_read_anew_in_each_iteration(run: Run) -> None:
+    """Behaviour 31: assigns in the body are seen by the reads after them."""
     power = af.Variable(1)
 
     def body(i: Any, total: Any) -> Any:
@@ -375,8 +375,8 @@ def doubled_past_20(x: Any) -> Any:
     return af.while_loop(lambda x: x < 20.0, lambda x: x + x, (x,))[0]
 
 
-async def test_32_nested_loops(run: Run) -> None:
-    """CONFORMANCE 32: 225 and 1048576."""
+async def test_nested_loops(run: Run) -> None:
+    """Behaviour 32: 225 and 1048576."""
 
     def add_sum(x: Any) -> Any:
         return x + af.while_loop(lambda i, s: i < 10, lambda i, s: (i + 1, s + i), (0, 0))[1]
@@ -386,8 +386,8 @@ async def test_32_nested_loops(run: Run) -> None:
     assert await run((simple, squares)) == ((225,), (1048576.0,))
 
 
-async def test_32_eight_levels(run: Run) -> None:
-    """CONFORMANCE 32: each of two iterations."""
+async def test_eight_levels(run: Run) -> None:
+    """Behaviour 32: each of two iterations."""
 
     def nested(depth: int, x: Any) -> Any:
         if depth == 0:
@@ -398,15 +398,15 @@ async def test_32_eight_levels(run: Run) -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False])
-async def test_32_while_in_a_branch(run: Run, taken: bool) -> None:
-    """CONFORMANCE 32: taken it runs, untaken it ends at once."""
+async def test_while_in_a_branch(run: Run, taken: bool) -> None:
+    """Behaviour 32: taken it runs, untaken it ends at once."""
     pred = af.placeholder("bool", ())
     result = af.cond(pred, lambda: count_to(10), lambda: af.constant(-1))
     assert await run(result, {pred: taken}) == (10 if taken else -1)
 
 
-async def test_32_cond_in_while(run: Run) -> None:
-    """CONFORMANCE 32: a predicate that changes from iteration to iteration."""
+async def test_cond_in_while(run: Run) -> None:
+    """Behaviour 32: a predicate that changes from iteration to iteration."""
 
     def body(i: Any, evens: Any, odds: Any) -> Any:
         even = i % 2 == 0
@@ -415,8 +415,8 @@ async def test_32_cond_in_while(run: Run) -> None:
     assert await run(af.while_loop(lambda i, e, o: i < 10, body, (0, 0, 0))) == (10, 20, 25)
 
 
-async def test_32_while_cond_while(run: Run) -> None:
-    """CONFORMANCE 32: three levels, the innermost in some iterations only."""
+async def test_while_cond_while(run: Run) -> None:
+    """Behaviour 32: three levels, the innermost in some iterations only."""
 
     def body(i: Any, total: Any) -> Any:
         return i + 1, total + af.cond(i % 3 == 0, lambda: count_to(i), lambda: af.constant(100))
@@ -425,6 +425,6 @@ async def test_32_while_cond_while(run: Run) -> None:
     assert await run(total) == (0 + 3 + 6) + 4 * 100
 
 
-async def test_32_a_loop_in_the_predicate(run: Run) -> None:
-    """CONFORMANCE 32: the predicate may itself loop."""
+async def test_a_loop_in_the_predicate(run: Run) -> None:
+    """Behaviour 32: the predicate may itself loop."""
     assert await run(af.while_loop(lambda i: count_to(i) < 5, lambda i: i + 1, (0,))) == (5,)

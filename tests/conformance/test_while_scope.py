@@ -1,4 +1,4 @@
-"""CONFORMANCE 40-44: what a loop's tensors, functions, fetches, devices and buffers may do."""
+"""Behaviour 40-44: what a loop's tensors, functions, fetches, devices and buffers may do."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ LEAKS: dict[str, Callable[[af.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("use", LEAKS)
-def test_40_a_tensor_leaked_from_a_body(use: str) -> None:
-    """CONFORMANCE 40: its use is a build error that names the body and the user's line."""
+def test_a_tensor_leaked_from_a_body(use: str) -> None:
+    """Behaviour 40: its use is a build error that names the body and the user's line."""
     with pytest.raises(af.GraphError, match=r"leaky/body.*lies outside it[\s\S]*test_while_scope.py"):
         LEAKS[use](leaked_tensor())
 
 
-async def test_40_fetching_a_leaked_tensor(run: Run) -> None:
-    """CONFORMANCE 40: it has one value per iteration, so there is nothing to fetch."""
+async def test_fetching_a_leaked_tensor(run: Run) -> None:
+    """Behaviour 40: it has one value per iteration, so there is nothing to fetch."""
     with pytest.raises(af.FetchError, match="leaky/body"):
         await run(leaked_tensor())
 
 
-async def test_40_an_outer_bodys_tensor_in_an_inner_loop(run: Run) -> None:
-    """CONFORMANCE 40: enclosing bodies are fair game."""
+async def test_an_outer_bodys_tensor_in_an_inner_loop(run: Run) -> None:
+    """Behaviour 40: enclosing bodies are fair game."""
 
     def body(i: Any, total: Any) -> Any:
         _, inner = af.while_loop(lambda j, t: j < i, lambda j, t: (j + 1, t + i), (0, total))
@@ -81,13 +81,13 @@ def squared_as_graph(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("square", [lambda x: x * x, squared_in_python, squared_as_graph])
-async def test_41_functions_in_the_body(run: Run, square: Callable[[Any], Any]) -> None:
-    """CONFORMANCE 41: 2 becomes 65536 after 4 squarings, however squaring is written."""
+async def test_functions_in_the_body(run: Run, square: Callable[[Any], Any]) -> None:
+    """Behaviour 41: 2 becomes 65536 after 4 squarings, however squaring is written."""
     assert await run(af.while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, square(x)), (0, 2.0))) == (4, 65536.0)
 
 
-async def test_41_a_function_in_nested_loops(run: Run) -> None:
-    """CONFORMANCE 41: called in both bodies."""
+async def test_a_function_in_nested_loops(run: Run) -> None:
+    """Behaviour 41: called in both bodies."""
 
     def body(i: Any, x: Any) -> Any:
         _, inner = af.while_loop(lambda j, y: j < 2, lambda j, y: (j + 1, squared_as_graph(y)), (0, x))
@@ -99,24 +99,24 @@ async def test_41_a_function_in_nested_loops(run: Run) -> None:
 # -- 42: fetches and feeds -------------------------------------------------------------------------------------------
 
 
-async def test_42_every_set_of_fetches_agrees(run: Run) -> None:
-    """CONFORMANCE 42: loop variables nobody needs are dropped, the others stay the same."""
+async def test_every_set_of_fetches_agrees(run: Run) -> None:
+    """Behaviour 42: loop variables nobody needs are dropped, the others stay the same."""
     a, b, c = af.while_loop(lambda a, b, c: a < 5, lambda a, b, c: (a + 1, b + a, c * 2), (0, 0, 1))
     values = {a: 5, b: 10, c: 32}
     for fetches in ([a], [b], [c], [c, a], [b, c], [a, b, c]):
         assert await run(fetches) == [values[fetch] for fetch in fetches]
 
 
-async def test_42_feeding_an_inner_tensor_is_refused(run: Run) -> None:
-    """CONFORMANCE 42: with the reason and what to do instead."""
+async def test_feeding_an_inner_tensor_is_refused(run: Run) -> None:
+    """Behaviour 42: with the reason and what to do instead."""
     (result,) = af.while_loop(lambda i: i < 3, lambda i: i + 1, (0,))
     inner = body_of(result).inputs[0]
     with pytest.raises(af.FeedError, match=r"a value per iteration or branch taken.*feed what enters"):
         await run(result, {inner: 1})
 
 
-async def test_42_feeding_a_result_skips_the_loop(run: Run) -> None:
-    """CONFORMANCE 42: a loop's output is outside it and can be fed."""
+async def test_feeding_a_result_skips_the_loop(run: Run) -> None:
+    """Behaviour 42: a loop's output is outside it and can be fed."""
     x, y = af.while_loop(lambda x, y: x < 3, lambda x, y: (x + 1, y + x), (0, 0))
     assert await run([x + y, x], {y: 100}) == [103, 3]
     assert await run(x * 2, {x: 21}) == 42
@@ -125,8 +125,8 @@ async def test_42_feeding_a_result_skips_the_loop(run: Run) -> None:
 # -- 43: device scopes -----------------------------------------------------------------------------------------------
 
 
-async def test_43_device_scopes(run: Run) -> None:
-    """CONFORMANCE 43: around the loop, inside the body, and a body defined outside the scope."""
+async def test_device_scopes(run: Run) -> None:
+    """Behaviour 43: around the loop, inside the body, and a body defined outside the scope."""
 
     def body(x: Any) -> Any:
         with af.device("cpu:0"):
@@ -148,8 +148,8 @@ async def test_43_device_scopes(run: Run) -> None:
 
 
 @pytest.mark.slow
-async def test_44_a_thousand_iterations_hold_few_buffers(session: af.Session) -> None:
-    """CONFORMANCE 44: what an iteration made is freed when the next has used it.
+async def test_a_thousand_iterations_hold_few_buffers(session: af.Session) -> None:
+    """Behaviour 44: what an iteration made is freed when the next has used it.
 
     Cards may be as many iterations behind their host as may run at once, and what is on its way between them is kept.
     """

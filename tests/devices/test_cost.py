@@ -85,7 +85,7 @@ def test_the_static_estimate_holds_until_the_first_measurement() -> None:
 
 
 def test_a_user_function_proves_itself_again_after_each_slow_call() -> None:
-    """CONFORMANCE 108: eight short calls, then 64 behind one that held the loop, at each node that calls it."""
+    """Behaviour 108: eight short calls, then 64 behind one that held the loop, at each node that calls it."""
     proof = Proof()
     cost, other = UserCost([proof]), UserCost([proof])
     for node in (cost, other):
@@ -100,7 +100,7 @@ def test_a_user_function_proves_itself_again_after_each_slow_call() -> None:
 
 
 def test_the_deviation_counts_and_sizes_do_not_disprove() -> None:
-    """CONFORMANCE 108: a mean below the limit is not enough, and work on more elements may take longer."""
+    """Behaviour 108: a mean below the limit is not enough, and work on more elements may take longer."""
     cost = UserCost([Proof()])
     for ns in (10_000, INLINE_LIMIT_NS) * 4:
         cost.observe(1, ns)

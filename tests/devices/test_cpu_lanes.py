@@ -79,7 +79,7 @@ async def test_what_is_not_measured_has_one_more(held: Held) -> None:
 
 
 async def test_a_burst_of_first_firings_does_not_hold_up_those_of_another_node(held: Held) -> None:
-    """CONFORMANCE 95: what has others of its node under way may be as long as they prove to be."""
+    """Behaviour 95: what has others of its node under way may be as long as they prove to be."""
     burst = [held.give(None, node="large") for _ in range(6)]
     assert burst == ["compute", "compute:1"] * 3
     assert held.give(None, node="small") == "compute:2"
@@ -87,7 +87,7 @@ async def test_a_burst_of_first_firings_does_not_hold_up_those_of_another_node(h
 
 
 async def test_short_ones_never_wait_for_others(held: Held) -> None:
-    """CONFORMANCE 95: whatever else there is, one lane has nothing but short ones."""
+    """Behaviour 95: whatever else there is, one lane has nothing but short ones."""
     for expected in (LONG_NS, None, MEDIUM_NS, LONG_NS, None, None):
         assert held.give(expected) != "compute:3"
     assert {held.give(SHORT_NS) for _ in range(5)} == {"compute:3"}

@@ -143,7 +143,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_gradients_are_the_same_bits_however_values_move(
     cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Any, regions: bool
 ) -> None:
-    """CONFORMANCE 68: never, once memory is short, always, through a file, and whatever their size."""
+    """Behaviour 68: never, once memory is short, always, through a file, and whatever their size."""
     training = Training(build)
     never, kept = await training.once(regions=regions, memory_limit=ROOM // 32)
     cupy.engine.calls.clear()
@@ -172,7 +172,7 @@ async def test_plans_know_what_starting_a_copy_takes_the_host(cupy: FakeCupy) ->
 @pytest.mark.parametrize("options", [{"compute_streams": 2}, {"cuda_graphs": True}], ids=["streams", "graphs"])
 @pytest.mark.usefixtures("always")
 async def test_several_streams_and_graphs_move_too(cupy: FakeCupy, options: Any) -> None:
-    """CONFORMANCE 85: what another stream still reads is not given away."""
+    """Behaviour 85: what another stream still reads is not given away."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     moved, memory = await training.once(memory_limit=ROOM // 32, **options)
@@ -198,8 +198,8 @@ def needs_much(x: Any, w: Any) -> Any:
 
 
 @pytest.mark.parametrize("regions", [True, False])
-async def test_f30_what_may_move_makes_room_for_what_does_not_fit(cupy: FakeCupy, regions: bool) -> None:
-    """FAULTS F30: an allocation that fails is tried once more, and nobody waits but streams."""
+async def test_what_may_move_makes_room_for_what_does_not_fit(cupy: FakeCupy, regions: bool) -> None:
+    """Fault F30: an allocation that fails is tried once more, and nobody waits but streams."""
     training = Training(needs_much)
     never, kept = await training.once(regions=regions, memory_limit=ROOM // 32)
     async with training.session(regions=regions, memory_limit=kept.peak - 2 * VALUE) as session:
@@ -240,8 +240,8 @@ async def test_where_memory_is_short_streams_wait_for_copies_out_and_the_host_la
 
 
 @pytest.mark.usefixtures("always")
-async def test_f31_the_host_pins_no_more(cupy: FakeCupy) -> None:
-    """FAULTS F31: values stay on the card as they were; where they do not fit the error says what was refused."""
+async def test_the_host_pins_no_more(cupy: FakeCupy) -> None:
+    """Fault F31: values stay on the card as they were; where they do not fit the error says what was refused."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     async with training.session(memory_limit=ROOM // 32) as session:
@@ -259,7 +259,7 @@ async def test_f31_the_host_pins_no_more(cupy: FakeCupy) -> None:
 @pytest.mark.parametrize("direction", ["move_out", "move_in"])
 @pytest.mark.usefixtures("always")
 async def test_a_copy_that_fails(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
-    """FAULTS F31: on its way out the value stays; on its way back, who reads it gets the error."""
+    """Fault F31: on its way out the value stays; on its way back, who reads it gets the error."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     async with training.session() as session:
@@ -302,8 +302,8 @@ def loses_once_away(manager: SwapManager, cupy: FakeCupy) -> None:
 
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.usefixtures("always")
-async def test_f33_a_card_is_lost_while_values_are_away(cupy: FakeCupy, regions: bool) -> None:
-    """FAULTS F33: the run fails with that, all is given back, and another card goes on."""
+async def test_a_card_is_lost_while_values_are_away(cupy: FakeCupy, regions: bool) -> None:
+    """Fault F33: the run fails with that, all is given back, and another card goes on."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     async with training.session(devices=["cuda:1"]) as other:
@@ -319,8 +319,8 @@ async def test_f33_a_card_is_lost_while_values_are_away(cupy: FakeCupy, regions:
 
 
 @pytest.mark.usefixtures("always")
-async def test_f33_what_is_on_the_host_goes_on_without_the_card(cupy: FakeCupy) -> None:
-    """FAULTS F33: runs that need nothing of a lost card, and variables on the host, in the very session."""
+async def test_host_values_go_on_without_the_card(cupy: FakeCupy) -> None:
+    """Fault F33: runs that need nothing of a lost card, and variables on the host, in the very session."""
     training = Training()
     with training.graph, af.device("cpu:0"):
         count = af.Variable(0.0, name="count")
@@ -336,10 +336,10 @@ async def test_f33_what_is_on_the_host_goes_on_without_the_card(cupy: FakeCupy) 
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("spills", [True, False])
 @pytest.mark.usefixtures("always")
-async def test_f18_cancelled_at_any_turn_all_is_given_back(
+async def test_cancelled_at_any_turn_all_is_given_back(
     cupy: FakeCupy, tmp_path: Path, regions: bool, spills: bool
 ) -> None:
-    """FAULTS F18: memory of the card, of the host and the disk, copies in flight included; a run after it is right."""
+    """Fault F18: memory of the card, of the host and the disk, copies in flight included; a run after it is right."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     options: Any = {"host_memory_limit": 2 * VALUE, "spill_directory": str(tmp_path)} if spills else {}
@@ -358,8 +358,8 @@ async def test_f18_cancelled_at_any_turn_all_is_given_back(
 
 
 @pytest.mark.usefixtures("always")
-async def test_85_a_buffer_is_kept_until_its_copy_has_ended(cupy: FakeCupy) -> None:
-    """CONFORMANCE 85: the card's memory and the pinned one, also after the run is cancelled."""
+async def test_a_buffer_is_kept_until_its_copy_has_ended(cupy: FakeCupy) -> None:
+    """Behaviour 85: the card's memory and the pinned one, also after the run is cancelled."""
     training = Training()
     async with training.session(memory_limit=ROOM // 32) as session:
         moves, memory = swapping_of(session), session.devices[0].memory
@@ -382,10 +382,10 @@ async def test_85_a_buffer_is_kept_until_its_copy_has_ended(cupy: FakeCupy) -> N
 
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("spills", [True, False])
-async def test_f32_runs_that_do_not_fit_together_all_end(
+async def test_runs_that_do_not_fit_together_all_end(
     cupy: FakeCupy, tmp_path: Path, regions: bool, spills: bool
 ) -> None:
-    """FAULTS F32: neither waits for the other's memory for ever."""
+    """Fault F32: neither waits for the other's memory for ever."""
     training = Training()
     never, _ = await training.once(regions=regions, saved_values="keep")
     options: Any = {"host_memory_limit": 4 * VALUE, "spill_directory": str(tmp_path)} if spills else {}
@@ -398,10 +398,10 @@ async def test_f32_runs_that_do_not_fit_together_all_end(
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize(("fails", "said"), [("read", "Input/output error"), ("bit", "not those that were written")])
 @pytest.mark.usefixtures("always")
-async def test_f31_a_bad_read_fails_a_run_and_others_go_on(
+async def test_a_bad_read_fails_a_run_and_others_go_on(
     cupy: FakeCupy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, said: str, regions: bool
 ) -> None:
-    """FAULTS F31: the error names the value and the file."""
+    """Fault F31: the error names the value and the file."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
     read = os.preadv
@@ -427,8 +427,8 @@ async def test_f31_a_bad_read_fails_a_run_and_others_go_on(
 
 
 @pytest.mark.usefixtures("always")
-async def test_f31_a_full_disk(cupy: FakeCupy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS F31: values stay where they are; where they do not fit the error says what went wrong with the file."""
+async def test_a_full_disk(cupy: FakeCupy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F31: values stay where they are; where they do not fit the error says what went wrong with the file."""
     training = Training()
     never, _ = await training.once(saved_values="keep")
 

@@ -1,4 +1,4 @@
-"""The host of simulated devices: one thread for all of them, or one each, and what takes its time. CONFORMANCE 99."""
+"""The host of simulated devices: one thread for all of them, or one each, and what takes its time. Behaviour 99."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _products(cards: int, **options: Any) -> tuple[float, list[Any]]:
         return clock.now_s, values
 
 
-def test_99_more_cards_do_not_make_one_host_faster() -> None:
-    """Ten times as many launches take it ten times as long, on however many cards."""
+def test_more_cards_do_not_make_one_host_faster() -> None:
+    """Behaviour 99: ten times as many launches take it ten times as long, on however many cards."""
     one, four = (_products(cards, host=SLOW)[0] for cards in (1, 4))
     assert four == pytest.approx(4 * one, rel=0.05)
     each = replace(SLOW, thread_a_device=True)

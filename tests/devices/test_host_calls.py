@@ -1,4 +1,4 @@
-"""What the host is asked to do is the same on simulated cards as on the stand-in for CuPy. CONFORMANCE 99."""
+"""What the host is asked to do is the same on simulated cards as on the stand-in for CuPy. Behaviour 99."""
 
 from __future__ import annotations
 
@@ -124,9 +124,10 @@ async def _counted(program: Program, count: Callable[[], Any], options: dict[str
         (_elementwise, {"cuda_graphs": True}),
     ],
 )
-def test_99_a_plan_makes_the_calls_that_it_makes_on_cards(
+def test_a_plan_makes_the_calls_that_it_makes_on_cards(
     build: Callable[[str], Program], options: dict[str, Any]
 ) -> None:
+    """Behaviour 99."""
     with virtual_clock("2 x v100, nvlink2") as clock:
         calls, simulated = clock.run(
             _counted(build("sim"), lambda: next(iter(clock.machine.threads.values())).calls, options, "sim")

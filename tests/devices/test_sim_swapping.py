@@ -130,7 +130,7 @@ LIMIT = 24 * VALUE
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("build", [loop, nested])
 def test_gradients_are_the_same_bits_however_values_move(build: Any, regions: bool) -> None:
-    """CONFORMANCE 68: never, once memory is short, always, and whatever their size."""
+    """Behaviour 68: never, once memory is short, always, and whatever their size."""
     never = train(build, regions=regions)
     short = train(build, regions=regions, limit=LIMIT)
     always = train(build, regions=regions, swap_memory=True)

@@ -108,7 +108,7 @@ def working_set(regions: bool) -> int:
     ("build", "values", "regions"), [(loop, 14, True), (nested, 13, True), (loop, 8, False), (nested, 9, False)]
 )
 def test_loops_end_within_limits_that_one_iteration_nearly_fills(build: Any, values: int, regions: bool) -> None:
-    """CONFORMANCE 68: of 36 and 25 values that are held otherwise; an iteration of the gradient takes 5 and more."""
+    """Behaviour 68: of 36 and 25 values that are held otherwise; an iteration of the gradient takes 5 and more."""
     whole = train(build, regions=regions)
     tight = train(build, regions=regions, limit=values * VALUE)
     assert tight.memory.peak <= values * VALUE < 0.7 * whole.memory.peak
@@ -117,7 +117,7 @@ def test_loops_end_within_limits_that_one_iteration_nearly_fills(build: Any, val
 
 @pytest.mark.parametrize("values", [3, 5])
 def test_a_working_set_above_the_limit_is_an_error_within_one_iteration(values: int, regions: bool) -> None:
-    """FAULTS F30: with the numbers; the session goes on."""
+    """Fault F30: with the numbers; the session goes on."""
 
     async def main(machine: Machine) -> None:
         with pytest.raises(af.OutOfMemoryError) as caught:
@@ -147,7 +147,7 @@ def test_a_feed_larger_than_the_limit_is_an_error_that_says_so(regions: bool, ex
 
 
 def test_the_error_says_what_an_iteration_takes() -> None:
-    """FAULTS F30: of the forward loop, where one of the gradient does not fit."""
+    """Fault F30: of the forward loop, where one of the gradient does not fit."""
 
     async def main(machine: Machine) -> None:
         with pytest.raises(af.OutOfMemoryError, match=r"an iteration of a loop took up to \d+\.\d KiB of it"):
@@ -173,7 +173,7 @@ def shuffled(seeds: Sequence[int], limit: int, regions: bool, expected: list[lis
 
 
 def test_three_runs_in_the_memory_of_one_all_end(working_set: int, regions: bool, expected: list[list[Array]]) -> None:
-    """FAULTS F32: in a limit of 1.3 working sets all end, none starves, and every result is right."""
+    """Fault F32: in a limit of 1.3 working sets all end, none starves, and every result is right."""
     shuffled(range(1, 3), int(1.3 * working_set), regions, expected)
 
 
@@ -182,7 +182,7 @@ def test_three_runs_in_the_memory_of_one_all_end(working_set: int, regions: bool
 def test_three_runs_in_the_memory_of_one_all_end_in_any_order(
     request: pytest.FixtureRequest, part: int, working_set: int, regions: bool, expected: list[list[Array]]
 ) -> None:
-    """FAULTS F32: ten seeds, other ones with each turn."""
+    """Fault F32: ten seeds, other ones with each turn."""
     first = crc32(request.config.getoption("turn").encode()) + 10 * part
     shuffled(range(first, first + 10), int(1.3 * working_set), regions, expected)
 
@@ -190,7 +190,7 @@ def test_three_runs_in_the_memory_of_one_all_end_in_any_order(
 def test_the_oldest_run_is_never_done_twice_where_what_cannot_move_fits(
     regions: bool, expected: list[list[Array]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS F32: younger runs pause, and their values go."""
+    """Fault F32: younger runs pause, and their values go."""
     failed: list[int] = []
     fail = Executor.fail
 
@@ -211,7 +211,7 @@ def test_the_oldest_run_is_never_done_twice_where_what_cannot_move_fits(
 
 
 def test_a_younger_run_that_waits_goes_at_once_when_it_is_cancelled(regions: bool, expected: list[list[Array]]) -> None:
-    """FAULTS F18, F32: before the older one does, which goes on; nothing of it is held by then."""
+    """Fault F18, F32: before the older one does, which goes on; nothing of it is held by then."""
 
     async def main(machine: Machine) -> list[list[Array]]:
         await machine.train()  # which measures
@@ -241,7 +241,7 @@ def test_a_younger_run_that_waits_goes_at_once_when_it_is_cancelled(regions: boo
 def test_a_run_beside_an_older_one_is_cancelled_at_any_time(
     share: float, regions: bool, expected: list[list[Array]]
 ) -> None:
-    """FAULTS F18: what is in flight included; the older one goes on, and so does the next."""
+    """Fault F18: what is in flight included; the older one goes on, and so does the next."""
 
     async def whole_s(machine: Machine) -> float:
         began_s = asyncio.get_running_loop().time()

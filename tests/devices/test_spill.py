@@ -55,7 +55,7 @@ def test_a_file_that_was_cut_off_is_found(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS F31: the room is free again, and the next write takes it."""
+    """Fault F31: the room is free again, and the next write takes it."""
     file = SpillFile(str(tmp_path))
     write, calls = os.pwrite, []
 

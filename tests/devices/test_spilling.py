@@ -58,7 +58,7 @@ async def gradient(dx: Any, x: Any, **options: Any) -> tuple[np.ndarray[Any, Any
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("swap_memory", [True, False])
 async def test_gradients_are_the_same_bits_with_a_file(tmp_path: Path, regions: bool, swap_memory: bool) -> None:
-    """CONFORMANCE 68: with a limit of two thirds of what is held, through a file, on threads."""
+    """Behaviour 68: with a limit of two thirds of what is held, through a file, on threads."""
     with af.Graph():
         dx, x = program(swap_memory=swap_memory, window=1)
         expected, kept = await gradient(dx, x, regions=regions, memory_limit=1 << 30)
@@ -176,7 +176,7 @@ async def test_copies_to_a_file_and_back_are_on_the_timeline(tmp_path: Path) -> 
 
 
 async def test_values_under_64_kib_never_move(tmp_path: Path) -> None:
-    """CONFORMANCE 68: not even where they always may."""
+    """Behaviour 68: not even where they always may."""
     with af.Graph():
         dx, x = program(swap_memory=True, side=64)
         _, memory = await gradient(dx, x, memory_limit=1 << 30, spill_directory=str(tmp_path))
@@ -184,7 +184,7 @@ async def test_values_under_64_kib_never_move(tmp_path: Path) -> None:
 
 
 async def test_a_value_saved_under_two_names_moves_once(tmp_path: Path) -> None:
-    """CONFORMANCE 68: no buffer moves twice. What an iteration gives is what the next one takes."""
+    """Behaviour 68: no buffer moves twice. What an iteration gives is what the next one takes."""
     with af.Graph():
         x = af.placeholder("float64", (SIDE, SIDE))
         w = af.placeholder("float64", (SIDE, SIDE))
@@ -318,7 +318,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 async def test_a_run_fails_on_a_bad_read_and_others_go_on(
     tmp_path: Path, disk: Disk, fails: str, said: str, regions: bool
 ) -> None:
-    """FAULTS F31: the error names the value and the file; afterwards nothing is held, and the next run is right."""
+    """Fault F31: the error names the value and the file; afterwards nothing is held, and the next run is right."""
     with af.Graph():
         dx, x = program(swap_memory=True, window=1)
         expected, _ = await gradient(dx, x)
@@ -338,7 +338,7 @@ async def test_a_run_fails_on_a_bad_read_and_others_go_on(
 
 
 async def test_a_full_disk_costs_nothing_while_memory_lasts(tmp_path: Path, disk: Disk) -> None:
-    """FAULTS F31: values stay where they are; where they do not fit the error says what went wrong with the file."""
+    """Fault F31: values stay where they are; where they do not fit the error says what went wrong with the file."""
     disk.fails = "full"
     with af.Graph():
         dx, x = program(swap_memory=True, window=1)
@@ -374,7 +374,7 @@ async def test_the_event_loop_goes_on_while_a_value_is_read(tmp_path: Path, disk
 
 
 async def test_a_cancelled_run_gives_back_memory_and_disk(tmp_path: Path, disk: Disk) -> None:
-    """FAULTS F18: with reads in flight."""
+    """Fault F18: with reads in flight."""
     with af.Graph():
         dx, x = program(swap_memory=True, window=1)
         async with af.Session(x.graph, memory_limit=1 << 30, spill_directory=str(tmp_path)) as session:
@@ -399,7 +399,7 @@ async def test_a_cancelled_run_gives_back_memory_and_disk(tmp_path: Path, disk: 
 
 
 async def test_two_runs_that_do_not_fit_together_both_end(tmp_path: Path) -> None:
-    """FAULTS F32: neither waits for the other's memory for ever."""
+    """Fault F32: neither waits for the other's memory for ever."""
     with af.Graph():
         dx, x = program(window=1)
         expected, kept = await gradient(dx, x, memory_limit=1 << 30)

@@ -134,7 +134,7 @@ class Machine:
 
 
 def test_nothing_moves_while_there_is_room() -> None:
-    """CONFORMANCE 68: below 70 % of the limit all values stay."""
+    """Behaviour 68: below 70 % of the limit all values stay."""
     machine = Machine(limit=10 * MIB)
     values = [machine.save(str(number)) for number in range(7)]
     assert machine.orders == []
@@ -143,7 +143,7 @@ def test_nothing_moves_while_there_is_room() -> None:
 
 
 def test_the_oldest_go_as_far_as_it_takes_and_come_back_in_the_order_of_reads() -> None:
-    """CONFORMANCE 68: oldest first, back last first."""
+    """Behaviour 68: oldest first, back last first."""
     machine = Machine(limit=10 * MIB)
     values = []
     for number in range(12):
@@ -257,7 +257,7 @@ def test_what_comes_further_ahead_leaves_room_for_iterations(is_measured: bool, 
 
 
 def test_a_failed_copy_out_leaves_the_value_where_it_was_and_is_not_tried_again() -> None:
-    """FAULTS F31: the device's copy is kept, and nothing is half written."""
+    """Fault F31: the device's copy is kept, and nothing is half written."""
     machine = Machine(limit=None)
     value = machine.save("a", always=True)
     machine.save("b", always=True)
@@ -390,7 +390,7 @@ def test_one_iteration_is_enough_to_go_by_where_much_is_free() -> None:
 
 
 def test_values_whose_copies_back_could_not_start_come_ahead_later() -> None:
-    """CONFORMANCE 68: there was no room, or the card is lost, and then they are counted as away from it."""
+    """Behaviour 68: there was no room, or the card is lost, and then they are counted as away from it."""
     machine = Machine(limit=None)
     values = [machine.save(str(number), always=True) for number in range(8)]
     while machine.out:
@@ -423,7 +423,7 @@ def test_an_iteration_begins_once_copies_out_have_made_room_for_it() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_iteration_begins_once_copies_out_of_values_that_nobody_needs_have_ended(fails: bool) -> None:
-    """FAULTS F32: such a copy holds the memory of a value that was read for the last time before it had left."""
+    """Fault F32: such a copy holds the memory of a value that was read for the last time before it had left."""
     machine = Machine(limit=10 * MIB)
     loop = machine.working_set(3 * MIB)
     values = [machine.save(str(number)) for number in range(8)]
@@ -462,7 +462,7 @@ def test_an_iteration_that_is_too_large_begins_once_nothing_can_go_any_more() ->
 
 
 def test_a_younger_run_waits_for_the_older_and_all_its_values_go() -> None:
-    """FAULTS F32: the older one waits for copies alone, whatever the younger one holds."""
+    """Fault F32: the older one waits for copies alone, whatever the younger one holds."""
     machine = Machine(limit=10 * MIB)
     loop = machine.working_set(2 * MIB)
     machine.manager.enters(1)

@@ -1,4 +1,4 @@
-"""FAULTS F18 and F19, CONFORMANCE 84 and 85: runs over several devices that are cancelled at any moment."""
+"""Fault F18 and F19, Behaviour 84 and 85: runs over several devices that are cancelled at any moment."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
-def test_f18_a_cancel_at_every_virtual_tick(count: int) -> None:
-    """FAULTS F18, CONFORMANCE 84: a loop cut over all devices, cancelled at each tick n = 0..N, early and late."""
+def test_a_cancel_at_every_virtual_tick(count: int) -> None:
+    """Fault F18, Behaviour 84: a loop cut over all devices, cancelled at each tick n = 0..N, early and late."""
 
     async def main(open_session: OpenSession) -> int:
         with af.Graph() as graph:
@@ -51,8 +51,8 @@ def test_f18_a_cancel_at_every_virtual_tick(count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_f18_a_cancel_at_every_pass_of_a_real_loop(count: int, kind: Any) -> None:
-    """FAULTS F18, CONFORMANCE 84: the same on real time: cancelled after each number of the loop's passes."""
+async def test_a_cancel_at_every_pass_of_a_real_loop(count: int, kind: Any) -> None:
+    """Fault F18, Behaviour 84: the same on real time: cancelled after each number of the loop's passes."""
     cluster = Cluster(count, kind=kind)
     with af.Graph() as graph:
         program = ring(cluster)
@@ -93,8 +93,8 @@ def relay(cluster: Cluster) -> tuple[af.Tensor, af.Tensor]:
 
 @pytest.mark.parametrize("link", ["nvlink2", ""], ids=["peer", "staged"])
 @pytest.mark.parametrize("count", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def test_f19_a_cancel_during_a_copy(count: int, link: str) -> None:
-    """FAULTS F19, CONFORMANCE 84, 85: both ends are released, but not before the copy is done; the key is gone.
+def test_a_cancel_during_a_copy(count: int, link: str) -> None:
+    """Fault F19, Behaviour 84, 85: both ends are released, but not before the copy is done; the key is gone.
 
     The next run begins at once and uses the same memory; a value written or freed too early would be a hazard, and
     show in its result.
@@ -139,8 +139,8 @@ def test_f19_a_cancel_during_a_copy(count: int, link: str) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_84_a_cancel_before_the_start(count: int) -> None:
-    """CONFORMANCE 84: a task that has not begun runs nothing on any device."""
+def test_a_cancel_before_the_start(count: int) -> None:
+    """Behaviour 84: a task that has not begun runs nothing on any device."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -158,8 +158,8 @@ def test_84_a_cancel_before_the_start(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_84_a_deadline_in_a_loop_over_devices(count: int) -> None:
-    """CONFORMANCE 84, FAULTS F15: a loop that would not end; virtual time is exact, and the session goes on."""
+def test_a_deadline_in_a_loop_over_devices(count: int) -> None:
+    """Behaviour 84, Fault F15: a loop that would not end; virtual time is exact, and the session goes on."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:

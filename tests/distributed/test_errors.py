@@ -1,4 +1,4 @@
-"""FAULTS F02, F30 and F34, CONFORMANCE 72 and 76: what goes wrong on one of several devices."""
+"""Fault F2, F30 and F34, Behaviour 72 and 76: what goes wrong on one of several devices."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def fragile_loop(cluster: Cluster, fragile: Fragile) -> tuple[af.Tensor, af.Tens
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 @pytest.mark.parametrize("count", COUNTS)
-def test_f01_an_error_on_each_device_in_turn(count: int, kind: Any) -> None:
-    """FAULTS F01, CONFORMANCE 72, 76: it is raised with its device and tag, every Recv that waits ends, and the next
+def test_an_error_on_each_device_in_turn(count: int, kind: Any) -> None:
+    """Fault F1, Behaviour 72, 76: it is raised with its device and tag, every Recv that waits ends, and the next
     run is right."""
 
     async def main(open_session: OpenSession) -> None:
@@ -86,8 +86,8 @@ def test_f01_an_error_on_each_device_in_turn(count: int, kind: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", COUNTS)
-def test_f02_errors_on_all_devices(count: int, seed: int) -> None:
-    """FAULTS F02, CONFORMANCE 72: one is raised, others that came before all had stopped are its notes; a seed repeats
+def test_errors_on_all_devices(count: int, seed: int) -> None:
+    """Fault F2, Behaviour 72: one is raised, others that came before all had stopped are its notes; a seed repeats
     them."""
 
     async def main(open_session: OpenSession) -> tuple[str, list[str]]:
@@ -114,8 +114,8 @@ async def never(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_76_an_abort_ends_all_that_wait(count: int) -> None:
-    """CONFORMANCE 76: every other device waits for a value that never comes; one error, and it is the same for all."""
+def test_an_abort_ends_all_that_wait(count: int) -> None:
+    """Behaviour 76: every other device waits for a value that never comes; one error, and it is the same for all."""
 
     async def main(open_session: OpenSession) -> None:
         endless = af.op(outputs=INT, name="endless")(never)
@@ -144,8 +144,8 @@ def test_76_an_abort_ends_all_that_wait(count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
-def test_76_a_coroutine_that_cannot_be_made(kind: Any) -> None:
-    """CONFORMANCE 76: what is called for a coroutine raises instead, and the run ends like any that failed."""
+def test_a_coroutine_that_cannot_be_made(kind: Any) -> None:
+    """Behaviour 76: what is called for a coroutine raises instead, and the run ends like any that failed."""
 
     def call(x: Any) -> Any:
         raise LookupError("no coroutine")
@@ -163,8 +163,8 @@ def test_76_a_coroutine_that_cannot_be_made(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
-def test_76_a_wrong_dtype_is_not_sent(kind: Any) -> None:
-    """CONFORMANCE 76: in debug mode, what is not as declared fails where it is made, not where it is received."""
+def test_a_wrong_dtype_is_not_sent(kind: Any) -> None:
+    """Behaviour 76: in debug mode, what is not as declared fails where it is made, not where it is received."""
 
     async def main(open_session: OpenSession) -> None:
         spec = af.spec("float32", (2,))
@@ -183,8 +183,8 @@ def test_76_a_wrong_dtype_is_not_sent(kind: Any) -> None:
     cluster.run(main)
 
 
-def test_76_a_device_that_is_not_there() -> None:
-    """CONFORMANCE 76: a node asks for a device that the session has not: an error before anything runs, with both."""
+def test_a_device_that_is_not_there() -> None:
+    """Behaviour 76: a node asks for a device that the session has not: an error before anything runs, with both."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph, af.device("sim:7"):
@@ -199,8 +199,8 @@ def test_76_a_device_that_is_not_there() -> None:
 
 
 @pytest.mark.slow
-def test_76_5000_loop_variables_over_a_transfer() -> None:
-    """CONFORMANCE 76: every one of them comes from another device."""
+def test_five_thousand_loop_variables_over_a_transfer() -> None:
+    """Behaviour 76: every one of them comes from another device."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -221,8 +221,8 @@ def test_76_5000_loop_variables_over_a_transfer() -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_f30_out_of_memory_on_one_device(count: int) -> None:
-    """FAULTS F30: requested, used, limit and the five largest; what runs elsewhere goes on, and so does the device."""
+def test_out_of_memory_on_one_device(count: int) -> None:
+    """Fault F30: requested, used, limit and the five largest; what runs elsewhere goes on, and so does the device."""
 
     async def main(open_session: OpenSession) -> None:
         gate = CoroutineGate()
@@ -257,8 +257,8 @@ def test_f30_out_of_memory_on_one_device(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_f30_a_feed_that_does_not_fit(count: int) -> None:
-    """FAULTS F30: it names the placeholder's line, and the run is over: nothing of it is left."""
+def test_a_feed_that_does_not_fit(count: int) -> None:
+    """Fault F30: it names the placeholder's line, and the run is over: nothing of it is left."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -279,8 +279,8 @@ def test_f30_a_feed_that_does_not_fit(count: int) -> None:
     cluster.run(main)
 
 
-def test_f30_a_constant_that_does_not_fit() -> None:
-    """FAULTS F30: it is on the device before any run, and the error is that of a value in one, with its line."""
+def test_a_constant_that_does_not_fit() -> None:
+    """Fault F30: it is on the device before any run, and the error is that of a value in one, with its line."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -353,8 +353,8 @@ def test_a_hazard_ends_the_run_whoever_finds_it(found_by: str) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_f34_no_peer_link(count: int) -> None:
-    """FAULTS F34: without a link between cards, copies go by way of the host, and the results are equal."""
+def test_no_peer_link(count: int) -> None:
+    """Fault F34: without a link between cards, copies go by way of the host, and the results are equal."""
 
     def streams(cluster: Cluster) -> tuple[set[str], bytes]:
         async def main(open_session: OpenSession) -> tuple[set[str], bytes]:

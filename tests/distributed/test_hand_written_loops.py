@@ -329,7 +329,7 @@ def test_an_invariant_enters_once_on_each_device_that_uses_it() -> None:
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_no_device_runs_ahead_of_another_by_more_than_the_window(window: int) -> None:
-    """CONFORMANCE 10: the predicate's device waits until the oldest iteration has ended on all others."""
+    """Behaviour 10: the predicate's device waits until the oldest iteration has ended on all others."""
     journal, gate = Journal(), Gate()
     with af.Graph() as graph:
         with af.device("sim:0"):

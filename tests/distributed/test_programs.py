@@ -1,4 +1,4 @@
-"""CONFORMANCE 14, 19, 23, 32, 43, 70, 71, 73 and 77 over 2, 3 and 8 simulated devices."""
+"""Behaviour 14, 19, 23, 32, 43, 70, 71, 73 and 77 over 2, 3 and 8 simulated devices."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def on(device: str, build: Callable[[], Any]) -> Callable[[], Any]:
 
 @BOTH
 @OVER
-def test_14_an_assertion_on_another_device(cluster: Cluster, taken: bool) -> None:
-    """CONFORMANCE 14: a failing assert on the untaken side never fires, also on another device."""
+def test_an_assertion_on_another_device(cluster: Cluster, taken: bool) -> None:
+    """Behaviour 14: a failing assert on the untaken side never fires, also on another device."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -68,8 +68,8 @@ def test_14_an_assertion_on_another_device(cluster: Cluster, taken: bool) -> Non
 
 @BOTH
 @OVER
-def test_19_a_predicate_from_another_device(cluster: Cluster, taken: bool) -> None:
-    """CONFORMANCE 19: computed on one device and used on all, with one element in any shape; or fed over a constant."""
+def test_a_predicate_from_another_device(cluster: Cluster, taken: bool) -> None:
+    """Behaviour 19: computed on one device and used on all, with one element in any shape; or fed over a constant."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -91,8 +91,8 @@ def test_19_a_predicate_from_another_device(cluster: Cluster, taken: bool) -> No
 
 @BOTH
 @OVER
-def test_23_a_switch_is_with_its_data(cluster: Cluster, taken: bool) -> None:
-    """CONFORMANCE 23: only the predicate crosses; large captures stay where they are, not copied to the host."""
+def test_a_switch_is_with_its_data(cluster: Cluster, taken: bool) -> None:
+    """Behaviour 23: only the predicate crosses; large captures stay where they are, not copied to the host."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -116,8 +116,8 @@ def test_23_a_switch_is_with_its_data(cluster: Cluster, taken: bool) -> None:
 
 @pytest.mark.parametrize("inner_first", [False, True])
 @OVER
-def test_32_nested_loops_split_both_ways(cluster: Cluster, inner_first: bool) -> None:
-    """CONFORMANCE 32: 1048576, the outer loop on one device and the inner one on another, and the other way round."""
+def test_nested_loops_split_both_ways(cluster: Cluster, inner_first: bool) -> None:
+    """Behaviour 32: 1048576, the outer loop on one device and the inner one on another, and the other way round."""
 
     async def main(open_session: OpenSession) -> None:
         outer, inner = (cluster.device(k) for k in ((-1, 0) if inner_first else (0, -1)))
@@ -139,8 +139,8 @@ def test_32_nested_loops_split_both_ways(cluster: Cluster, inner_first: bool) ->
 
 
 @OVER
-def test_32_225(cluster: Cluster) -> None:
-    """CONFORMANCE 32: nested loops whose counters and sums are on different devices, in each direction."""
+def test_nested_loops_of_fifteen(cluster: Cluster) -> None:
+    """Behaviour 32: nested loops whose counters and sums are on different devices, in each direction."""
 
     async def main(open_session: OpenSession) -> None:
         for shift in range(cluster.count):
@@ -164,8 +164,8 @@ def test_32_225(cluster: Cluster) -> None:
 
 
 @OVER
-def test_43_counters_stay_on_the_host(cluster: Cluster) -> None:
-    """CONFORMANCE 43: device scopes around the loop and inside it; nothing but vectors is ever copied."""
+def test_counters_stay_on_the_host(cluster: Cluster) -> None:
+    """Behaviour 43: device scopes around the loop and inside it; nothing but vectors is ever copied."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -192,8 +192,8 @@ def test_43_counters_stay_on_the_host(cluster: Cluster) -> None:
 
 
 @OVER
-def test_70_assign_add_is_exact(cluster: Cluster) -> None:
-    """CONFORMANCE 70: of 200 concurrent runs none is lost, with a variable on each device."""
+def test_assign_add_is_exact(cluster: Cluster) -> None:
+    """Behaviour 70: of 200 concurrent runs none is lost, with a variable on each device."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -217,8 +217,8 @@ def test_70_assign_add_is_exact(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @OVER
-def test_71_a_read_after_a_write(cluster: Cluster, seed: int) -> None:
-    """CONFORMANCE 71: with a control edge that leads over another device the read gives B; an unfetched write is
+def test_a_read_after_a_write(cluster: Cluster, seed: int) -> None:
+    """Behaviour 71: with a control edge that leads over another device the read gives B; an unfetched write is
     pruned."""
 
     async def main(open_session: OpenSession) -> None:
@@ -238,8 +238,8 @@ def test_71_a_read_after_a_write(cluster: Cluster, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @OVER
-def test_73_each_node_fires_once_a_tag(cluster: Cluster, seed: int) -> None:
-    """CONFORMANCE 73: on its one device; scheduled, started and ended in this order, and what it sends comes later."""
+def test_each_node_fires_once_a_tag(cluster: Cluster, seed: int) -> None:
+    """Behaviour 73: on its one device; scheduled, started and ended in this order, and what it sends comes later."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -263,8 +263,8 @@ def test_73_each_node_fires_once_a_tag(cluster: Cluster, seed: int) -> None:
 
 
 @OVER
-def test_77_equal_nodes_on_different_devices_are_not_joined(cluster: Cluster) -> None:
-    """CONFORMANCE 77: CSE joins what is equal on one device, and nothing over devices."""
+def test_equal_nodes_on_different_devices_are_not_joined(cluster: Cluster) -> None:
+    """Behaviour 77: CSE joins what is equal on one device, and nothing over devices."""
 
     async def main(open_session: OpenSession) -> None:
         with af.Graph() as graph:
@@ -283,8 +283,8 @@ def test_77_equal_nodes_on_different_devices_are_not_joined(cluster: Cluster) ->
 
 
 @pytest.mark.parametrize("window", [2, 3])
-def test_36_an_effect_where_the_predicate_is_does_not_hold_up_the_loop(window: int) -> None:
-    """CONFORMANCE 10, 36: as many iterations are live as on one device, though the counter is on another one.
+def test_an_effect_where_the_predicate_is_does_not_hold_up_the_loop(window: int) -> None:
+    """Behaviour 10, 36: as many iterations are live as on one device, though the counter is on another one.
 
     The effects of all iterations are in order, so the first one holds up the others; the counter goes on meanwhile.
     """
@@ -325,8 +325,8 @@ def test_36_an_effect_where_the_predicate_is_does_not_hold_up_the_loop(window: i
     Cluster(2).run(main)
 
 
-def test_27_a_sum_where_the_predicate_is_does_not_hold_up_the_loop() -> None:
-    """CONFORMANCE 10, 27: it is an integer that waits for each iteration's value, and no counter."""
+def test_a_sum_where_the_predicate_is_does_not_hold_up_the_loop() -> None:
+    """Behaviour 10, 27: it is an integer that waits for each iteration's value, and no counter."""
 
     async def main(open_session: OpenSession) -> None:
         release = asyncio.Event()
@@ -362,8 +362,8 @@ def test_27_a_sum_where_the_predicate_is_does_not_hold_up_the_loop() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
-def test_10_an_iteration_is_live_until_every_card_is_done_with_it(window: int) -> None:
-    """CONFORMANCE 10: however far one card is behind, no more values than that wait for it where they are made."""
+def test_an_iteration_is_live_until_every_card_is_done_with_it(window: int) -> None:
+    """Behaviour 10: however far one card is behind, no more values than that wait for it where they are made."""
     rows, trips = 1024, 16
 
     def goes_on(i: Any, total: Any) -> Any:

@@ -121,7 +121,7 @@ def test_random_programs_on_a_cpu_and_cards(seed: int, types: Sequence[Type]) ->
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda", "mixed"])
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 10 * SEEDS))])
 def test_large_programs(seed: int, kind: Literal["sim", "cpu", "cuda", "mixed"]) -> None:
-    """CONFORMANCE 92: arrays of 48 KiB to 1 MiB on three devices; what they are is said in `tests.property.large`."""
+    """Behaviour 92: arrays of 48 KiB to 1 MiB on three devices; what they are is said in `tests.property.large`."""
     program = write_large_program(seed, (240, 250) if seed % 2 else (64, 100))
     graph, fetches, feeds = build_large(program, 2, is_open=seed % 3 == 0)
     state = dict(program.variables)

@@ -49,8 +49,8 @@ def test_no_placement_changes_a_result(program: Callable[[], tuple[Any, Any]], k
 
 @pytest.mark.slow
 @EACH
-def test_f18_a_cancel_at_every_virtual_tick(program: Callable[[], tuple[Any, Any]]) -> None:
-    """FAULTS F18: each of them on three devices, until it ends before its cancel; the session then gives the result."""
+def test_a_cancel_at_every_virtual_tick(program: Callable[[], tuple[Any, Any]]) -> None:
+    """Fault F18: each of them on three devices, until it ends before its cancel; the session then gives the result."""
     with af.Graph() as graph:
         fetches, expected = program()
 

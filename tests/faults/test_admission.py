@@ -1,4 +1,4 @@
-"""FAULTS F15, F18, F22-F24, F43 and F46 where runs wait for others: whoever leaves the queue leaves nothing in it."""
+"""Fault F15, F18, F22-F24, F43 and F46 where runs wait for others: whoever leaves the queue leaves nothing in it."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ WAYS: dict[str, Callable[[af.Session, Steps, int], Any]] = {
 
 @every_loop
 @pytest.mark.parametrize("way", WAYS)
-async def test_f18_a_cancel_in_every_tick_of_a_run_that_waits(way: str) -> None:
-    """FAULTS F18: the others have their turns, in order, whenever it goes; its result is never delivered after that."""
+async def test_a_cancel_in_every_tick_of_a_run_that_waits(way: str) -> None:
+    """Fault F18: the others have their turns, in order, whenever it goes; its result is never delivered after that."""
     steps = Steps()
     passes = 0
     has_ended = False
@@ -96,8 +96,8 @@ async def test_f18_a_cancel_in_every_tick_of_a_run_that_waits(way: str) -> None:
 
 @pytest.mark.real_time
 @every_loop
-async def test_f15_an_endless_run_makes_room_when_its_time_is_up() -> None:
-    """FAULTS F15: for the next one, which waits for it."""
+async def test_an_endless_run_makes_room_when_its_time_is_up() -> None:
+    """Fault F15: for the next one, which waits for it."""
     with af.Graph() as graph:
         endless = af.while_loop(lambda i: i >= 0, lambda i: i * 1, 0)
         gate = CoroutineGate()
@@ -119,8 +119,8 @@ async def test_f15_an_endless_run_makes_room_when_its_time_is_up() -> None:
 
 
 @every_loop
-async def test_f22_a_timeout_of_asyncio_around_a_run_that_waits() -> None:
-    """FAULTS F22: raises at its own scope, and no DeadlineExceeded."""
+async def test_a_timeout_of_asyncio_around_a_run_that_waits() -> None:
+    """Fault F22: raises at its own scope, and no DeadlineExceeded."""
     gate = CoroutineGate()
     with af.Graph() as graph:
         y = gate.op(af.constant(1))
@@ -142,8 +142,8 @@ async def test_f22_a_timeout_of_asyncio_around_a_run_that_waits() -> None:
 
 @every_loop
 @pytest.mark.parametrize("what", ["its turn", "a refusal", "closing", "draining"])
-async def test_f23_a_cancel_together_with_what_ends_the_wait(what: str) -> None:
-    """FAULTS F23: in the same pass of the event loop; it is cancelled, and the next one has the turn that it had."""
+async def test_a_cancel_together_with_what_ends_the_wait(what: str) -> None:
+    """Fault F23: in the same pass of the event loop; it is cancelled, and the next one has the turn that it had."""
     gate = CoroutineGate()
     with af.Graph() as graph:
         x = af.placeholder("int64", ())
@@ -190,8 +190,8 @@ async def test_f23_a_cancel_together_with_what_ends_the_wait(what: str) -> None:
 
 
 @every_loop
-async def test_f24_a_double_cancel_and_a_shield_of_a_run_that_waits() -> None:
-    """FAULTS F24: once is enough; one that is shielded has its turn."""
+async def test_a_double_cancel_and_a_shield_of_a_run_that_waits() -> None:
+    """Fault F24: once is enough; one that is shielded has its turn."""
     gate = CoroutineGate()
     with af.Graph() as graph:
         x = af.placeholder("int64", ())
@@ -214,8 +214,8 @@ async def test_f24_a_double_cancel_and_a_shield_of_a_run_that_waits() -> None:
 
 
 @every_loop
-async def test_f43_a_thousand_runs_two_at_a_time() -> None:
-    """FAULTS F43: all correct, and never more than two."""
+async def test_a_thousand_runs_two_at_a_time() -> None:
+    """Fault F43: all correct, and never more than two."""
     running: set[int] = set()
     most = 0
 
@@ -239,8 +239,8 @@ async def test_f43_a_thousand_runs_two_at_a_time() -> None:
 
 
 @pytest.mark.slow
-def test_f46_low_priority_flood_and_high_priority_trickle() -> None:
-    """FAULTS F46, F44: five times what can be done; the few that are important take 1.2 times as long as alone."""
+def test_low_priority_flood_and_high_priority_trickle() -> None:
+    """Fault F46, F44: five times what can be done; the few that are important take 1.2 times as long as alone."""
     served: dict[int, list[float]] = {}
     with af.Graph() as graph:
         seconds = af.placeholder("float64", ())

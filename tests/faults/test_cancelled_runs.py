@@ -1,4 +1,4 @@
-"""FAULTS F72, CONFORMANCE 106: thousands of runs that are cancelled, or out of time, at any turn of the event loop."""
+"""Fault F72, Behaviour 106: thousands of runs that are cancelled, or out of time, at any turn of the event loop."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def _flat(found: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_f72_each_element_has_one_outcome(kind: str) -> None:
-    """FAULTS F72: nothing is lost, nothing comes twice."""
+async def test_each_element_has_one_outcome(kind: str) -> None:
+    """Fault F72: nothing is lost, nothing comes twice."""
     await Crowd(0, kind).run(30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-async def test_f72_each_element_has_one_outcome_in_thousands_of_runs(kind: str) -> None:
-    """FAULTS F72: thousands of runs that are stopped."""
+async def test_each_element_has_one_outcome_in_thousands_of_runs(kind: str) -> None:
+    """Fault F72: thousands of runs that are stopped."""
     for seed in range(1, 6):
         await Crowd(seed, kind).run(400)

@@ -1,4 +1,4 @@
-"""FAULTS F15, F17, F18 and F22-F24: runs that are stopped, and loops of any length."""
+"""Fault F15, F17, F18 and F22-F24: runs that are stopped, and loops of any length."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ ENDLESS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.real_time
 @pytest.mark.parametrize("kind", ENDLESS)
-async def test_f15_an_endless_loop_with_a_deadline(session: af.Session, graph: af.Graph, kind: str) -> None:
-    """FAULTS F15: stopped on time, other tasks keep running meanwhile, and the session runs again."""
+async def test_an_endless_loop_with_a_deadline(session: af.Session, graph: af.Graph, kind: str) -> None:
+    """Fault F15: stopped on time, other tasks keep running meanwhile, and the session runs again."""
     turns = 0
 
     async def bystander() -> None:
@@ -82,8 +82,8 @@ async def test_f15_an_endless_loop_with_a_deadline(session: af.Session, graph: a
     assert await session.run(af.constant(1) + 1) == 2
 
 
-async def test_f15_a_deadline_waits_for_the_kernel_in_flight(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F15: one kernel longer, because nothing outlives the await."""
+async def test_a_deadline_waits_for_the_kernel_in_flight(session: af.Session, graph: af.Graph) -> None:
+    """Fault F15: one kernel longer, because nothing outlives the await."""
     gate = ThreadGate()
     fetch = gate.op(1)
     session.plan(fetch)
@@ -104,21 +104,21 @@ async def test_f15_a_deadline_waits_for_the_kernel_in_flight(session: af.Session
 
 
 @pytest.mark.parametrize("trips", [0, 1, 2, 5000])
-async def test_f17_loops_of_any_length(run: Run, graph: af.Graph, trips: int) -> None:
-    """FAULTS F17: zero trips, one, and many."""
+async def test_loops_of_any_length(run: Run, graph: af.Graph, trips: int) -> None:
+    """Fault F17: zero trips, one, and many."""
     count, total = af.while_loop(lambda i, _: i < trips, lambda i, t: (i + 1, t + i), (0, 0))
     assert await run([count, total]) == [trips, trips * (trips - 1) // 2]
 
 
-async def test_f17_a_million_trips(graph: af.Graph) -> None:
-    """FAULTS F17: a million iterations of a tiny body."""
+async def test_a_million_trips(graph: af.Graph) -> None:
+    """Fault F17: a million iterations of a tiny body."""
     count, total = af.while_loop(lambda i, _: i < 1_000_000, lambda i, t: (i + 1, t + i), (0, 0))
     async with af.Session() as session:
         assert await session.run([count, total]) == [1_000_000, 499_999_500_000]
 
 
-async def test_f17_memory_does_not_grow_with_the_trips(graph: af.Graph) -> None:
-    """FAULTS F17: ten times the iterations need the same memory."""
+async def test_memory_does_not_grow_with_the_trips(graph: af.Graph) -> None:
+    """Fault F17: ten times the iterations need the same memory."""
     limit = af.placeholder("int64", ())
     (count,) = af.while_loop(lambda i: i < limit, lambda i: i + 1, (0,))
     peaks = []
@@ -172,8 +172,8 @@ async def _cancel_after(session: af.Session, fetch: Any, passes: int) -> bool:
     return False
 
 
-async def test_f18_a_cancel_in_every_tick(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F18: before the first node, at each await point and in the last tick: CancelledError once, then baseline.
+async def test_a_cancel_in_every_tick(session: af.Session, graph: af.Graph) -> None:
+    """Fault F18: before the first node, at each await point and in the last tick: CancelledError once, then baseline.
 
     A result that is ready is never delivered after a cancel; the session runs correctly after each.
     """
@@ -189,8 +189,8 @@ async def test_f18_a_cancel_in_every_tick(session: af.Session, graph: af.Graph) 
     assert await session.run(fetch) == EVERYTHING
 
 
-async def test_f18_a_cancel_waits_for_the_kernel_in_flight(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F18: in a kernel on the stream thread; what follows it does not start."""
+async def test_a_cancel_waits_for_the_kernel_in_flight(session: af.Session, graph: af.Graph) -> None:
+    """Fault F18: in a kernel on the stream thread; what follows it does not start."""
     gate, started = ThreadGate(), []
 
     @af.op(outputs=INT)
@@ -213,10 +213,10 @@ async def test_f18_a_cancel_waits_for_the_kernel_in_flight(session: af.Session, 
     [((None, PATIENCE_S), "inner"), ((PATIENCE_S, PATIENCE_S), "inner"), ((PATIENCE_S, PATIENCE_S), "outer")],
     ids=["one", "inner", "outer"],
 )
-async def test_f22_asyncio_timeout(
+async def test_asyncio_timeout(
     session: af.Session, graph: af.Graph, limits: tuple[float | None, float], late: str
 ) -> None:
-    """FAULTS F22: the scope whose time is up, once the run has begun, raises TimeoutError, and no other."""
+    """Fault F22: the scope whose time is up, once the run has begun, raises TimeoutError, and no other."""
     gate, loop = CoroutineGate(), asyncio.get_running_loop()
     scopes: list[str] = []
     with pytest.raises(TimeoutError):
@@ -233,8 +233,8 @@ async def test_f22_asyncio_timeout(
     assert_baseline(session)
 
 
-async def test_f22_no_time_at_all(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F22: a timeout of 0, on either side; nothing runs."""
+async def test_no_time_at_all(session: af.Session, graph: af.Graph) -> None:
+    """Fault F22: a timeout of 0, on either side; nothing runs."""
     gate = CoroutineGate()
     for timeout in (0, 0.0):
         with pytest.raises(af.DeadlineExceeded):
@@ -249,8 +249,8 @@ async def test_f22_no_time_at_all(session: af.Session, graph: af.Graph) -> None:
     assert_baseline(session)
 
 
-async def test_f22_a_task_that_was_cancelled_before(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F22: a cancel that the task caught earlier does not stop later runs: cleaning up may use the session."""
+async def test_a_task_that_was_cancelled_before(session: af.Session, graph: af.Graph) -> None:
+    """Fault F22: a cancel that the task caught earlier does not stop later runs: cleaning up may use the session."""
 
     async def stubborn() -> Any:
         try:
@@ -265,8 +265,8 @@ async def test_f22_a_task_that_was_cancelled_before(session: af.Session, graph: 
     assert task.cancelling() == 1
 
 
-async def test_f23_a_cancel_after_an_error(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F23: the error stopped the run, so it is raised."""
+async def test_a_cancel_after_an_error(session: af.Session, graph: af.Graph) -> None:
+    """Fault F23: the error stopped the run, so it is raised."""
     gate, failing = ThreadGate(), raising(LookupError)
     async with in_flight(session.run([gate.op(1), failing(2)]), gate.entered.is_set) as task:
         task.cancel()
@@ -276,8 +276,8 @@ async def test_f23_a_cancel_after_an_error(session: af.Session, graph: af.Graph)
             await task
 
 
-async def test_f23_an_error_after_a_cancel(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F23: the cancel stopped the run, so it is raised; the error is its note."""
+async def test_an_error_after_a_cancel(session: af.Session, graph: af.Graph) -> None:
+    """Fault F23: the cancel stopped the run, so it is raised; the error is its note."""
     gate = ThreadGate(error=LookupError("too late"))
     async with in_flight(session.run(gate.op(1)), gate.entered.is_set) as task:
         task.cancel()
@@ -289,8 +289,8 @@ async def test_f23_an_error_after_a_cancel(session: af.Session, graph: af.Graph)
     assert task.cancelled()
 
 
-async def test_f24_a_double_cancel(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F24: idempotent; the kernel in flight is still waited for."""
+async def test_a_double_cancel(session: af.Session, graph: af.Graph) -> None:
+    """Fault F24: idempotent; the kernel in flight is still waited for."""
     gate = ThreadGate()
     async with in_flight(session.run(gate.op(1)), gate.entered.is_set) as task:
         for _ in range(3):
@@ -303,8 +303,8 @@ async def test_f24_a_double_cancel(session: af.Session, graph: af.Graph) -> None
     assert_baseline(session)
 
 
-async def test_f24_a_shielded_run(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F24: the one who waits is cancelled, the run is not, and can be awaited."""
+async def test_a_shielded_run(session: af.Session, graph: af.Graph) -> None:
+    """Fault F24: the one who waits is cancelled, the run is not, and can be awaited."""
     gate = CoroutineGate()
     run = asyncio.ensure_future(session.run(gate.op(5)))
     waiter = asyncio.ensure_future(asyncio.wait_for(asyncio.shield(run), PATIENCE_S))

@@ -202,8 +202,8 @@ def calls_of_a_life(kind: str) -> dict[tuple[type[Any], str], int]:
 
 
 @pytest.mark.parametrize(("kind", "cls", "name"), list(cases()), ids=lambda part: getattr(part, "__name__", part))
-def test_f63_a_method_raises(kind: str, cls: type[Any], name: str) -> None:
-    """FAULTS F63: the run it is called for ends with that error, later ones are right, and closing ends."""
+def test_a_method_raises(kind: str, cls: type[Any], name: str) -> None:
+    """Fault F63: the run it is called for ends with that error, later ones are right, and closing ends."""
     calls = calls_of_a_life(kind)[cls, name]
     assert (calls == 0) == ((cls, name) in NEVER_CALLED), calls
     for at, after in dict.fromkeys(((1, False), (calls // 2 + 1, True), (calls, False))) if calls else ():

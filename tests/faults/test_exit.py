@@ -1,4 +1,4 @@
-"""FAULTS F75: programs that end with open sessions, runs in flight and plans half compiled."""
+"""Fault F75: programs that end with open sessions, runs in flight and plans half compiled."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ for end, status in ((by_itself, 0), (by_exit, 3)):
 
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
-def test_f75_a_program_may_end_with_everything_open(loop: str) -> None:
-    """FAULTS F75, CONFORMANCE 110: sessions, runs that never end, and a plan that is compiled on a thread."""
+def test_a_program_may_end_with_everything_open(loop: str) -> None:
+    """Fault F75, Behaviour 110: sessions, runs that never end, and a plan that is compiled on a thread."""
     _, out, err = run(PROGRAM.replace("ALARM_S", str(int(PATIENCE_S / 4))), loop)
     assert out.split() == ["by_itself", "0", "by_exit", "0"], (out, err)
     assert "Fatal" not in err

@@ -1,4 +1,4 @@
-"""FAULTS F35-F37: what may be fed."""
+"""Fault F35-F37: what may be fed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ WRONG_DTYPES: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_DTYPES)
-async def test_f35_a_wrong_dtype(run: Run, graph: af.Graph, case: str) -> None:
-    """FAULTS F35: refused before any node runs, with both sides; nothing is cast silently."""
+async def test_a_wrong_dtype(run: Run, graph: af.Graph, case: str) -> None:
+    """Fault F35: refused before any node runs, with both sides; nothing is cast silently."""
     dtype, value, seen = WRONG_DTYPES[case]
     ran: list[int] = []
     x = af.placeholder(dtype, None, name="x")
@@ -67,15 +67,15 @@ EXACT: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", EXACT)
-async def test_f35_what_fits_exactly(run: Run, graph: af.Graph, case: str) -> None:
-    """FAULTS F35: Python values that the dtype holds exactly are taken."""
+async def test_what_fits_exactly(run: Run, graph: af.Graph, case: str) -> None:
+    """Fault F35: Python values that the dtype holds exactly are taken."""
     dtype, value = EXACT[case]
     x = af.placeholder(dtype, None)
     np.testing.assert_array_equal(await run(af.identity(x), {x: value}), value)
 
 
-async def test_f36_a_wrong_shape(run: Run, graph: af.Graph) -> None:
-    """FAULTS F36: expected against got, for extents and for rank; an unknown extent takes any."""
+async def test_a_wrong_shape(run: Run, graph: af.Graph) -> None:
+    """Fault F36: expected against got, for extents and for rank; an unknown extent takes any."""
     x = af.placeholder("float32", (None, 3), name="x")
     for shape in [(2, 4), (3,), (), (1, 2, 3)]:
         with pytest.raises(af.FeedError, match=r"x:0: expected float32\[\?,3\]") as caught:
@@ -85,15 +85,15 @@ async def test_f36_a_wrong_shape(run: Run, graph: af.Graph) -> None:
         assert (await run(x * 1, {x: np.zeros((rows, 3), np.float32)})).shape == (rows, 3)
 
 
-async def test_f36_a_ragged_list(run: Run, graph: af.Graph) -> None:
-    """FAULTS F36: named as such, not turned into objects."""
+async def test_a_ragged_list(run: Run, graph: af.Graph) -> None:
+    """Fault F36: named as such, not turned into objects."""
     x = af.placeholder("float32", None, name="x")
     with pytest.raises(af.FeedError, match="x:0"):
         await run(x * 1, {x: [[1.0, 2.0], [3.0]]})
 
 
-async def test_f36_a_missing_feed(run: Run, graph: af.Graph) -> None:
-    """FAULTS F36: all that are missing are listed with their specs; those that are not needed may be missing."""
+async def test_a_missing_feed(run: Run, graph: af.Graph) -> None:
+    """Fault F36: all that are missing are listed with their specs; those that are not needed may be missing."""
     x, y, unused = (af.placeholder("float32", (), name=name) for name in ("x", "y", "unused"))
     with pytest.raises(af.FeedError, match=r"not fed[\s\S]*y:0 float32\[\]") as caught:
         await run(x + y, {x: 1.0})
@@ -102,8 +102,8 @@ async def test_f36_a_missing_feed(run: Run, graph: af.Graph) -> None:
     assert await run(x + y, {x: 1.0, y: 2.0}) == 3
 
 
-async def test_f36_names(graph: af.Graph) -> None:
-    """FAULTS F36: a tensor's name will do; an unknown one is named, and so is one without a graph."""
+async def test_names(graph: af.Graph) -> None:
+    """Fault F36: a tensor's name will do; an unknown one is named, and so is one without a graph."""
     x = af.placeholder("float32", (), name="x")
     async with af.Session(graph) as session:
         assert await session.run(x + 1, {"x:0": 2.0}) == 3
@@ -126,8 +126,8 @@ NOT_FEEDABLE: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", NOT_FEEDABLE)
-async def test_f36_what_is_not_feedable(graph: af.Graph, case: str) -> None:
-    """FAULTS F36: the error says what the key is and what keys there are."""
+async def test_tensors_that_are_not_feedable(graph: af.Graph, case: str) -> None:
+    """Fault F36: the error says what the key is and what keys there are."""
     make, message = NOT_FEEDABLE[case]
 
     key = make()
@@ -137,16 +137,16 @@ async def test_f36_what_is_not_feedable(graph: af.Graph, case: str) -> None:
             await session.run(fetch, {key: 1})
 
 
-async def test_f36_fed_twice(graph: af.Graph) -> None:
-    """FAULTS F36: once by tensor and once by name."""
+async def test_fed_twice(graph: af.Graph) -> None:
+    """Fault F36: once by tensor and once by name."""
     x = af.placeholder("float32", (), name="x")
     async with af.Session(graph) as session:
         with pytest.raises(af.FeedError, match="x:0 is fed twice"):
             await session.run(x, {x: 1.0, "x:0": 2.0})
 
 
-async def test_f36_any_tensor_may_be_fed(run: Run, graph: af.Graph) -> None:
-    """FAULTS F36: a feed replaces the tensor, and what only computed it does not run."""
+async def test_any_tensor_may_be_fed(run: Run, graph: af.Graph) -> None:
+    """Fault F36: a feed replaces the tensor, and what only computed it does not run."""
     x = af.placeholder("float32", (), name="x")
     middle = x * 2
     assert await run(middle + 1, {middle: np.float32(10)}) == 11
@@ -178,8 +178,8 @@ def _locked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_f37_layouts(run: Run, graph: af.Graph, layout: str) -> None:
-    """FAULTS F37: the values count, however they lie in memory; the caller's array is not touched."""
+async def test_layouts(run: Run, graph: af.Graph, layout: str) -> None:
+    """Fault F37: the values count, however they lie in memory; the caller's array is not touched."""
     fed = LAYOUTS[layout]()
     before, expected = np.array(fed, copy=True, subok=False), np.array(fed, np.float32)
     x = af.placeholder("float32", None)
@@ -191,8 +191,8 @@ async def test_f37_layouts(run: Run, graph: af.Graph, layout: str) -> None:
     assert np.asarray(same).dtype.isnative
 
 
-async def test_f37_more_elements_than_an_int32_counts(run: Run, graph: af.Graph) -> None:
-    """FAULTS F37: 2**31 and three more; nobody can write to it, so it is not copied."""
+async def test_more_elements_than_an_int32_counts(run: Run, graph: af.Graph) -> None:
+    """Fault F37: 2**31 and three more; nobody can write to it, so it is not copied."""
     fed = np.zeros(2**31 + 3, np.int8)
     fed[[2**31, -1]] = 5, 7
     x = af.placeholder("int8", (None,))
@@ -200,15 +200,15 @@ async def test_f37_more_elements_than_an_int32_counts(run: Run, graph: af.Graph)
     assert await run([count, inside, last, tail], {x: _locked(fed)}) == [2**31 + 3, 5, 7, 12]
 
 
-async def test_f37_a_masked_array(run: Run, graph: af.Graph) -> None:
-    """FAULTS F37: would lose its mask, so it is refused."""
+async def test_a_masked_array(run: Run, graph: af.Graph) -> None:
+    """Fault F37: would lose its mask, so it is refused."""
     x = af.placeholder("float32", None, name="x")
     with pytest.raises(af.FeedError, match="masked array would lose its mask"):
         await run(x, {x: np.ma.masked_array(BASE, BASE > 3)})
 
 
-async def test_f37_changes_after_the_start_are_not_seen(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F37: the run works on a copy."""
+async def test_changes_after_the_start_are_not_seen(session: af.Session, graph: af.Graph) -> None:
+    """Fault F37: the run works on a copy."""
     gate = CoroutineGate()
     x, ticket = af.placeholder("float32", None), af.placeholder("int64", ())
     with af.control_dependencies([gate.op(ticket).node]):
@@ -220,8 +220,8 @@ async def test_f37_changes_after_the_start_are_not_seen(session: af.Session, gra
         np.testing.assert_array_equal(await task, BASE)
 
 
-async def test_f37_results_belong_to_the_caller(run: Run, graph: af.Graph) -> None:
-    """FAULTS F37: writing to a result changes neither the feed nor a later run's result, nor another result."""
+async def test_results_belong_to_the_caller(run: Run, graph: af.Graph) -> None:
+    """Fault F37: writing to a result changes neither the feed nor a later run's result, nor another result."""
     x = af.placeholder("float32", None)
     fed = BASE.copy()
     first, second, view = await run([x, x, af.reshape(x, (24,))], {x: fed})
@@ -238,8 +238,8 @@ async def test_f37_results_belong_to_the_caller(run: Run, graph: af.Graph) -> No
     np.testing.assert_array_equal(other, BASE * 2)
 
 
-async def test_f37_streamed_items_belong_to_the_consumer(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F37: writing to an item does not reach the loop, which goes on with the same value."""
+async def test_streamed_items_belong_to_the_consumer(session: af.Session, graph: af.Graph) -> None:
+    """Fault F37: writing to an item does not reach the loop, which goes on with the same value."""
     x = af.placeholder("float32", (None,))
     seen: list[af.Tensor] = []
 
@@ -259,8 +259,8 @@ BUFFERS = [bytearray(b"1234"), memoryview(array.array("d", [1.0])), array.array(
 
 
 @pytest.mark.parametrize("value", BUFFERS, ids=lambda value: type(value).__name__)
-async def test_f35_a_buffer_has_a_dtype_of_its_own(run: Run, graph: af.Graph, value: Any) -> None:
-    """FAULTS F35: it is not cast either."""
+async def test_a_buffer_has_a_dtype_of_its_own(run: Run, graph: af.Graph, value: Any) -> None:
+    """Fault F35: it is not cast either."""
     x = af.placeholder("float32", (None,))
     with pytest.raises(af.FeedError, match=r"its dtype is (uint8|float64); convert it yourself"):
         await run(x + 1, {x: value})
@@ -268,8 +268,8 @@ async def test_f35_a_buffer_has_a_dtype_of_its_own(run: Run, graph: af.Graph, va
     np.testing.assert_array_equal(await run(y, {y: value}), np.asarray(value), strict=True)
 
 
-async def test_f35_bytes_are_read_by_numpy(run: Run, graph: af.Graph) -> None:
-    """FAULTS F35: the error says by what."""
+async def test_bytes_are_read_by_numpy(run: Run, graph: af.Graph) -> None:
+    """Fault F35: the error says by what."""
     x = af.placeholder("uint8", (None,))
     with pytest.raises(af.FeedError, match=r"feed np\.frombuffer\(value, dtype\)"):
         await run(x, {x: b"1234"})
@@ -309,8 +309,8 @@ FOREIGN: dict[str, Callable[[], Any]] = {
 }
 
 
-async def test_f37_what_a_foreign_object_raises(run: Run, graph: af.Graph) -> None:
-    """FAULTS F37: a FeedError that names the tensor, whatever the protocols of a fed object raise."""
+async def test_what_a_foreign_object_raises(run: Run, graph: af.Graph) -> None:
+    """Fault F37: a FeedError that names the tensor, whatever the protocols of a fed object raise."""
     x = af.placeholder("float64", None, name="x")
     y = x + 1
     for case, make in FOREIGN.items():
@@ -322,8 +322,8 @@ async def test_f37_what_a_foreign_object_raises(run: Run, graph: af.Graph) -> No
             af.constant(value)
 
 
-async def test_f36_a_mapping_that_cannot_be_read(run: Run, graph: af.Graph) -> None:
-    """FAULTS F36: a FeedError with what it raised."""
+async def test_a_mapping_that_cannot_be_read(run: Run, graph: af.Graph) -> None:
+    """Fault F36: a FeedError with what it raised."""
 
     class Feeds(UserDict[Any, Any]):
         def __getitem__(self, key: object) -> Any:
@@ -334,8 +334,8 @@ async def test_f36_a_mapping_that_cannot_be_read(run: Run, graph: af.Graph) -> N
         await run(x, Feeds({x: 1.0}))
 
 
-async def test_f37_an_argument_that_cannot_be_read(run: Run) -> None:
-    """FAULTS F37: of a traced function, by its name."""
+async def test_an_argument_that_cannot_be_read(run: Run) -> None:
+    """Fault F37: of a traced function, by its name."""
 
     @af.function
     def double(x: Any) -> Any:
@@ -346,8 +346,8 @@ async def test_f37_an_argument_that_cannot_be_read(run: Run) -> None:
             await double(value)
 
 
-async def test_f37_masks_are_lost_nowhere(run: Run, graph: af.Graph) -> None:
-    """FAULTS F37: neither as a constant nor as what an op returns, alone or among others."""
+async def test_masks_are_lost_nowhere(run: Run, graph: af.Graph) -> None:
+    """Fault F37: neither as a constant nor as what an op returns, alone or among others."""
     masked = np.ma.masked_array(BASE, BASE > 3)
     with pytest.raises(af.GraphError, match="masked array would lose its mask; fill it first"):
         af.constant(masked)

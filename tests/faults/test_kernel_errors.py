@@ -1,4 +1,4 @@
-"""FAULTS F01-F05, F07-F09 and F16: a kernel fails."""
+"""Fault F1-F5, F7-F9 and F16: a kernel fails."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.runtime.hand_written import counting_loop
 Run = Callable[..., Awaitable[Any]]
 
 
-async def test_f01_one_of_32_parallel_iterations(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F01: the error names node and iteration; siblings are cancelled and their results dropped."""
+async def test_one_of_32_parallel_iterations(session: af.Session, graph: af.Graph) -> None:
+    """Fault F1: the error names node and iteration; siblings are cancelled and their results dropped."""
     gate = CoroutineGate()
     after: list[int] = []
 
@@ -56,8 +56,8 @@ async def test_f01_one_of_32_parallel_iterations(session: af.Session, graph: af.
     assert await session.run(total) == 4950
 
 
-async def test_f01_kernels_in_flight_are_waited_for(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F01: a kernel that has started ends before the error is raised; what would follow it does not start."""
+async def test_kernels_in_flight_are_waited_for(session: af.Session, graph: af.Graph) -> None:
+    """Fault F1: a kernel that has started ends before the error is raised; what would follow it does not start."""
     gate, started = ThreadGate(), []
 
     @af.op(outputs=INT)
@@ -81,8 +81,8 @@ async def test_f01_kernels_in_flight_are_waited_for(session: af.Session, graph: 
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_f02_two_failures_in_one_tick(graph: af.Graph, seed: int) -> None:
-    """FAULTS F02: the one of the earlier node is raised, the other becomes its note, whatever order they ran in."""
+async def test_two_failures_in_one_tick(graph: af.Graph, seed: int) -> None:
+    """Fault F2: the one of the earlier node is raised, the other becomes its note, whatever order they ran in."""
     gate = CoroutineGate()
 
     @af.op(outputs=INT)
@@ -100,8 +100,8 @@ async def test_f02_two_failures_in_one_tick(graph: af.Graph, seed: int) -> None:
     assert note.startswith("also failed: KernelError: ValueError: number 2")
 
 
-async def test_f02_a_later_failure_of_an_earlier_node(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F02: ticks count before nodes: what fails while the run is being stopped is a note."""
+async def test_a_later_failure_of_an_earlier_node(session: af.Session, graph: af.Graph) -> None:
+    """Fault F2: ticks count before nodes: what fails while the run is being stopped is a note."""
     waiting = asyncio.Event()
 
     @af.op(outputs=INT)
@@ -126,10 +126,10 @@ async def test_f02_a_later_failure_of_an_earlier_node(session: af.Session, graph
 
 @pytest.mark.parametrize("on_thread", [False, True], ids=["inline", "thread"])
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-async def test_f03_exceptions_meant_for_the_interpreter(
+async def test_exceptions_meant_for_the_interpreter(
     session: af.Session, graph: af.Graph, error: type[BaseException], on_thread: bool
 ) -> None:
-    """FAULTS F03: raised unchanged in the awaiting task; the event loop and the stream thread go on."""
+    """Fault F3: raised unchanged in the awaiting task; the event loop and the stream thread go on."""
     failing = raising(lambda: error("from a kernel"), on_thread=on_thread)
     with pytest.raises(error, match="from a kernel") as caught:
         await session.run(failing(1))
@@ -217,10 +217,10 @@ WAYS: dict[str, Callable[[BaseException], af.Tensor]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", ODD_ERRORS)
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_f03_whatever_a_function_raises_is_named(
+async def test_whatever_a_function_raises_is_named(
     session: af.Session, graph: af.Graph, error: type[BaseException], way: str
 ) -> None:
-    """FAULTS F03, F04: the error says which line, the event loop goes on, and so does the session."""
+    """Fault F3, F4: the error says which line, the event loop goes on, and so does the session."""
     failing, fine = WAYS[way](error("odd")), af.constant(1) + 1
     stays = error in (KeyboardInterrupt, SystemExit, _NoException) and way != "input"
     with pytest.raises(error if stays else af.KernelError) as caught:
@@ -233,9 +233,11 @@ async def test_f03_whatever_a_function_raises_is_named(
 
 
 @pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError, StopIteration])
-async def test_f03_whatever_an_observer_raises_changes_no_run(
+async def test_whatever_an_observer_raises_changes_no_run(
     session: af.Session, graph: af.Graph, error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Fault F3."""
+
     def raises(self: object, *args: object) -> None:
         raise error("odd")
 
@@ -253,8 +255,8 @@ def _coroutine_one() -> af.Tensor:
     return one()
 
 
-async def test_f03_a_coroutine_that_is_cancelled_before_it_begins(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F03: it is closed, so Python does not say that it was never awaited."""
+async def test_a_coroutine_that_is_cancelled_before_it_begins(session: af.Session, graph: af.Graph) -> None:
+    """Fault F3: it is closed, so Python does not say that it was never awaited."""
     begun: list[int] = []
 
     @af.op(outputs=INT, name="late")
@@ -270,8 +272,8 @@ async def test_f03_a_coroutine_that_is_cancelled_before_it_begins(session: af.Se
     assert not begun
 
 
-async def test_f04_a_coroutine_that_raises_cancelled_error(run: Run, graph: af.Graph) -> None:
-    """FAULTS F04: a failure of the node, not a cancellation of the run."""
+async def test_a_coroutine_that_raises_cancelled_error(run: Run, graph: af.Graph) -> None:
+    """Fault F4: a failure of the node, not a cancellation of the run."""
 
     @af.op(outputs=INT)
     async def quits(x: Any) -> Any:
@@ -286,14 +288,14 @@ async def test_f04_a_coroutine_that_raises_cancelled_error(run: Run, graph: af.G
 
 
 @pytest.mark.parametrize("on_thread", [False, True], ids=["inline", "thread"])
-async def test_f04_a_kernel_that_raises_cancelled_error(run: Run, graph: af.Graph, on_thread: bool) -> None:
-    """FAULTS F04: the same for a plain function."""
+async def test_a_kernel_that_raises_cancelled_error(run: Run, graph: af.Graph, on_thread: bool) -> None:
+    """Fault F4: the same for a plain function."""
     with pytest.raises(af.KernelError, match="CancelledError: odd"):
         await run(raising(lambda: asyncio.CancelledError("odd"), on_thread=on_thread)(1))
 
 
-async def test_f05_the_path_of_frames(run: Run, graph: af.Graph) -> None:
-    """FAULTS F05: inside nested loops inside a branch, the error says which iterations, and where it was built."""
+async def test_the_path_of_frames(run: Run, graph: af.Graph) -> None:
+    """Fault F5: inside nested loops inside a branch, the error says which iterations, and where it was built."""
 
     @af.op(outputs=INT)
     def fragile(i: Any, j: Any) -> Any:
@@ -334,8 +336,8 @@ WRONG_RESULTS = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_RESULTS)
-async def test_f07_f08_results_are_held_against_the_declaration(run: Run, graph: af.Graph, wrong: str) -> None:
-    """FAULTS F07, F08: in debug mode a kernel that breaks its op's shape rule is named with both sides."""
+async def test_results_are_held_against_the_declaration(run: Run, graph: af.Graph, wrong: str) -> None:
+    """Fault F7, F8: in debug mode a kernel that breaks its op's shape rule is named with both sides."""
     value, single, message = WRONG_RESULTS[wrong]
     with pytest.raises(af.KernelError, match=message) as caught:
         await run(_liar(af.spec("float32", (2,)), value, single=single))
@@ -355,8 +357,8 @@ USER_MISTAKES = {
 
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("mistake", USER_MISTAKES)
-async def test_f07_f08_results_of_user_ops_are_always_checked(graph: af.Graph, mistake: str, debug: bool) -> None:
-    """FAULTS F07, F08: a user's op that returns something else than it declares, in debug mode or not."""
+async def test_results_of_user_ops_are_always_checked(graph: af.Graph, mistake: str, debug: bool) -> None:
+    """Fault F7, F8: a user's op that returns something else than it declares, in debug mode or not."""
     outputs, returned, message = USER_MISTAKES[mistake]
     mistaken = af.op(outputs=outputs, name="mistaken")(lambda x: returned)
     async with af.Session(graph, debug=debug) as session:
@@ -366,8 +368,8 @@ async def test_f07_f08_results_of_user_ops_are_always_checked(graph: af.Graph, m
 
 
 @pytest.mark.parametrize(("bad", "found"), [(np.nan, "1 NaN and 0 infinite"), (np.inf, "0 NaN and 1 infinite")])
-async def test_f09_check_numerics_names_the_first_node(graph: af.Graph, bad: float, found: str) -> None:
-    """FAULTS F09: of the nodes that see NaN or infinity, the one that made it; without the check it is a value."""
+async def test_check_numerics_names_the_first_node(graph: af.Graph, bad: float, found: str) -> None:
+    """Fault F9: of the nodes that see NaN or infinity, the one that made it; without the check it is a value."""
     x = af.placeholder("float32", (2,))
     doubled = (x - 1) * 2
     feeds = {x: np.array([bad, 1], np.float32)}
@@ -380,8 +382,8 @@ async def test_f09_check_numerics_names_the_first_node(graph: af.Graph, bad: flo
         np.testing.assert_array_equal(await session.run(doubled, feeds), [bad, 0])
 
 
-async def test_f16_max_iterations(graph: af.Graph, regions: bool) -> None:
-    """FAULTS F16: a loop that would not end stops at the session's limit, and is named."""
+async def test_max_iterations(graph: af.Graph, regions: bool) -> None:
+    """Fault F16: a loop that would not end stops at the session's limit, and is named."""
     (endless,) = af.while_loop(lambda i: i >= 0, lambda i: i + 1, (0,), name="endless")
     (short,) = af.while_loop(lambda i: i < 100, lambda i: i + 1, (0,))
     async with af.Session(graph, debug=True, max_iterations=100, regions=regions) as session:
@@ -392,8 +394,8 @@ async def test_f16_max_iterations(graph: af.Graph, regions: bool) -> None:
         assert await session.run(short) == 100
 
 
-async def test_f16_a_loop_written_by_hand_has_no_node_but_its_back_edges(graph: af.Graph) -> None:
-    """FAULTS F16: whatever those are called."""
+async def test_a_loop_written_by_hand_has_no_node_but_its_back_edges(graph: af.Graph) -> None:
+    """Fault F16: whatever those are called."""
     with af.name_scope("endless"):
         counting_loop(10**9, frame="endless")
     (back_edge,) = (node for node in graph.nodes if node.op.name == "next_iteration")
@@ -405,8 +407,8 @@ async def test_f16_a_loop_written_by_hand_has_no_node_but_its_back_edges(graph: 
     assert isinstance(caught.value.__cause__, TooManyIterations)
 
 
-async def test_f16_there_is_no_limit_by_default(run: Run, graph: af.Graph) -> None:
-    """FAULTS F16: None is off."""
+async def test_there_is_no_limit_by_default(run: Run, graph: af.Graph) -> None:
+    """Fault F16: None is off."""
     (long,) = af.while_loop(lambda i: i < 20_000, lambda i: i + 1, (0,))
     assert await run(long) == 20_000
 

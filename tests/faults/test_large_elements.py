@@ -1,4 +1,4 @@
-"""FAULTS F18, F37, F50: elements of queues above 1 MiB are copied on threads, and what graphs have made not at all."""
+"""Fault F18, F37, F50: elements of queues above 1 MiB are copied on threads, and what graphs have made not at all."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ PUTS: dict[str, Callable[[af.Session, af.Queue], Any]] = {
 
 
 @pytest.mark.parametrize("way", PUTS)
-async def test_f37_the_event_loop_goes_on_while_an_element_is_copied(
+async def test_the_event_loop_goes_on_while_an_element_is_copied(
     session: af.Session, graph: af.Graph, copying: Gate, way: str
 ) -> None:
-    """And who comes later does not overtake."""
+    """Fault F37: and who comes later does not overtake."""
     queue = fifo()
     task = await begun(copying, PUTS[way](session, queue))
     small = asyncio.ensure_future(queue.put(immutable(full(2))))
@@ -105,7 +105,8 @@ async def test_f37_the_event_loop_goes_on_while_an_element_is_copied(
     assert copying.threads[0] is not threading.main_thread()
 
 
-async def test_f37_rows_are_copied_on_a_thread(session: af.Session, graph: af.Graph) -> None:
+async def test_rows_are_copied_on_a_thread(session: af.Session, graph: af.Graph) -> None:
+    """Fault F37."""
     queue = fifo()
     x = af.placeholder("float32", (None, COUNT))
     await session.run(queue.enqueue_many(x), {x: np.stack([full(1), full(2)])})
@@ -137,9 +138,10 @@ async def test_what_a_graph_has_made_is_not_copied(
 
 
 @pytest.mark.parametrize("way", PUTS)
-async def test_f18_cancelled_while_it_copies_it_has_put_nothing_in(
+async def test_cancelled_while_it_copies_it_has_put_nothing_in(
     session: af.Session, graph: af.Graph, copying: Gate, way: str
 ) -> None:
+    """Fault F18."""
     queue = fifo()
     task = await begun(copying, PUTS[way](session, queue))
     task.cancel()
@@ -152,10 +154,10 @@ async def test_f18_cancelled_while_it_copies_it_has_put_nothing_in(
 
 
 @pytest.mark.parametrize("cancel_pending", [False, True])
-async def test_78_closed_while_an_element_is_copied(
+async def test_closed_while_an_element_is_copied(
     session: af.Session, graph: af.Graph, copying: Gate, cancel_pending: bool
 ) -> None:
-    """CONFORMANCE 78: it counts as one that waits to be put in."""
+    """Behaviour 78: it counts as one that waits to be put in."""
     queue = fifo()
     task = await begun(copying, queue.put(full(1)))
     queue.close_nowait(cancel_pending)
@@ -178,10 +180,10 @@ TAKES: dict[str, Callable[[af.Session, af.Queue], Any]] = {
 
 
 @pytest.mark.parametrize("way", TAKES)
-async def test_f50_a_batch_that_is_being_made_takes_when_it_is_there(
+async def test_a_batch_that_is_being_made_takes_when_it_is_there(
     session: af.Session, graph: af.Graph, stacking: Gate, way: str
 ) -> None:
-    """FAULTS F18, F50: elements leave the queue with the batch; a cancel before leaves them, in order, for the next."""
+    """Fault F18, F50: elements leave the queue with the batch; a cancel before leaves them, in order, for the next."""
     queue = fifo(2)
     await queue.put_many([full(1), full(2)])
     task = await begun(stacking, TAKES[way](session, queue))

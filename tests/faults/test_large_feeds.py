@@ -1,4 +1,4 @@
-"""FAULTS F37: arrays above 1 MiB are copied on a thread, and arrays that nobody can write to not at all."""
+"""Fault F37: arrays above 1 MiB are copied on a thread, and arrays that nobody can write to not at all."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ LAYOUTS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_f37_the_event_loop_goes_on_while_a_large_feed_is_copied(
+async def test_the_event_loop_goes_on_while_a_large_feed_is_copied(
     session: af.Session, graph: af.Graph, gate: CopyGate, layout: str
 ) -> None:
+    """Fault F37."""
     x = af.placeholder("float32", (None,))
     async with in_flight(session.run(af.sum(x), {x: LAYOUTS[layout]()}), gate.entered.is_set) as task:
         assert not task.done()
@@ -66,7 +67,8 @@ async def test_f37_the_event_loop_goes_on_while_a_large_feed_is_copied(
     assert threading.main_thread() not in gate.threads
 
 
-async def test_f37_changes_after_a_large_feed_is_copied_are_not_seen(session: af.Session, graph: af.Graph) -> None:
+async def test_changes_after_a_large_feed_is_copied_are_not_seen(session: af.Session, graph: af.Graph) -> None:
+    """Fault F37."""
     holding = CoroutineGate()
     x, ticket = af.placeholder("float32", None), af.placeholder("int64", ())
     with af.control_dependencies([holding.op(ticket).node]):
@@ -78,7 +80,8 @@ async def test_f37_changes_after_a_large_feed_is_copied_are_not_seen(session: af
         np.testing.assert_array_equal(await task, ones())
 
 
-async def test_f37_a_wrong_large_feed_is_refused_before_it_is_copied(session: af.Session, gate: CopyGate) -> None:
+async def test_a_wrong_large_feed_is_refused_before_it_is_copied(session: af.Session, gate: CopyGate) -> None:
+    """Fault F37."""
     with af.Graph():
         x = af.placeholder("float32", (3,), name="x")
     with pytest.raises(af.FeedError, match=rf"x:0: expected float32\[3\][\s\S]*its shape is \[{COUNT}\]"):
@@ -86,7 +89,8 @@ async def test_f37_a_wrong_large_feed_is_refused_before_it_is_copied(session: af
     assert gate.threads == []
 
 
-async def test_f37_a_deadline_holds_while_a_feed_is_copied(session: af.Session, gate: CopyGate) -> None:
+async def test_a_deadline_holds_while_a_feed_is_copied(session: af.Session, gate: CopyGate) -> None:
+    """Fault F37."""
     with af.Graph():
         x = af.placeholder("float32", None)
         y = af.sum(x)
@@ -132,8 +136,8 @@ COPIED: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", [*FREE, *COPIED])
-async def test_f37_what_nobody_can_write_to_is_not_copied(session: af.Session, kind: str) -> None:
-    """Also `bytes`, which is how a service gets its arrays; what somebody could still write to is."""
+async def test_locked_arrays_are_not_copied(session: af.Session, kind: str) -> None:
+    """Fault F37: also `bytes`, which is how a service gets its arrays; what somebody could still write to is."""
     seen: list[np.ndarray[Any, Any]] = []
 
     @af.op(outputs=())

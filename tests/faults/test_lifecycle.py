@@ -1,4 +1,4 @@
-"""FAULTS F25-F28, F51 and F62: loops, threads, processes and signals around a session."""
+"""Fault F25-F28, F51 and F62: loops, threads, processes and signals around a session."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ both_loops = pytest.mark.parametrize("loop", [pytest.param("asyncio", marks=pyte
 
 
 @both_loops
-def test_f25_the_loop_ends_with_runs_in_flight(loop: str) -> None:
-    """FAULTS F25: `asyncio.run` cancels them, and there is not a word on standard error."""
+def test_the_loop_ends_with_runs_in_flight(loop: str) -> None:
+    """Fault F25: `asyncio.run` cancels them, and there is not a word on standard error."""
     status, out, err = programs.run(
         """
         def start(session):
@@ -54,8 +54,8 @@ def test_f25_the_loop_ends_with_runs_in_flight(loop: str) -> None:
 
 
 @both_loops
-def test_f25_the_stream_thread_is_joined(loop: str) -> None:
-    """FAULTS F25: leaving `async with` by a cancel ends the run and the threads."""
+def test_the_stream_thread_is_joined(loop: str) -> None:
+    """Fault F25: leaving `async with` by a cancel ends the run and the threads."""
     status, out, err = programs.run(
         """
         async def main():
@@ -83,8 +83,8 @@ def _run_once(session: af.Session, fetch: af.Tensor) -> None:
     asyncio.run(session.run(fetch))
 
 
-async def test_f26_another_event_loop(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F26: refused at once, from another thread's loop; the session's own goes on."""
+async def test_another_event_loop(session: af.Session, graph: af.Graph) -> None:
+    """Fault F26: refused at once, from another thread's loop; the session's own goes on."""
     fetch = af.constant(1) + 1
     with pytest.raises(RuntimeError, match=r"bound to a different event loop.*run_threadsafe"):
         await asyncio.to_thread(_run_once, session, fetch)
@@ -95,8 +95,8 @@ def _close(session: af.Session) -> None:
     asyncio.run(session.aclose())
 
 
-async def test_f26_another_event_loop_closes_nothing(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F26: its runs and threads belong to the loop that goes on."""
+async def test_another_event_loop_closes_nothing(session: af.Session, graph: af.Graph) -> None:
+    """Fault F26: its runs and threads belong to the loop that goes on."""
     fetch = af.constant(1) + 1
     assert await session.run(fetch) == 2
     with pytest.raises(RuntimeError, match=r"different event loop, which is still open: await its aclose\(\) there"):
@@ -104,8 +104,8 @@ async def test_f26_another_event_loop_closes_nothing(session: af.Session, graph:
     assert await session.run(fetch) == 2
 
 
-def test_f26_a_loop_that_was_closed_with_a_run_in_flight(graph: af.Graph) -> None:
-    """FAULTS F26: nothing will ever end that run, so that closing elsewhere does not wait for it."""
+def test_a_loop_that_was_closed_with_a_run_in_flight(graph: af.Graph) -> None:
+    """Fault F26: nothing will ever end that run, so that closing elsewhere does not wait for it."""
     session, gate, loop = af.Session(), ThreadGate(), asyncio.new_event_loop()
 
     async def start() -> asyncio.Task[object]:
@@ -124,8 +124,8 @@ def test_f26_a_loop_that_was_closed_with_a_run_in_flight(graph: af.Graph) -> Non
     task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
-async def test_f26_run_threadsafe(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F26: from any thread, with results, errors and cancellation."""
+async def test_run_threadsafe(session: af.Session, graph: af.Graph) -> None:
+    """Fault F26: from any thread, with results, errors and cancellation."""
     x, gate = af.placeholder("int64", ()), CoroutineGate()
     fetch, waiting = x + 1, gate.op(x)
     futures = [await asyncio.to_thread(session.run_threadsafe, fetch, {x: k}) for k in range(20)]
@@ -141,8 +141,8 @@ async def test_f26_run_threadsafe(session: af.Session, graph: af.Graph) -> None:
     assert isinstance(late, af.DeadlineExceeded)
 
 
-async def test_f26_run_threadsafe_where_it_cannot_work(graph: af.Graph) -> None:
-    """FAULTS F26: before there is a loop, on the loop's own thread, and after close."""
+async def test_run_threadsafe_where_it_cannot_work(graph: af.Graph) -> None:
+    """Fault F26: before there is a loop, on the loop's own thread, and after close."""
     fetch = af.constant(1) + 1
     session = af.Session()
     with pytest.raises(RuntimeError, match="no event loop yet"):
@@ -154,8 +154,8 @@ async def test_f26_run_threadsafe_where_it_cannot_work(graph: af.Graph) -> None:
         session.run_threadsafe(fetch)
 
 
-def test_f26_run_threadsafe_after_its_loop(graph: af.Graph) -> None:
-    """FAULTS F26: an error that says so, and no coroutine that is never awaited."""
+def test_run_threadsafe_after_its_loop(graph: af.Graph) -> None:
+    """Fault F26: an error that says so, and no coroutine that is never awaited."""
     session, fetch = af.Session(), af.constant(1) + 1
     asyncio.run(session.run(fetch))
     with pytest.raises(af.SessionClosedError, match="event loop is closed"):
@@ -164,8 +164,8 @@ def test_f26_run_threadsafe_after_its_loop(graph: af.Graph) -> None:
 
 
 @both_loops
-def test_f27_fork(loop: str) -> None:
-    """FAULTS F27: the child's first use is an error and not a deadlock; parent and new sessions are fine."""
+def test_fork(loop: str) -> None:
+    """Fault F27: the child's first use is an error and not a deadlock; parent and new sessions are fine."""
     status, out, err = programs.run(
         """
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork in a process with threads
@@ -213,8 +213,8 @@ def test_f27_fork(loop: str) -> None:
 
 
 @both_loops
-def test_f28_interrupt(loop: str) -> None:
-    """FAULTS F28: Ctrl+C ends a run at once with KeyboardInterrupt; the program decides what is printed."""
+def test_interrupt(loop: str) -> None:
+    """Fault F28: Ctrl+C ends a run at once with KeyboardInterrupt; the program decides what is printed."""
     source = """
         async def main(fetch):
             async with af.Session() as session:
@@ -245,8 +245,8 @@ def test_f28_interrupt(loop: str) -> None:
 
 
 @both_loops
-def test_f66_a_process_that_ignores_interrupts(loop: str) -> None:
-    """FAULTS F66: as a job in the background does; its runs go on to their end."""
+def test_a_process_that_ignores_interrupts(loop: str) -> None:
+    """Fault F66: as a job in the background does; its runs go on to their end."""
     source = """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -273,8 +273,8 @@ def test_f66_a_process_that_ignores_interrupts(loop: str) -> None:
 
 
 @both_loops
-def test_f66_interrupted_twice(loop: str) -> None:
-    """FAULTS F66: the second one, while a run waits for a kernel on a thread, leaves nothing behind either."""
+def test_interrupted_twice(loop: str) -> None:
+    """Fault F66: the second one, while a run waits for a kernel on a thread, leaves nothing behind either."""
     source = """
         gate = ThreadGate()
 
@@ -307,8 +307,8 @@ def test_f66_interrupted_twice(loop: str) -> None:
     assert "Fatal" not in err
 
 
-async def test_f51_close_lets_runs_end(graph: af.Graph) -> None:
-    """FAULTS F51: leaving `async with` waits for the runs in flight."""
+async def test_close_lets_runs_end(graph: af.Graph) -> None:
+    """Fault F51: leaving `async with` waits for the runs in flight."""
     gate = CoroutineGate()
     async with af.Session(graph) as session:
         run = asyncio.ensure_future(session.run(gate.op(4)))
@@ -318,8 +318,8 @@ async def test_f51_close_lets_runs_end(graph: af.Graph) -> None:
     assert await run == 4
 
 
-async def test_f51_close_stops_runs_after_the_grace(graph: af.Graph) -> None:
-    """FAULTS F51: then they fail with `SessionClosedError`, and new ones are refused meanwhile."""
+async def test_close_stops_runs_after_the_grace(graph: af.Graph) -> None:
+    """Fault F51: then they fail with `SessionClosedError`, and new ones are refused meanwhile."""
     gate, session = CoroutineGate(), af.Session(graph)
     run = asyncio.ensure_future(session.run(gate.op(4)))
     await until(lambda: gate.started)
@@ -333,8 +333,8 @@ async def test_f51_close_stops_runs_after_the_grace(graph: af.Graph) -> None:
     assert gate.cancelled == [4]
 
 
-async def test_f51_close_with_a_stream_nobody_iterates(graph: af.Graph) -> None:
-    """FAULTS F51: a consumer that holds its stream and does nothing does not hold up the close."""
+async def test_close_with_an_abandoned_stream(graph: af.Graph) -> None:
+    """Fault F51: a consumer that holds its stream and does nothing does not hold up the close."""
     (result,) = af.while_loop(lambda i: i < 1000, lambda i: i + 1, (0,))
     session = af.Session(graph)
     stream = session.stream(result.node.attrs["body"].results[0])
@@ -345,8 +345,8 @@ async def test_f51_close_with_a_stream_nobody_iterates(graph: af.Graph) -> None:
             pass
 
 
-async def test_f51_close_twice_and_use_after_close(graph: af.Graph) -> None:
-    """FAULTS F51: idempotent; every use afterwards is refused."""
+async def test_close_twice_and_use_after_close(graph: af.Graph) -> None:
+    """Fault F51: idempotent; every use afterwards is refused."""
     fetch = af.constant(1) + 1
     session = af.Session(graph)
     async with session:
@@ -359,8 +359,8 @@ async def test_f51_close_twice_and_use_after_close(graph: af.Graph) -> None:
     assert session.statistics().runs == 0
 
 
-async def test_f51_a_cancelled_close_still_closes(graph: af.Graph) -> None:
-    """FAULTS F51: cancelling `aclose` cuts the grace short, and nothing is left."""
+async def test_a_cancelled_close_still_closes(graph: af.Graph) -> None:
+    """Fault F51: cancelling `aclose` cuts the grace short, and nothing is left."""
     gate, session = CoroutineGate(), af.Session(graph)
     run = asyncio.ensure_future(session.run(gate.op(4)))
     await until(lambda: gate.started)
@@ -374,8 +374,8 @@ async def test_f51_a_cancelled_close_still_closes(graph: af.Graph) -> None:
     assert session.statistics().runs == 0
 
 
-async def test_f51_close_while_a_large_graph_is_compiled(graph: af.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS F51: the run that waited for its plan does not start in a closed session."""
+async def test_close_while_a_large_graph_is_compiled(graph: af.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F51: the run that waited for its plan does not start in a closed session."""
     compiling, go_on = threading.Event(), threading.Event()
 
     def held(*args: Any, **options: Any) -> Any:
@@ -395,8 +395,8 @@ async def test_f51_close_while_a_large_graph_is_compiled(graph: af.Graph, monkey
 
 
 @pytest.mark.parametrize("collector", [True, False], ids=["gc", "no gc"])
-def test_f62_a_session_dropped_without_close(collector: bool) -> None:
-    """FAULTS F62: a ResourceWarning; the thread ends, without the garbage collector's help."""
+def test_a_session_dropped_without_close(collector: bool) -> None:
+    """Fault F62: a ResourceWarning; the thread ends, without the garbage collector's help."""
     with af.Graph() as graph:
         gate = ThreadGate()
         gate.opened.set()
@@ -420,13 +420,13 @@ def test_f62_a_session_dropped_without_close(collector: bool) -> None:
             assert not thread.is_alive()
 
 
-def test_f62_a_session_never_used_needs_no_close() -> None:
-    """FAULTS F62: it holds nothing yet."""
+def test_a_session_never_used_needs_no_close() -> None:
+    """Fault F62: it holds nothing yet."""
     af.Session()
 
 
-async def test_f62_a_coroutine_thrown_away_stops_its_run(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F62: nobody can await the run any more, so it ends by itself."""
+async def test_a_coroutine_thrown_away_stops_its_run(session: af.Session, graph: af.Graph) -> None:
+    """Fault F62: nobody can await the run any more, so it ends by itself."""
     gate = CoroutineGate()
     coroutine = session.run(gate.op(1))
     coroutine.send(None)

@@ -121,12 +121,12 @@ def schedules(seeds: range) -> int:
 
 
 def test_no_schedule_loses_a_call_or_passes_a_limit() -> None:
-    """FAULTS F18: slots and tokens come back whatever ends a call."""
+    """Fault F18: slots and tokens come back whatever ends a call."""
     assert schedules(range(8)) > 40
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_no_schedule_of_hundreds_loses_a_call_or_passes_a_limit(part: int) -> None:
-    """FAULTS F18."""
+    """Fault F18."""
     assert schedules(range(100 + 60 * part, 160 + 60 * part)) > 200

@@ -50,8 +50,8 @@ def test_a_save_takes_the_time_of_its_copies(device: str, tmp_path: Path) -> Non
         clock.run(main())
 
 
-async def test_f54_a_card_that_is_lost_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F54: the step is not published; what was there, and what other devices have, stays."""
+async def test_a_card_that_is_lost_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F54: F54: the step is not published; what was there, and what other devices have, stays."""
     with small_cards(0):
         with af.Graph() as graph:
             with af.device("cuda:0"):
@@ -85,8 +85,8 @@ def fails(error: Exception) -> object:
 
 @pytest.mark.slow
 @both_loops
-def test_f28_interrupt_during_a_save(loop: str, tmp_path: Path) -> None:
-    """FAULTS F28: at any wait for the disk: the program ends at once, and the steps that are there are complete."""
+def test_interrupt_during_a_save(loop: str, tmp_path: Path) -> None:
+    """Fault F28: at any wait for the disk: the program ends at once, and the steps that are there are complete."""
     source = f"""
         from asyncflow.checkpoint import directory
         from asyncflow.checkpoint.manifest import read_manifest

@@ -1,4 +1,4 @@
-"""FAULTS F30 and the memory part of F62: the limit of a device, and when buffers are freed."""
+"""Fault F30 and the memory part of F62: the limit of a device, and when buffers are freed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.others import held_bytes
 FEW = np.ones(100, np.float32)
 
 
-async def test_f30_out_of_memory(graph: af.Graph) -> None:
-    """FAULTS F30: requested, held and limit in bytes, and the largest live values; the session stays usable."""
+async def test_out_of_memory(graph: af.Graph) -> None:
+    """Fault F30: requested, held and limit in bytes, and the largest live values; the session stays usable."""
     x = af.placeholder("float32", (None,))
     parts = [x * k for k in range(2, 5)]
     async with af.Session(graph, debug=True, memory_limit=1_000_000) as session:
@@ -37,8 +37,8 @@ async def test_f30_out_of_memory(graph: af.Graph) -> None:
         np.testing.assert_array_equal(one, LARGE * 2)
 
 
-async def test_f30_other_runs_go_on(graph: af.Graph) -> None:
-    """FAULTS F30: only the run whose value passed the limit fails."""
+async def test_other_runs_go_on(graph: af.Graph) -> None:
+    """Fault F30: only the run whose value passed the limit fails."""
     gate = CoroutineGate()
     x, ticket = af.placeholder("float32", (None,)), af.placeholder("int64", ())
     held = x * 2
@@ -55,8 +55,8 @@ async def test_f30_other_runs_go_on(graph: af.Graph) -> None:
             assert await task == 300_000
 
 
-async def test_f30_memory_error_of_a_kernel(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F30: what the allocator itself refuses is the same kind of error, with its node."""
+async def test_memory_error_of_a_kernel(session: af.Session, graph: af.Graph) -> None:
+    """Fault F30: what the allocator itself refuses is the same kind of error, with its node."""
 
     @af.op(outputs=VECTOR)
     def greedy(x: Any) -> Any:
@@ -70,10 +70,10 @@ async def test_f30_memory_error_of_a_kernel(session: af.Session, graph: af.Graph
 
 @pytest.mark.usefixtures("no_collector")
 class TestBuffersAreFreedAtOnce:
-    """FAULTS F62: no reference cycle holds a buffer once a run has ended, however it ended."""
+    """Fault F62: no reference cycle holds a buffer once a run has ended, however it ended."""
 
     async def test_after_success(self, session: af.Session, graph: af.Graph) -> None:
-        """FAULTS F62: with loops, captures and a stream thread."""
+        """Fault F62: with loops, captures and a stream thread."""
         x, doubled = double_vector()
 
         @af.op(outputs=VECTOR, cost=1e12)
@@ -88,7 +88,7 @@ class TestBuffersAreFreedAtOnce:
 
     @pytest.mark.parametrize("cost", [None, 1e12], ids=["inline", "thread"])
     async def test_after_a_failure(self, session: af.Session, graph: af.Graph, cost: float | None) -> None:
-        """FAULTS F62: the error keeps the failing kernel's inputs alive, and takes them with it."""
+        """Fault F62: the error keeps the failing kernel's inputs alive, and takes them with it."""
         x, doubled = double_vector()
 
         @af.op(outputs=VECTOR, cost=cost)
@@ -102,7 +102,7 @@ class TestBuffersAreFreedAtOnce:
         assert await held_bytes(session) == 0
 
     async def test_after_a_failing_coroutine(self, session: af.Session, graph: af.Graph) -> None:
-        """FAULTS F62: the same for a task's error."""
+        """Fault F62: the same for a task's error."""
         x, doubled = double_vector()
 
         @af.op(outputs=VECTOR)
@@ -115,7 +115,7 @@ class TestBuffersAreFreedAtOnce:
         assert await held_bytes(session) == 0
 
     async def test_after_a_cancel_in_a_loop(self, session: af.Session, graph: af.Graph) -> None:
-        """FAULTS F62: live iterations, parked tokens and inner frames included."""
+        """Fault F62: live iterations, parked tokens and inner frames included."""
         gate = CoroutineGate()
         x, doubled = double_vector()
 
@@ -133,7 +133,7 @@ class TestBuffersAreFreedAtOnce:
         assert await held_bytes(session) == 0
 
     async def test_after_a_deadline(self, session: af.Session, graph: af.Graph) -> None:
-        """FAULTS F62: the same when time runs out."""
+        """Fault F62: the same when time runs out."""
         x, doubled = double_vector()
         _, result = af.while_loop(lambda i, _: i >= 0, lambda i, v: (i + 1, v * 1), (0, doubled))
         with pytest.raises(af.DeadlineExceeded) as caught:
@@ -142,7 +142,7 @@ class TestBuffersAreFreedAtOnce:
         assert await held_bytes(session) == 0
 
     async def test_after_a_stream_left_early(self, session: af.Session, graph: af.Graph) -> None:
-        """FAULTS F62: items that nobody took are freed too."""
+        """Fault F62: items that nobody took are freed too."""
         x, doubled = double_vector()
         seen: list[af.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""FAULTS F03, F18, F27, F28, F50 and F61 for queues: thousands of schedules, each element in one place at the end."""
+"""Fault F3, F18, F27, F28, F50 and F61 for queues: thousands of schedules, each element in one place at the end."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ def on_virtual_time(main: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_element_once_in_any_schedule(kind: str) -> None:
-    """CONFORMANCE 78, FAULTS F18, F50: in the order promised, and nobody waits for ever."""
+    """Behaviour 78, Fault F18, F50: in the order promised, and nobody waits for ever."""
     assert on_virtual_time(schedules(range(20), kind, 0.3)) > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_each_element_once_in_thousands_of_schedules(part: int) -> None:
-    """CONFORMANCE 78, FAULTS F18, F50, F61: 10^4 of them, of which some have hardly a fault, as in production."""
+    """Behaviour 78, Fault F18, F50, F61: 10^4 of them, of which some have hardly a fault, as in production."""
     for number, kind in enumerate(KINDS):
         first = 1000 * part + 334 * number
         assert (
@@ -150,7 +150,7 @@ def test_each_element_once_in_thousands_of_schedules(part: int) -> None:
 @pytest.mark.usefixtures("copies_take_time")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_large_element_once_in_any_schedule(kind: str) -> None:
-    """CONFORMANCE 78, FAULTS F18, F50: the same where cancels, timeouts and a close come while elements are copied."""
+    """Behaviour 78, Fault F18, F50: the same where cancels, timeouts and a close come while elements are copied."""
     assert on_virtual_time(schedules(range(20), kind, 0.3)) > 50
 
 
@@ -158,7 +158,7 @@ def test_each_large_element_once_in_any_schedule(kind: str) -> None:
 @pytest.mark.usefixtures("copies_take_time")
 @pytest.mark.parametrize("part", range(10))
 def test_each_large_element_once_in_thousands_of_schedules(part: int) -> None:
-    """CONFORMANCE 78, FAULTS F18, F50, F61: 10^4 of them."""
+    """Behaviour 78, Fault F18, F50, F61: 10^4 of them."""
     for kind in KINDS:
         first = 20_000 + 334 * part
         assert on_virtual_time(schedules(range(first, first + 334), kind, 0.01 + part / 10)) > 0
@@ -284,8 +284,8 @@ def test_runs_that_wait_in_hundreds_of_sessions_for_few_at_a_time() -> None:
 # -- single faults ---------------------------------------------------------------------------------------------------
 
 
-async def test_f03_an_interpreter_exit_ends_who_waits(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F03: the dequeue of the same run gives up its place, and the next in line is served."""
+async def test_an_interpreter_exit_ends_waiting_callers(session: af.Session, graph: af.Graph) -> None:
+    """Fault F3: the dequeue of the same run gives up its place, and the next in line is served."""
     queue = af.FIFOQueue(3, INT, name="q")
     with pytest.raises(SystemExit):
         await session.run((queue.dequeue(), raising(SystemExit, on_thread=True)(1)))
@@ -295,8 +295,8 @@ async def test_f03_an_interpreter_exit_ends_who_waits(session: af.Session, graph
 
 
 @pytest.mark.every_loop
-async def test_f18_cancelled_in_each_pass_of_the_loop() -> None:
-    """FAULTS F18: whenever the cancel comes, an element is taken by the run that ends with it, or is still there."""
+async def test_cancelled_in_each_pass_of_the_loop() -> None:
+    """Fault F18: whenever the cancel comes, an element is taken by the run that ends with it, or is still there."""
     queue = af.FIFOQueue(3, INT, name="q")
     with af.Graph() as graph:
         take = queue.dequeue()
@@ -322,8 +322,8 @@ async def test_f18_cancelled_in_each_pass_of_the_loop() -> None:
         assert "taken" in outcomes
 
 
-def test_f27_a_child_process_waits_behind_nobody() -> None:
-    """FAULTS F27: places in line of the parent's are none of the child's; the parent goes on."""
+def test_a_child_process_does_not_wait() -> None:
+    """Fault F27: places in line of the parent's are none of the child's; the parent goes on."""
     queue = af.FIFOQueue(1, INT, name="q", container="forked")
 
     async def child() -> bool:
@@ -350,8 +350,8 @@ def test_f27_a_child_process_waits_behind_nobody() -> None:
         af.reset_container("forked")
 
 
-def test_f28_an_interrupt_ends_who_waits() -> None:
-    """FAULTS F28: SIGINT while a run waits; the queue of the container can be used by the next event loop."""
+def test_an_interrupt_ends_waiting_callers() -> None:
+    """Fault F28: SIGINT while a run waits; the queue of the container can be used by the next event loop."""
     queue = af.FIFOQueue(1, INT, name="q", container="interrupted")
     with af.Graph() as graph:
         take = queue.dequeue()
@@ -378,8 +378,8 @@ def test_f28_an_interrupt_ends_who_waits() -> None:
         af.reset_container("interrupted")
 
 
-async def test_f61_nothing_is_left_of_those_who_gave_up(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F61: places, runs and elements of a thousand runs that were cancelled or late are gone."""
+async def test_nothing_is_left_of_callers_that_gave_up(session: af.Session, graph: af.Graph) -> None:
+    """Fault F61: places, runs and elements of a thousand runs that were cancelled or late are gone."""
     queue = af.FIFOQueue(3, INT, name="q")
     take = queue.dequeue()
     for _ in range(100):
@@ -434,8 +434,8 @@ def _draining(queue: af.Queue, n: Any) -> af.Tensor:
 
 
 @pytest.mark.parametrize("end", ["timeout", "cancel", "failure", "close"])
-async def test_f18_a_loop_that_waits_is_stopped(session: af.Session, graph: af.Graph, end: str) -> None:
-    """FAULTS F18: what it had put in is there, it has put in nothing more, and whoever comes next is served."""
+async def test_a_loop_that_waits_is_stopped(session: af.Session, graph: af.Graph, end: str) -> None:
+    """Fault F18: what it had put in is there, it has put in nothing more, and whoever comes next is served."""
     queue = af.FIFOQueue(3, INT, name="q")
     fill = _filling(queue, 10)
     if end == "timeout":
@@ -470,8 +470,8 @@ async def test_f18_a_loop_that_waits_is_stopped(session: af.Session, graph: af.G
     assert queue.size_nowait() == 0
 
 
-async def test_f18_loops_cancelled_in_each_pass_of_the_loop(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F18: one that drains, whenever the cancel comes, has taken from the front, and the next goes on there."""
+async def test_loops_cancelled_in_each_pass_of_the_loop(session: af.Session, graph: af.Graph) -> None:
+    """Fault F18: one that drains, whenever the cancel comes, has taken from the front, and the next goes on there."""
     queue = af.FIFOQueue(2, INT, name="q")
     fill, drain = _filling(queue, 40), _draining(queue, 10**6)
     for passes in range(6):

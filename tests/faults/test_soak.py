@@ -1,4 +1,4 @@
-"""FAULTS F61: a day of requests on virtual time, of which one in a hundred goes wrong, leaves nothing behind."""
+"""Fault F61: a day of requests on virtual time, of which one in a hundred goes wrong, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ async def day(hours: int) -> tuple[list[Level], Counter[str], Service]:
 
 
 @pytest.mark.slow
-def test_f61_a_day_with_faults_is_flat() -> None:
-    """FAULTS F61: tasks, files, threads, bytes, plans and places, hour by hour; every run begins and ends once."""
+def test_a_day_with_faults_is_flat() -> None:
+    """Fault F61: tasks, files, threads, bytes, plans and places, hour by hour; every run begins and ends once."""
     with virtual_clock(seed=61) as clock:
         levels, ends, service = clock.run(day(24))
     settled = levels[3:]
@@ -206,8 +206,8 @@ async def day_of_steps(hours: int, root: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_f61_a_day_of_checkpoints_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS F61, F49: tasks, files, threads, bytes and plans, hour by hour; every step that is left is complete."""
+def test_a_day_of_checkpoints_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F61, F49: tasks, files, threads, bytes and plans, hour by hour; every step that is left is complete."""
     with virtual_clock(seed=61) as clock:
         levels, ends = clock.run(day_of_steps(24, tmp_path, monkeypatch))
     settled = levels[3:]

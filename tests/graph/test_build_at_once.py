@@ -41,8 +41,8 @@ def at_once(work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(begin, range(THREADS)))
 
 
-def test_94_threads_add_to_one_graph(eager_switches: None) -> None:
-    """Nodes keep ids and names of their own, and are under the scopes of their own thread."""
+def test_threads_add_to_one_graph(eager_switches: None) -> None:
+    """Behaviour 94: nodes keep ids and names of their own, and are under the scopes of their own thread."""
     graph = af.Graph()
 
     def build(k: int) -> list[af.Tensor]:
@@ -59,8 +59,8 @@ def test_94_threads_add_to_one_graph(eager_switches: None) -> None:
     verify(graph)
 
 
-async def test_94_threads_differentiate_one_loop(session: af.Session, eager_switches: None) -> None:
-    """They add what has to be saved to one and the same loop."""
+async def test_threads_differentiate_one_loop(session: af.Session, eager_switches: None) -> None:
+    """Behaviour 94: they add what has to be saved to one and the same loop."""
     with af.Graph() as graph:
         x = af.placeholder("float64", ())
         y = af.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, af.sin(v) * v), (af.constant(0), x))[1]
@@ -78,8 +78,9 @@ async def test_94_threads_differentiate_one_loop(session: af.Session, eager_swit
     assert found[0] == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-6)
 
 
-async def test_94_tasks_build_in_turns(graph: af.Graph) -> None:
-    """Each is in the graph, and under the scopes, that it has entered itself, whatever others enter meanwhile."""
+async def test_tasks_build_in_turns(graph: af.Graph) -> None:
+    """Behaviour 94: each is in the graph, and under the scopes, that it has entered itself, whatever others enter
+    meanwhile."""
     other = af.Graph()
     entered, left = asyncio.Event(), asyncio.Event()
 
@@ -103,8 +104,8 @@ async def test_94_tasks_build_in_turns(graph: af.Graph) -> None:
     assert current_graph() is graph
 
 
-async def test_94_a_graph_is_left_where_it_was_not_entered() -> None:
-    """As by a stack that another task unwinds."""
+async def test_a_graph_is_left_where_it_was_not_entered() -> None:
+    """Behaviour 94: as by a stack that another task unwinds."""
     graph = af.Graph()
 
     async def enters() -> None:

@@ -199,15 +199,15 @@ class Trap:
         ),
     ],
 )  # fmt: skip
-def test_f57_files_that_are_no_graphs_are_refused(path: Path, data: str | bytes, message: str) -> None:
-    """FAULTS F57: with the file and the line, and before it costs anything."""
+def test_files_that_are_no_graphs_are_refused(path: Path, data: str | bytes, message: str) -> None:
+    """Fault F57: with the file and the line, and before it costs anything."""
     with pytest.raises(af.GraphError, match=message) as raised:
         loaded(path, data)
     assert str(raised.value).startswith(str(path))
 
 
-def test_f57_what_is_no_file_is_not_waited_for(path: Path) -> None:
-    """FAULTS F57: pipes, folders, devices without an end, and files that are too large."""
+def test_what_is_no_file_is_not_waited_for(path: Path) -> None:
+    """Fault F57: pipes, folders, devices without an end, and files that are too large."""
     os.mkfifo(path)
     for place in (path, path.parent, Path("/dev/zero")):
         with pytest.raises(af.GraphError, match="is no file with a graph in it"):
@@ -221,8 +221,8 @@ def test_f57_what_is_no_file_is_not_waited_for(path: Path) -> None:
         af.load_graph(path.parent / "none")
 
 
-def test_f57_nothing_in_a_file_is_imported_or_opened(path: Path) -> None:
-    """FAULTS F57: once the file is open, its content leads nowhere."""
+def test_nothing_in_a_file_is_imported_or_opened(path: Path) -> None:
+    """Fault F57: once the file is open, its content leads nowhere."""
     with af.Graph() as graph:
         af.while_loop(lambda i: i < 3, lambda i: af.Variable(1, name="v").assign_add(1) * 0 + i + 1, (0,))
     af.save_graph(graph, path)
@@ -253,8 +253,8 @@ TOKENS = (b"9" * 12, b"-1", b"nan", b"inf", b"variant", b"string[...]", b"@v", b
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_f57_damaged_files_load_or_are_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """FAULTS F57: bytes changed, cut out, doubled or replaced: a sound graph, or an error with the file's name."""
+def test_damaged_files_load_or_are_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Fault F57: bytes changed, cut out, doubled or replaced: a sound graph, or an error with the file's name."""
     damaged = bytearray(_sample().encode())
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(damaged) - 1))

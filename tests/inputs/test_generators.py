@@ -29,8 +29,8 @@ async def test_nests_of_what_was_yielded() -> None:
     assert [(each["n"], each["x"].tolist()) for each in found] == [(0, [0, 0]), (1, [1, 1]), (2, [2, 2])]
 
 
-async def test_f37_large_elements_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS F37: the event loop goes on meanwhile, and the generator has its array back when it goes on."""
+async def test_large_elements_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault F37: the event loop goes on meanwhile, and the generator has its array back when it goes on."""
     threads: list[threading.Thread] = []
 
     def noted(value: Any) -> Any:

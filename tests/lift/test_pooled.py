@@ -159,8 +159,8 @@ def test_what_activations_share_is_told_apart_by_its_value() -> None:
     assert identity_of(large) != identity_of(large.copy())
 
 
-def test_111_a_loop_that_is_not_pooled_is_told_of_once() -> None:
-    """A function that is traced again and again builds the loop as often."""
+def test_a_loop_that_is_not_pooled_is_told_of_once() -> None:
+    """Behaviour 111: a function that is traced again and again builds the loop as often."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
         for _ in range(3):

@@ -59,7 +59,7 @@ def members_of(draw: st.DrawFn, columns: int | None) -> list[tuple[Array, ...]]:
 @pytest.mark.parametrize("way", WAYS)
 @given(data=st.data())
 def test_each_member_gets_its_own_part(way: str, data: st.DataObject) -> None:
-    """FAULTS F42: of a call that gives back its arguments, the member's own, to the bit; and how long those are."""
+    """Fault F42: of a call that gives back its arguments, the member's own, to the bit; and how long those are."""
     ragged = ragged_of(way)
     members = data.draw(members_of(2 if way == "packed" else None))
     inputs = [ragged.with_told(member) for member in members]

@@ -242,8 +242,9 @@ WEAK = (True, 0, 3, -1, 300, 2**40, 2**70, 0.5, 1e300, 1e-300, float("nan"), 1j,
 
 
 @pytest.mark.parametrize("name", BINARY)
-def test_93_binary_functions_take_every_scalar_that_numpy_takes(evaluate: Evaluate, name: str) -> None:
-    """93. With NumPy's dtypes and values: what divides, or is only compared or true, need not fit the integers."""
+def test_binary_functions_take_every_scalar_that_numpy_takes(evaluate: Evaluate, name: str) -> None:
+    """Behaviour 93: with NumPy's dtypes and values: what divides, or is only compared or true, need not fit the
+    integers."""
     function, ufunc = FUNCTIONS[name], UFUNCS[name]
     for dtype in DTYPES[:-1]:
         x = sample(dtype)[:4]

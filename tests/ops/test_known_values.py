@@ -135,8 +135,8 @@ LIFTED: dict[str, Callable[[af.Tensor], af.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LIFTED)
-async def test_103_bodies_that_are_lifted_are_built_on_what_they_capture(name: str) -> None:
-    """The nodes of the body go; what they were built on holds for the nodes over all rows."""
+async def test_bodies_that_are_lifted_are_built_on_what_they_capture(name: str) -> None:
+    """Behaviour 103: the nodes of the body go; what they were built on holds for the nodes over all rows."""
     with af.Graph() as graph:
         n = af.constant(3)
         y = LIFTED[name](n)

@@ -64,8 +64,9 @@ def test_bfloat16_stays_bfloat16(evaluate: Any) -> None:
 @pytest.mark.parametrize(
     "product", ["a,b->a", "a,b->", "ab,b->a", "ab,bc,c->a", "a,b,c->a", "matmul", "tensordot", "vecdot"]
 )
-def test_93_mixed_dtypes_promote_before_anything_is_computed(evaluate: Any, product: str) -> None:
-    """93. As if all operands had been converted first; pairs contracted as they are would wrap around or saturate."""
+def test_mixed_dtypes_promote_before_anything_is_computed(evaluate: Any, product: str) -> None:
+    """Behaviour 93: as if all operands had been converted first; pairs contracted as they are would wrap around or
+    saturate."""
     terms = product.partition("->")[0].split(",") if "->" in product else ["ab", "bc" if product != "vecdot" else "ab"]
     products: dict[str, Any] = {
         "matmul": linalg.matmul,
@@ -85,8 +86,8 @@ def test_93_mixed_dtypes_promote_before_anything_is_computed(evaluate: Any, prod
         compare(evaluate, build, np.asarray(want, common), *arrays, known=("all",), exact=False)
 
 
-def test_93_gradients_of_einsum_promote_first(evaluate: Any) -> None:
-    """93. What reaches an operand is a product of all others, of which two may be small integers."""
+def test_gradients_of_einsum_promote_first(evaluate: Any) -> None:
+    """Behaviour 93: what reaches an operand is a product of all others, of which two may be small integers."""
     x = np.ones(2)
     with Graph():
         operands = constant(x), constant(np.array([100, 100], np.int8)), constant(np.array([100, 100], np.int8))

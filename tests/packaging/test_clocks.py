@@ -17,13 +17,13 @@ from tests.loops import SteadyLoop, SteadyUvLoop
 ROOT = Path(__file__).resolve().parents[2]
 
 REAL_TIME = {
-    "conformance/test_async.py::test_87_a_loop_without_kernels": "the time for which the loop is really held",
-    "conformance/test_async.py::test_87_other_coroutines_keep_their_latency": "the same",
-    "conformance/test_async.py::test_87_the_guard_names_a_kernel_that_holds_the_loop": "the same",
-    "conformance/test_async.py::test_87_the_guard_says_nothing_of_threads": "the same",
+    "conformance/test_async.py::test_a_loop_without_kernels": "the time for which the loop is really held",
+    "conformance/test_async.py::test_other_coroutines_keep_their_latency": "the same",
+    "conformance/test_async.py::test_the_guard_names_a_kernel_that_holds_the_loop": "the same",
+    "conformance/test_async.py::test_the_guard_says_nothing_of_threads": "the same",
     "conformance/test_pooled.py::test_long_steps_share_a_run_until_somebody_comes_or_goes": "steps that others end",
-    "faults/test_admission.py::test_f15_an_endless_run_makes_room_when_its_time_is_up": "a loop that only time ends",
-    "faults/test_deadlines_and_cancellation.py::test_f15_an_endless_loop_with_a_deadline": "the same",
+    "faults/test_admission.py::test_an_endless_run_makes_room_when_its_time_is_up": "a loop that only time ends",
+    "faults/test_deadlines_and_cancellation.py::test_an_endless_loop_with_a_deadline": "the same",
     "runtime/test_sliced_region.py::test_a_deadline_on_an_endless_loop": "loops of any weight, which only time ends",
     "runtime/test_sliced_region.py::test_other_coroutines_go_on": "kernels that are really long hold no event loop",
     "serving/test_spans.py::test_a_run_is_a_child_of_its_caller_and_a_parent_of_its_coroutines": "the wall's clock",

@@ -1,4 +1,4 @@
-"""FAULTS F66 and F70: no test, example or benchmark waits for another process without a limit, nor with a short one."""
+"""Fault F66 and F70: no test, example or benchmark waits for another process without a limit, nor with a short one."""
 
 from __future__ import annotations
 

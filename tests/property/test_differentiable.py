@@ -49,8 +49,8 @@ async def check(seed: int, order: int, is_open: bool) -> None:
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), order=st.sampled_from((1, 1, 2)), is_open=st.booleans())
-def test_gradients_do_not_depend_on_what_is_saved(seed: int, order: int, is_open: bool) -> None:
-    """CONFORMANCE 68."""
+def test_gradients_do_not_depend_on_the_saved_values(seed: int, order: int, is_open: bool) -> None:
+    """Behaviour 68."""
     with pytest.MonkeyPatch.context() as patched:
         for name, value in FREE.items():
             patched.setattr(choose_saved, name, value)
@@ -70,7 +70,7 @@ async def moved(program: Program, device: str, **options: Any) -> tuple[list[byt
 @pytest.mark.slow
 @pytest.mark.parametrize("regions", [True, False])
 def test_gradients_do_not_depend_on_what_moves(regions: bool, tmp_path: Path) -> None:
-    """CONFORMANCE 68: on a simulated card to the host's memory and its disk, and from a CPU to a file."""
+    """Behaviour 68: on a simulated card to the host's memory and its disk, and from a CPU to a file."""
     on_disk = {"spill_directory": str(tmp_path)}
     places: list[tuple[str, dict[str, Any]]] = [
         ("sim:0", {}),

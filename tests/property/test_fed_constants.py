@@ -94,8 +94,8 @@ REFUSED = r"cannot feed constant\S*:0 the value \d[\s\S]*was built for[\s\S]*use
 
 
 @pytest.mark.parametrize("around", AROUND[1:])
-async def test_103_a_shape_built_on_a_constant_refuses_another_value(around: Callable[[Step], Step]) -> None:
-    """CONFORMANCE 103: whatever takes the shape, and wherever it stands."""
+async def test_a_shape_built_on_a_constant_refuses_another_value(around: Callable[[Step], Step]) -> None:
+    """Behaviour 103: whatever takes the shape, and wherever it stands."""
     async with af.Session() as session:
         for name, step in SHAPED.items():
             with af.Graph() as graph:
@@ -106,8 +106,8 @@ async def test_103_a_shape_built_on_a_constant_refuses_another_value(around: Cal
                 pytest.fail(f"{name} of {graph}")
 
 
-async def test_103_what_builds_no_shape_uses_the_fed_value() -> None:
-    """CONFORMANCE 103: gradients included."""
+async def test_what_builds_no_shape_uses_the_fed_value() -> None:
+    """Behaviour 103: gradients included."""
     fetched = []
     for make in (af.constant, lambda _: af.placeholder("int64", ())):
         with af.Graph() as graph:
@@ -135,8 +135,8 @@ def program(seed: int, make: Callable[[int], Any]) -> tuple[Any, int, list[Any],
 
 
 @pytest.mark.parametrize("seed", range(2 * SEEDS))
-async def test_103_a_fed_constant_counts_everywhere_or_is_refused(seed: int) -> None:
-    """CONFORMANCE 103: where placeholders take the place of the constants, a program gives the same."""
+async def test_a_fed_constant_counts_everywhere_or_is_refused(seed: int) -> None:
+    """Behaviour 103: where placeholders take the place of the constants, a program gives the same."""
     fixed_graph, open_graph = af.Graph(), af.Graph()  # kept: a graph that was dropped refuses every such feed
     with fixed_graph:
         n, new, fixed, x, is_shaped = program(seed, af.constant)
@@ -154,8 +154,8 @@ async def test_103_a_fed_constant_counts_everywhere_or_is_refused(seed: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["batched", "pooled", "vertices"])
-async def test_103_code_that_runs_share_refuses_another_constant(kind: str) -> None:
-    """CONFORMANCE 103: a constant is part of the code that several runs compute together."""
+async def test_code_that_runs_share_refuses_another_constant(kind: str) -> None:
+    """Behaviour 103: a constant is part of the code that several runs compute together."""
     with af.Graph() as graph:
         scale, x = af.constant(2.0, name="scale"), af.placeholder("float64", (2,))
         fed: dict[Any, Any] = {x: [1.0, 2.0]}

@@ -1,4 +1,4 @@
-"""CONFORMANCE 92: programs over arrays of any size and dtype give what plain NumPy gives, wherever they run.
+"""Behaviour 92: programs over arrays of any size and dtype give what plain NumPy gives, wherever they run.
 
 Buffers are used again, work goes to a stream's thread and arrays have views only where arrays are large.
 """
@@ -48,7 +48,7 @@ async def check(program: Program, *, is_open: bool = False, parallel_iterations:
 @pytest.mark.parametrize("size", EXTENTS)
 @pytest.mark.parametrize("seed", [13, 24, 40])
 def test_large_programs(seed: int, size: str, regions: bool) -> None:
-    """CONFORMANCE 92: the same results for arrays of every size, contiguous or not, with regions and without."""
+    """Behaviour 92: the same results for arrays of every size, contiguous or not, with regions and without."""
     asyncio.run(check(write_program(seed, EXTENTS[size]), regions=regions))
 
 

@@ -1,4 +1,4 @@
-"""Conformance 97, FAULTS F43-F45: what is admitted ends in time, what is not is refused at once, and costs nothing."""
+"""Conformance 97, Fault F43-F45: what is admitted ends in time, what is not is refused at once, and costs nothing."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ async def until(condition: Any) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_97_overload() -> None:
-    """F44: five times as many runs as a card can do, each of use only within six times what it takes."""
+def test_overload() -> None:
+    """Behaviour 97: F44: five times as many runs as a card can do, each of use only within six times what it takes."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (1024, 1024))
         y = af.sum(x @ x @ x)
@@ -96,8 +96,9 @@ def test_97_overload() -> None:
 
 
 @pytest.mark.parametrize(("spread", "timeout"), [(0.5, 1.5), (0.8, 3.0)])
-def test_97_what_runs_take_is_not_known_exactly(spread: float, timeout: float) -> None:
-    """F44: runs that take more or less, each of use within `timeout` times what most take, five times too many."""
+def test_what_runs_take_is_not_known_exactly(spread: float, timeout: float) -> None:
+    """Behaviour 97: F44: runs that take more or less, each of use within `timeout` times what most take, five times
+    too many."""
     random = Random(97)
     taken: dict[int, float] = {}
     in_time: list[int] = []
@@ -134,8 +135,8 @@ def test_97_what_runs_take_is_not_known_exactly(spread: float, timeout: float) -
     assert sum(taken.values()) >= 0.9 * 2 * 20, "it was idle"
 
 
-async def test_97_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Program) -> None:
-    """F44: nothing is waited for, nothing is computed."""
+async def test_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Program) -> None:
+    """Behaviour 97: F44: nothing is waited for, nothing is computed."""
     async with af.Session(max_runs=1, max_queued=1) as session:
         session.plan(program.slow, [program.x]).cost.observe(1.5)
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
@@ -155,8 +156,8 @@ async def test_97_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Pr
         assert await program.run(session, 4) == 4
 
 
-async def test_97_a_refusal_is_as_short_with_a_thousand_that_wait(program: Program) -> None:
-    """F44: it walks through as many functions, however many wait."""
+async def test_a_refusal_is_as_short_with_a_thousand_that_wait(program: Program) -> None:
+    """Behaviour 97: F44: it walks through as many functions, however many wait."""
     walks = []
     for queued in (10, 1000):
         async with af.Session(max_runs=1, max_queued=queued) as session:
@@ -187,8 +188,8 @@ async def test_runs_wait_their_turn_in_order(program: Program) -> None:
         assert program.gate.started == [0, 1, 2, 3, 4, 5]
 
 
-async def test_f46_runs_start_by_priority_deadline_and_arrival(program: Program) -> None:
-    """FAULTS F46: whatever way they are asked for."""
+async def test_runs_start_by_priority_deadline_and_arrival(program: Program) -> None:
+    """Fault F46: whatever way they are asked for."""
     async with af.Session(program.graph, max_runs=1) as session:
         prepared = session.prepare(program.slow, [program.x])
         session.plan(program.slow, [program.x]).cost.observe(1.0)
@@ -219,8 +220,8 @@ async def from_a_thread(program: Program, session: af.Session, number: int, **op
     return await asyncio.wrap_future(await asyncio.to_thread(session.run_threadsafe, program.slow, fed, **options))
 
 
-async def test_97_nothing_is_computed_for_a_caller_who_has_gone(program: Program) -> None:
-    """Cancelled while it waits, also in the very pass in which its turn comes."""
+async def test_nothing_is_computed_for_a_caller_that_has_left(program: Program) -> None:
+    """Behaviour 97: cancelled while it waits, also in the very pass in which its turn comes."""
     async with af.Session(max_runs=1) as session:
         first, second, third = (asyncio.create_task(program.run(session, k)) for k in (1, 2, 3))
         await until(lambda: session.statistics().queued == 2)
@@ -236,8 +237,8 @@ async def test_97_nothing_is_computed_for_a_caller_who_has_gone(program: Program
         assert 2 not in program.gate.started
 
 
-async def test_f45_a_deadline_that_passes_in_the_queue(program: Program) -> None:
-    """FAULTS F45: not executed, and counted."""
+async def test_a_deadline_that_passes_in_the_queue(program: Program) -> None:
+    """Fault F45: not executed, and counted."""
     async with af.Session(max_runs=1) as session:
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
             refused: list[str] = []
@@ -254,8 +255,8 @@ async def test_f45_a_deadline_that_passes_in_the_queue(program: Program) -> None
         assert program.gate.started == [1]
 
 
-async def test_97_a_run_that_cannot_end_in_time_is_not_started(program: Program) -> None:
-    """When it is asked for, by what is before it; when its turn comes, by what it takes itself."""
+async def test_a_run_that_cannot_end_in_time_is_not_started(program: Program) -> None:
+    """Behaviour 97: when it is asked for, by what is before it; when its turn comes, by what it takes itself."""
     async with af.Session(max_runs=1) as session:
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
             plan = session.plan(program.slow, [program.x])
@@ -281,8 +282,8 @@ async def test_an_expectation_that_is_wrong_is_put_right(program: Program) -> No
         assert plan.cost.expected_s <= 0.8e6
 
 
-async def test_97_one_slow_run_refuses_no_others(program: Program) -> None:
-    """What is expected is what most of the last runs took."""
+async def test_one_slow_run_refuses_no_others(program: Program) -> None:
+    """Behaviour 97: what is expected is what most of the last runs took."""
     program.gate.opened.set()
     async with af.Session(max_runs=1) as session:
         plan = session.plan(program.slow, [program.x])

@@ -136,19 +136,19 @@ class World:
 @pytest.mark.parametrize("poisoned", [None, 2])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_every_order_of_four_members(poisoned: int | None, lanes: int) -> None:
-    """FAULTS F20, F38, F40, F45: none is lost, computed twice, or left behind by one that fails, leaves or is late."""
+    """Fault F20, F38, F40, F45: none is lost, computed twice, or left behind by one that fails, leaves or is late."""
     try_every_order(lambda: World(poisoned, lanes, 4))
 
 
 @pytest.mark.parametrize("poisoned", [None, 2])
 def test_every_order_of_three_members(poisoned: int | None) -> None:
-    """FAULTS F20, F38, F40, F45: as above."""
+    """Fault F20, F38, F40, F45: as above."""
     try_every_order(lambda: World(poisoned, 1, 3))
 
 
 @pytest.mark.parametrize("poisoned", [None, 2])
 def test_every_order_of_three_members_in_calls_made_at_once(poisoned: int | None) -> None:
-    """FAULTS F20, F38, F40, F45: as above."""
+    """Fault F20, F38, F40, F45: as above."""
     try_every_order(lambda: World(poisoned, 1, 3, parts=2))
 
 
@@ -277,8 +277,8 @@ def learnt(each_ns: float, sizes: int = 8) -> CallCosts:
     return costs
 
 
-def test_f45_deadlines_are_met_where_a_smaller_call_does() -> None:
-    """FAULTS F45: who is late leaves; a call is so small that the first deadline in it that can be met is."""
+def test_deadlines_are_met_where_a_smaller_call_does() -> None:
+    """Fault F45: who is late leaves; a call is so small that the first deadline in it that can be met is."""
     batcher: Batcher[Named] = Batcher()
     costs = learnt(1.0)  # 1 ns and a little a member, so that all together is best
     costs.observe(1, 2.0)
@@ -301,8 +301,8 @@ def test_a_delay_ends_before_a_deadline() -> None:
     assert batcher.wake_ns(0) == 1_000
 
 
-def test_f45_a_delay_leaves_half_of_the_time_where_nothing_is_learnt() -> None:
-    """FAULTS F45: what a call takes besides is not known either."""
+def test_a_delay_leaves_half_of_the_time_where_nothing_is_learnt() -> None:
+    """Fault F45: what a call takes besides is not known either."""
     batcher: Batcher[Named] = Batcher()
     for name in range(3):
         deadline_ns = 9_000 if name == 1 else inf
@@ -337,8 +337,8 @@ def endless(costs: CallCosts, *deadlines_ns: float) -> tuple[Batcher[Named], Bat
 
 
 @pytest.mark.parametrize(("each_ns", "due_ns"), [(0.0, 1_600), (100.0, 1_800)])
-def test_f40_who_stays_is_computed_without_one_who_left(each_ns: float, due_ns: int) -> None:
-    """FAULTS F40: not before the call has taken twice what is learnt, and twice what it had when the first one left."""
+def test_a_remaining_member_is_computed_without_one_that_left(each_ns: float, due_ns: int) -> None:
+    """Fault F40: not before the call has taken twice what is learnt, and twice what it had when the first one left."""
     batcher, call, members = endless(learnt(each_ns) if each_ns else CallCosts(), inf, inf, inf, inf)
     assert batcher.overdue(1_000_000) == []
     assert batcher.wake_ns(0) == inf
@@ -359,8 +359,8 @@ def test_f40_who_stays_is_computed_without_one_who_left(each_ns: float, due_ns: 
     assert not batcher.lanes
 
 
-def test_f45_halves_begin_while_the_first_still_has_half_of_its_time() -> None:
-    """FAULTS F45: of members that are late at once, those that can end do; the one that cannot is by itself at last."""
+def test_halves_begin_while_the_first_still_has_half_of_its_time() -> None:
+    """Fault F45: of members that are late at once, those that can end do; the one that cannot is by itself at last."""
     batcher, call, members = endless(CallCosts(), 9_000, 9_000, 9_000)
     assert batcher.wake_ns(0) == 5_000
     assert batcher.overdue(5_000) == [call]
@@ -450,7 +450,7 @@ def test_others_gather_while_a_call_is_under_way_or_work_is_ready() -> None:
 
 
 def test_the_one_at_fault_is_found_by_halving() -> None:
-    """FAULTS F38: of 32 members one fails alone, after at most two calls for each halving."""
+    """Fault F38: of 32 members one fails alone, after at most two calls for each halving."""
     batcher = offered(32, af.Batch(32, cost="none"))
     good: list[int] = []
     bad: list[int] = []

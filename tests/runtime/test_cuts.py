@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_f50_writers_that_always_overlap(seed: int, tmp_path: Path) -> None:
-    """F50, CONFORMANCE 79: one of eight writers is always half way, and each save is whole all the same."""
+def test_writers_that_always_overlap(seed: int, tmp_path: Path) -> None:
+    """Fault F50: F50, Behaviour 79: one of eight writers is always half way, and each save is whole all the same."""
     chance = random.Random(seed)
     with af.Graph(effects="unordered") as graph:
         a, b, c = (af.Variable(0, name=name) for name in "abc")

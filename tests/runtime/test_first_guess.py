@@ -33,7 +33,7 @@ def guessed(fetch: af.Tensor, *feeds: Any) -> float:
 
 
 async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(work: WorkClock, graph: af.Graph) -> None:
-    """CONFORMANCE 95: a function that blocks does not block the loop; one that is short is called there, once known."""
+    """Behaviour 95: a function that blocks does not block the loop; one that is short is called there, once known."""
     threads = list[str]()
 
     @af.op(outputs=INT)
@@ -51,7 +51,7 @@ async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(work: Work
 
 
 def test_a_write_to_a_table_takes_as_long_as_its_rows(graph: af.Graph) -> None:
-    """FAULTS F37: what it gives is but where they are, and the loop does not copy large ones."""
+    """Fault F37: what it gives is but where they are, and the loop does not copy large ones."""
     table = af.Table(4, af.spec("float32", (1 << 20,)))
     row, rows = af.placeholder("float32", (1 << 20,)), af.placeholder("float32", (None, 1 << 20))
     index = af.placeholder("int64", ())
@@ -76,7 +76,7 @@ async def test_a_function_that_says_that_it_is_short_is_believed(graph: af.Graph
 
 
 async def test_a_run_that_a_function_waits_for_finds_out_on_the_loop(graph: af.Graph) -> None:
-    """FAULTS F65: a function that has a thread may wait for a run with another that nobody knows to be long."""
+    """Fault F65: a function that has a thread may wait for a run with another that nobody knows to be long."""
     asked: list[Any] = []
     inner = af.op(outputs=INT, name="inner")(lambda v: v + 1)(af.constant(1))
     async with af.Session(graph) as session:
@@ -147,8 +147,9 @@ LONG: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", LONG)
-async def test_95_what_holds_the_loop_goes_to_a_thread(graph: af.Graph, name: str, known: bool) -> None:
-    """95. Each of these takes 3 to 30 ms; a cost rule that expects less than the work is would leave it on the loop."""
+async def test_what_holds_the_loop_goes_to_a_thread(graph: af.Graph, name: str, known: bool) -> None:
+    """Behaviour 95: each of these takes 3 to 30 ms; a cost rule that expects less than the work is would leave it on
+    the loop."""
     build, value = LONG[name]
     x = af.placeholder(value.dtype, value.shape if known else (None,) * value.ndim)
     y = build(x)
@@ -159,7 +160,8 @@ async def test_95_what_holds_the_loop_goes_to_a_thread(graph: af.Graph, name: st
         assert first_guess(node, inputs).predict_ns(value.size) > INLINE_LIMIT_NS
 
 
-async def test_95_a_first_sort_is_on_a_thread(graph: af.Graph) -> None:
+async def test_a_first_sort_is_on_a_thread(graph: af.Graph) -> None:
+    """Behaviour 95."""
     x = af.placeholder("float64", (None,))
     trace = af.Trace(detail="region")
     async with af.Session(graph) as session:
@@ -169,7 +171,7 @@ async def test_95_a_first_sort_is_on_a_thread(graph: af.Graph) -> None:
 
 
 def test_inputs_that_do_not_fit_are_for_the_kernel_to_refuse(graph: af.Graph) -> None:
-    """CONFORMANCE 93: an estimate never raises."""
+    """Behaviour 93: an estimate never raises."""
     x, y = af.placeholder("float32", None), af.placeholder("float32", None)
     assert guessed(af.matmul(x, y), np.ones((3, 4)), np.ones((5, 6))) > 0
 

@@ -55,8 +55,8 @@ async def test_the_first_call_describes_the_arguments() -> None:
     assert [x.spec for x in traced.inputs] == [af.spec("float64", ())] * 2
 
 
-async def test_91_a_parameter_of_any_name() -> None:
-    """91. Placeholders are named after parameters, even those that are only underscores."""
+async def test_a_parameter_of_any_name() -> None:
+    """Behaviour 91: placeholders are named after parameters, even those that are only underscores."""
     f, _ = counted(lambda _, __: _ - __)
     assert await f(3.0, 4.0) == -1.0
 

@@ -154,8 +154,8 @@ async def test_a_failure_says_where(program: Program, lone: list[Run]) -> None:
 
 @pytest.mark.usefixtures("work")
 @programs
-async def test_f18_cancelled_at_every_pass_it_leaves_the_others(program: Program, later: bool, lone: list[Run]) -> None:
-    """Before it stands in line, there, or when its result is there."""
+async def test_cancelled_at_every_pass_it_leaves_the_others(program: Program, later: bool, lone: list[Run]) -> None:
+    """Fault F18: before it stands in line, there, or when its result is there."""
     graph, x, y = graph_of(program)
     async with af.Session(graph) as session:
         fates = set()
@@ -231,7 +231,7 @@ async def test_a_run_that_is_stopped_before_it_stands_in_line(monkeypatch: pytes
 
 
 async def test_an_interrupt_while_a_result_is_taken_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS F28: as itself, and later runs are right."""
+    """Fault F28: as itself, and later runs are right."""
     graph, x, y = graph_of(pooled)
     async with af.Session(graph) as session:
 

@@ -1,4 +1,4 @@
-"""Observers of runs: told once of every run and batch, whatever becomes of it, and never in its way (FAULTS F60)."""
+"""Observers of runs: told once of every run and batch, whatever becomes of it, and never in its way (Fault F60)."""
 
 from __future__ import annotations
 
@@ -206,7 +206,9 @@ async def test_what_is_no_observer_is_refused_at_once(observer: Any, wrong: str)
             session.observe(observer)
 
 
-async def test_f60_an_observer_that_raises_touches_no_run(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_raises_touches_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Fault F60."""
+
     class Raises(Log):
         def run_began(self, run: ObservedRun) -> None:
             raise RuntimeError("the observer is broken")

@@ -1,4 +1,4 @@
-"""What a session keeps is bounded, and goes with the graph it was made for (conformance 96, FAULTS F68)."""
+"""What a session keeps is bounded, and goes with the graph it was made for (Behaviour 96, Fault F68)."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
     return requests
 
 
-async def test_96_plans_are_bounded_and_what_is_dropped_is_freed(
+async def test_plans_are_bounded_and_dropped_graphs_are_freed(
     compiled: list[PlanRequest], alive: Callable[[type], int]
 ) -> None:
-    """F68: many fetch sets of one graph; the ones used last stay."""
+    """Behaviour 96: F68: many fetch sets of one graph; the ones used last stay."""
     with af.Graph():
         x = af.placeholder("float32", ())
         fetches = [x * k for k in range(12)]
@@ -76,8 +76,8 @@ async def test_96_plans_are_bounded_and_what_is_dropped_is_freed(
         compiled.clear()
 
 
-async def test_96_a_graph_that_is_gone_is_freed_while_the_session_is_open(alive: Callable[[type], int]) -> None:
-    """F68: with its plans, whatever the bound."""
+async def test_a_graph_that_is_gone_is_freed_while_the_session_is_open(alive: Callable[[type], int]) -> None:
+    """Behaviour 96: F68: with its plans, whatever the bound."""
     graphs: list[weakref.ref[af.Graph]] = []
 
     async def use(session: af.Session) -> None:
@@ -95,8 +95,8 @@ async def test_96_a_graph_that_is_gone_is_freed_while_the_session_is_open(alive:
         assert session.statistics().plans == 0
 
 
-async def test_96_a_function_that_is_gone_is_freed(alive: Callable[[type], int]) -> None:
-    """F68."""
+async def test_a_function_that_is_gone_is_freed(alive: Callable[[type], int]) -> None:
+    """Behaviour 96: F68."""
 
     async def use(session: af.Session) -> None:
         @af.function
@@ -113,7 +113,8 @@ async def test_96_a_function_that_is_gone_is_freed(alive: Callable[[type], int])
         assert session.statistics().plans == 0
 
 
-async def test_96_a_closed_session_leaves_nothing_with_its_graphs(alive: Callable[[type], int]) -> None:
+async def test_a_closed_session_leaves_nothing_with_its_graphs(alive: Callable[[type], int]) -> None:
+    """Behaviour 96."""
     x, y = doubled()
     async with af.Session() as session, af.Session() as other:
         assert await session.run(y, {x: ONE}) == await other.run(y, {x: ONE})
@@ -195,8 +196,8 @@ def few_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-async def test_96_the_graphs_of_a_function_are_bounded(few_traces: None) -> None:
-    """F68: the ones used last stay, and are not traced again."""
+async def test_the_graphs_of_a_function_are_bounded(few_traces: None) -> None:
+    """Behaviour 96: F68: the ones used last stay, and are not traced again."""
     traced: list[str] = []
 
     @af.function
@@ -216,8 +217,8 @@ async def test_96_the_graphs_of_a_function_are_bounded(few_traces: None) -> None
         assert traced.count("a") == 2
 
 
-async def test_96_retracing_again_and_again_warns_once_and_names_the_argument() -> None:
-    """F68."""
+async def test_retracing_again_and_again_warns_once_and_names_the_argument() -> None:
+    """Behaviour 96: F68."""
 
     @af.function
     def greet(x: Any, name: str, loud: bool) -> Any:
@@ -233,7 +234,9 @@ async def test_96_retracing_again_and_again_warns_once_and_names_the_argument() 
         assert warned.filename == __file__
 
 
-async def test_96_retracing_for_lists_of_other_lengths_names_them() -> None:
+async def test_retracing_for_lists_of_other_lengths_names_them() -> None:
+    """Behaviour 96."""
+
     @af.function
     def last(xs: Any) -> Any:
         return xs[-1]

@@ -1,4 +1,4 @@
-"""FAULTS F43-F46, without an event loop: no run is lost, started twice, or waits while there is room, in any order."""
+"""Fault F43-F46, without an event loop: no run is lost, started twice, or waits while there is room, in any order."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def made(
 @pytest.mark.parametrize("limits", range(len(LIMITS)))
 @pytest.mark.parametrize("kinds", KINDS)
 def test_every_interleaving_of_four_runs(limits: int, kinds: str) -> None:
-    """FAULTS F43-F45: each state that four runs can come to, by offers, ends, withdrawals and time, keeps the rules."""
+    """Fault F43-F45: each state that four runs can come to, by offers, ends, withdrawals and time, keeps the rules."""
     seen: set[Any] = set()
     ends: Counter[str] = Counter()
     paths: list[tuple[tuple[str, int], ...]] = [()]
@@ -273,8 +273,8 @@ def test_runs_that_take_too_long_make_room() -> None:
     assert queue.is_idle and not queue.overdue
 
 
-def test_f46_a_loop_that_comes_back_again_and_again_leaves_others_their_share() -> None:
-    """What a stay takes is charged, so a run of a thousand stays gets no more than a thousand runs."""
+def test_a_loop_that_comes_back_again_and_again_leaves_others_their_share() -> None:
+    """Fault F46: what a stay takes is charged, so a run of a thousand stays gets no more than a thousand runs."""
     queue: RunQueue[Caller] = RunQueue(max_runs=1)
     loops = [Caller(cost()) for _ in range(3)]
     for run in loops:
@@ -335,8 +335,8 @@ def served(queue: RunQueue[Caller], classes: dict[int, float], until_s: float) -
 
 
 @pytest.mark.parametrize("classes", [{0: 1.0, 1: 1.0}, {0: 0.1, 5: 10.0}, {0: 10.0, 5: 0.1}, {-3: 1.0, 0: 2.0, 9: 0.5}])
-def test_f46_no_priority_gets_less_than_an_eighth_of_the_time(classes: dict[int, float]) -> None:
-    """FAULTS F46: and those behind the first get no more, whatever one of their runs takes."""
+def test_no_priority_gets_less_than_an_eighth_of_the_time(classes: dict[int, float]) -> None:
+    """Fault F46: and those behind the first get no more, whatever one of their runs takes."""
     spent = served(RunQueue(1), classes, 4000)
     total = sum(spent.values())
     first, *others = classes
@@ -345,14 +345,15 @@ def test_f46_no_priority_gets_less_than_an_eighth_of_the_time(classes: dict[int,
     assert spent[first] / total == pytest.approx(1 - len(others) / 8, abs=0.02)
 
 
-def test_f46_more_than_eight_priorities_share_equally() -> None:
+def test_more_than_eight_priorities_share_equally() -> None:
+    """Fault F46."""
     spent = served(RunQueue(1), dict.fromkeys(range(10), 1.0), 4000)
     total = sum(spent.values())
     assert all(0.08 <= spent[priority] / total <= 0.12 for priority in range(10)), spent
 
 
-def test_f46_nothing_is_owed_to_those_who_were_not_there() -> None:
-    """A line that has just begun to wait waits its seven."""
+def test_nothing_is_owed_to_absent_runs() -> None:
+    """Fault F46: a line that has just begun to wait waits its seven."""
     queue: RunQueue[Caller] = RunQueue(1)
     runs = [Caller(cost(), 0) for _ in range(20)]
     for run in runs:
@@ -388,7 +389,7 @@ def waits(queue: RunQueue[Caller], run: Caller) -> float:
 @pytest.mark.parametrize("priority", [0, 1, 2])
 @pytest.mark.parametrize("servers", [1, 4])
 def test_how_long_a_run_waits_is_foretold(priority: int, servers: int) -> None:
-    """FAULTS F44: from what is in flight, what goes before, and the share of the other lines."""
+    """Fault F44: from what is in flight, what goes before, and the share of the other lines."""
     queue: RunQueue[Caller] = RunQueue(servers)
     for k in range(240):
         queue.offer(Caller(cost(1 + k % 3), k % 3), 0.0)

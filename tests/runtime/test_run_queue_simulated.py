@@ -1,4 +1,4 @@
-"""FAULTS F43-F46 on virtual time: an hour of requests at random, held against queueing theory; and floods."""
+"""Fault F43-F46 on virtual time: an hour of requests at random, held against queueing theory; and floods."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_two_priorities_are_those_of_queueing_theory() -> None:
 
 
 @pytest.mark.parametrize("times", [0.2, 0.8, 2.0, 5.0])
-def test_f44_goodput_under_load(times: float) -> None:
-    """FAULTS F44: of use within ten times the mean: 0.9 of what is offered, or can be done, is done in time."""
+def test_goodput_under_load(times: float) -> None:
+    """Fault F44: of use within ten times the mean: 0.9 of what is offered, or can be done, is done in time."""
     servers, mean_s = 4, 1.0
     rate = times * servers / mean_s
     requests = poisson(Random(11), rate, mean_s, timeout_s=10 * mean_s, cost=RunCost())
@@ -159,8 +159,8 @@ def test_f44_goodput_under_load(times: float) -> None:
     assert found.p99_s() <= 10 * mean_s
 
 
-def test_f46_a_flood_beside_a_trickle() -> None:
-    """FAULTS F46: at five times capacity the first priority's 99th percentile is at most 1.2 times an idle server's."""
+def test_a_flood_beside_a_trickle() -> None:
+    """Fault F46: at five times capacity the first priority's 99th percentile is at most 1.2 times an idle server's."""
     servers, mean_s = 8, 2.0
     capacity = servers / mean_s
     dice = Random(13)
@@ -172,8 +172,8 @@ def test_f46_a_flood_beside_a_trickle() -> None:
     assert found.useful_s >= 0.9 * servers * HOUR_S
 
 
-def test_f46_a_flood_of_the_first_priority_starves_nobody() -> None:
-    """FAULTS F46: the second still gets an eighth."""
+def test_a_flood_of_the_first_priority_starves_no_run() -> None:
+    """Fault F46: the second still gets an eighth."""
     servers, mean_s = 8, 2.0
     capacity = servers / mean_s
     dice = Random(17)

@@ -1,4 +1,4 @@
-"""FAULTS F29, the part of the session: it starts nothing more, lets what was asked for end, and then stops the rest."""
+"""Fault F29, the part of the session: it starts nothing more, lets what was asked for end, and then stops the rest."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def gated(gate: CoroutineGate) -> tuple[af.Tensor, af.Tensor]:
     return x, gate.op(x)
 
 
-async def test_f29_what_was_asked_for_ends_and_nothing_new_starts(graph: af.Graph, gate: CoroutineGate) -> None:
-    """Runs in flight, and those that wait for their turn."""
+async def test_accepted_runs_end_and_nothing_new_starts(graph: af.Graph, gate: CoroutineGate) -> None:
+    """Fault F29: runs in flight, and those that wait for their turn."""
     x, y = gated(gate)
     with graph:
         quick = x + 1
@@ -60,9 +60,8 @@ async def test_f29_what_was_asked_for_ends_and_nothing_new_starts(graph: af.Grap
 
 
 @pytest.mark.parametrize("max_runs", [None, 1])
-async def test_f29_what_does_not_end_in_time_is_stopped(
-    graph: af.Graph, gate: CoroutineGate, max_runs: int | None
-) -> None:
+async def test_what_does_not_end_in_time_is_stopped(graph: af.Graph, gate: CoroutineGate, max_runs: int | None) -> None:
+    """Fault F29."""
     x, y = gated(gate)
     async with af.Session(graph, max_runs=max_runs) as session:
         runs = [asyncio.create_task(session.run(y, {x: k})) for k in range(3)]
@@ -75,8 +74,8 @@ async def test_f29_what_does_not_end_in_time_is_stopped(
         assert_baseline(session)
 
 
-async def test_f29_a_run_may_ask_for_others_while_the_session_is_drained(graph: af.Graph, gate: CoroutineGate) -> None:
-    """They are part of it."""
+async def test_a_run_may_ask_for_others_while_the_session_is_drained(graph: af.Graph, gate: CoroutineGate) -> None:
+    """Fault F29: they are part of it."""
     x, y = gated(gate)
     async with af.Session(graph) as session:
 
@@ -95,8 +94,8 @@ async def test_f29_a_run_may_ask_for_others_while_the_session_is_drained(graph: 
         assert gate.started == [1, 2]
 
 
-async def test_f29_what_is_compiled_when_draining_begins_runs(graph: af.Graph, gate: CoroutineGate) -> None:
-    """It was asked for, though no run is in flight yet; `drain` waits for it."""
+async def test_a_call_that_is_compiled_when_draining_begins_runs(graph: af.Graph, gate: CoroutineGate) -> None:
+    """Fault F29: it was asked for, though no run is in flight yet; `drain` waits for it."""
     gate.opened.set()
     x, y = gated(gate)
     async with af.Session(graph) as session:
@@ -108,8 +107,8 @@ async def test_f29_what_is_compiled_when_draining_begins_runs(graph: af.Graph, g
         assert await large == 4
 
 
-async def test_f29_a_run_whose_trace_cannot_be_written_is_over(graph: af.Graph, tmp_path: Path) -> None:
-    """`drain` does not wait for it; and one that is refused writes none."""
+async def test_a_run_whose_trace_cannot_be_written_is_over(graph: af.Graph, tmp_path: Path) -> None:
+    """Fault F29: `drain` does not wait for it; and one that is refused writes none."""
     x = af.placeholder("int64", ())
     async with af.Session(graph) as session:
         with pytest.raises(FileNotFoundError):
@@ -120,7 +119,8 @@ async def test_f29_a_run_whose_trace_cannot_be_written_is_over(graph: af.Graph, 
         await asyncio.wait_for(session.drain(FOR_EVER_S), PATIENCE_S)
 
 
-async def test_f29_state_is_saved_after_draining(graph: af.Graph, tmp_path: Any) -> None:
+async def test_state_is_saved_after_draining(graph: af.Graph, tmp_path: Any) -> None:
+    """Fault F29."""
     with graph:
         v = af.Variable(1.0, name="v")
         changed = v.assign(2.0)
@@ -132,8 +132,8 @@ async def test_f29_state_is_saved_after_draining(graph: af.Graph, tmp_path: Any)
         assert await session.run(v) == 2.0
 
 
-async def test_f29_a_stream_is_handed_out_to_its_end(graph: af.Graph) -> None:
-    """Also to a consumer that is busy when draining begins."""
+async def test_a_stream_is_handed_out_to_its_end(graph: af.Graph) -> None:
+    """Fault F29: also to a consumer that is busy when draining begins."""
     seen: list[af.Tensor] = []
 
     def body(i: af.Tensor) -> af.Tensor:
@@ -151,7 +151,8 @@ async def test_f29_a_stream_is_handed_out_to_its_end(graph: af.Graph) -> None:
         await draining
 
 
-async def test_f29_a_stream_that_nobody_takes_from_is_stopped_after_the_grace(graph: af.Graph) -> None:
+async def test_an_abandoned_stream_is_stopped_after_the_grace(graph: af.Graph) -> None:
+    """Fault F29."""
     seen: list[af.Tensor] = []
 
     def body(i: af.Tensor) -> af.Tensor:
@@ -184,8 +185,8 @@ async def test_a_lone_member_of_a_batch_does_not_hold_the_session(graph: af.Grap
         assert [run.result()[0] for run in runs] == [0, 2]
 
 
-async def test_f29_closing_while_it_is_drained(graph: af.Graph, gate: CoroutineGate) -> None:
-    """Ends both at once."""
+async def test_closing_while_it_is_drained(graph: af.Graph, gate: CoroutineGate) -> None:
+    """Fault F29: ends both at once."""
     x, y = gated(gate)
     async with af.Session(graph, max_runs=1) as session:
         runs = [asyncio.create_task(session.run(y, {x: k})) for k in range(2)]

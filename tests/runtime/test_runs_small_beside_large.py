@@ -34,8 +34,8 @@ def _gates(count: int) -> list[ThreadGate]:
 
 
 @pytest.mark.parametrize("large", [1, MANY])
-async def test_f69_a_small_run_beside_large_ones(work: WorkClock, graph: af.Graph, large: int) -> None:
-    """FAULTS F69, CONFORMANCE 95: it ends while they have every thread that they can get."""
+async def test_a_small_run_beside_large_ones(work: WorkClock, graph: af.Graph, large: int) -> None:
+    """Fault F69, Behaviour 95: it ends while they have every thread that they can get."""
     probe, gates = Probe(work, busy_ns=BUSY_NS), _gates(large)
     small = counting(probe, 3)
     x = af.placeholder("int64", ())
@@ -56,8 +56,8 @@ async def test_f69_a_small_run_beside_large_ones(work: WorkClock, graph: af.Grap
         assert_baseline(session)
 
 
-async def test_f69_a_first_run_beside_large_ones(graph: af.Graph) -> None:
-    """CONFORMANCE 95: what was never measured does not wait for what is known to be long either."""
+async def test_a_first_run_beside_large_ones(graph: af.Graph) -> None:
+    """Fault F69, Behaviour 95: what was never measured does not wait for what is known to be long either."""
     gate = ThreadGate()
     x = af.placeholder("int64", ())
     long, new = gate.op(x), af.op(outputs=INT, name="new")(lambda v: v + 1)(x)
@@ -124,7 +124,7 @@ async def test_a_stateful_function_is_never_on_two_threads(graph: af.Graph) -> N
 async def test_effects_keep_their_order_on_any_threads(
     open_session: OpenSession, graph: af.Graph, seed: int | None
 ) -> None:
-    """CONFORMANCE 95: reads and writes of a variable in one run, each behind kernels of other lengths, on threads."""
+    """Behaviour 95: reads and writes of a variable in one run, each behind kernels of other lengths, on threads."""
     threads: set[str] = set()
 
     @af.op(outputs=INT, cost=SLOW)
@@ -172,8 +172,8 @@ def _assert_one_after_the_other(trace: af.Trace) -> Counter[str]:
     return Counter({stream: len(firings) for stream, firings in lanes.items()})
 
 
-async def test_101_waiting_for_a_thread_is_not_computing(work: WorkClock, graph: af.Graph) -> None:
-    """CONFORMANCE 101: of runs that queue for threads, each computes when it does, and what it waited has a name."""
+async def test_waiting_for_a_thread_is_not_computing(work: WorkClock, graph: af.Graph) -> None:
+    """Behaviour 101: of runs that queue for threads, each computes when it does, and what it waited has a name."""
     probe = Probe(work, busy_ns=BUSY_NS)
     n = af.placeholder("int64", ())
     count = counting(probe, n)
@@ -199,8 +199,8 @@ async def test_101_waiting_for_a_thread_is_not_computing(work: WorkClock, graph:
     assert len(queued) >= MANY - len(threads) > 0
 
 
-async def test_101_taking_turns_is_not_computing(work: WorkClock, graph: af.Graph) -> None:
-    """CONFORMANCE 101: loops that share the event loop compute one after the other, in parts."""
+async def test_taking_turns_is_not_computing(work: WorkClock, graph: af.Graph) -> None:
+    """Behaviour 101: loops that share the event loop compute one after the other, in parts."""
     n = af.placeholder("int64", ())
     count = counting(Probe(work, busy_ns=50_000, flops=1.0), n)
     trace = af.Trace(detail="region")
@@ -217,7 +217,9 @@ async def test_101_taking_turns_is_not_computing(work: WorkClock, graph: af.Grap
     assert max(firing.part for firing in regions) > 0
 
 
-async def test_101_awaiting_is_not_computing(graph: af.Graph) -> None:
+async def test_awaiting_is_not_computing(graph: af.Graph) -> None:
+    """Behaviour 101."""
+
     @af.op(outputs=INT)
     async def later(v: Any) -> Any:
         await asyncio.sleep(0)

@@ -44,8 +44,8 @@ def heavy(x: np.ndarray[Any, Any]) -> Any:
 
 
 @pytest.mark.parametrize("ask", [_through_the_session, _through_asyncio])
-async def test_f65_an_op_on_a_thread_waits_for_a_run_that_needs_one(ask: Ask, graph: af.Graph) -> None:
-    """FAULTS F65: refused at once, whichever way it asks; the session stays usable."""
+async def test_an_op_on_a_thread_waits_for_a_run_that_needs_one(ask: Ask, graph: af.Graph) -> None:
+    """Fault F65: refused at once, whichever way it asks; the session stays usable."""
     x = af.constant([1.0, 2.0])
     inner = heavy(x)
     async with af.Session(graph) as session, asyncio.timeout(PATIENCE_S):
@@ -56,8 +56,8 @@ async def test_f65_an_op_on_a_thread_waits_for_a_run_that_needs_one(ask: Ask, gr
         assert await session.run(inner) == 3.0
 
 
-async def test_f65_two_at_once(graph: af.Graph) -> None:
-    """FAULTS F65: nor does each wait for a thread that the other holds."""
+async def test_two_at_once(graph: af.Graph) -> None:
+    """Fault F65: nor does each wait for a thread that the other holds."""
     x = af.constant([1.0, 2.0])
     inner = heavy(x)
     async with af.Session(graph, compute_streams=2) as session, asyncio.timeout(PATIENCE_S):
@@ -66,8 +66,8 @@ async def test_f65_two_at_once(graph: af.Graph) -> None:
         assert [type(result) for result in results] == [af.KernelError, af.KernelError]
 
 
-async def test_f65_by_way_of_another_session(graph: af.Graph) -> None:
-    """FAULTS F65: a session may wait for another, but not for itself through another."""
+async def test_by_way_of_another_session(graph: af.Graph) -> None:
+    """Fault F65: a session may wait for another, but not for itself through another."""
     x = af.constant([1.0, 2.0])
     inner = heavy(x)
     async with af.Session(graph) as first, af.Session(graph) as second, asyncio.timeout(PATIENCE_S):
@@ -79,8 +79,9 @@ async def test_f65_by_way_of_another_session(graph: af.Graph) -> None:
             await first.run(there_and_back)
 
 
-async def test_f65_what_ends_is_not_refused(graph: af.Graph) -> None:
-    """A run that needs no thread, one asked for by a coroutine, and one that begins after the op has ended."""
+async def test_what_ends_is_not_refused(graph: af.Graph) -> None:
+    """Fault F65: a run that needs no thread, one asked for by a coroutine, and one that begins after the op has
+    ended."""
     x = af.constant([1.0, 2.0])
     light, inner = x[0] + x[1], heavy(x)
     later: list[asyncio.Task[Any]] = []
@@ -108,8 +109,8 @@ async def test_f65_what_ends_is_not_refused(graph: af.Graph) -> None:
         assert await later[0] == 3.0
 
 
-async def test_f64_the_applications_pool_is_full_of_callers(open_session: OpenSession, graph: af.Graph) -> None:
-    """FAULTS F64: a large graph compiles, though every thread of the pool waits for that, and a trace is written."""
+async def test_the_applications_pool_is_full_of_callers(open_session: OpenSession, graph: af.Graph) -> None:
+    """Fault F64: a large graph compiles, though every thread of the pool waits for that, and a trace is written."""
     x = total = af.placeholder("float64", ())
     for _ in range(300):
         total = af.sin(total)

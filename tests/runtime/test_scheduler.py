@@ -75,7 +75,7 @@ def test_values_are_dropped_once_they_are_used(graph: af.Graph) -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_switch_kills_one_side_with_all_that_depends_on_it(graph: af.Graph, taken: bool) -> None:
-    """CONFORMANCE 5: any dead data or control input makes a node dead, and with it its outputs and control edges."""
+    """Behaviour 5: any dead data or control input makes a node dead, and with it its outputs and control edges."""
     x, pred = af.placeholder("int64", ()), af.placeholder("bool", ())
     sides = af.raw.switch(x, pred, name="fork")
     by_data = [step(f"data_{side}")(tensor) for side, tensor in zip((False, True), sides, strict=True)]
@@ -100,7 +100,7 @@ def test_an_op_with_several_outputs_dies_with_all_of_them(graph: af.Graph) -> No
 
 
 def test_merge_fires_with_the_first_live_input(graph: af.Graph) -> None:
-    """CONFORMANCE 3: it neither waits for the other input nor fires again."""
+    """Behaviour 3: it neither waits for the other input nor fires again."""
     x, pred = af.placeholder("int64", ()), af.placeholder("bool", ())
     on_false, on_true = af.raw.switch(x, pred)
     merged, index = af.raw.merge(step("slow")(on_false), step("quick")(on_true))
@@ -113,7 +113,7 @@ def test_merge_fires_with_the_first_live_input(graph: af.Graph) -> None:
 
 
 def test_merge_of_two_live_inputs_is_an_error(graph: af.Graph) -> None:
-    """CONFORMANCE 3: also when it has fired already."""
+    """Behaviour 3: also when it has fired already."""
     x = af.placeholder("int64", ())
     merged, _ = af.raw.merge(step("one")(x), step("two")(x))
     run = ByHand(step("after")(merged), {x: 3})
@@ -123,7 +123,7 @@ def test_merge_of_two_live_inputs_is_an_error(graph: af.Graph) -> None:
 
 
 def test_merge_waits_for_its_control_inputs_dead_or_alive(graph: af.Graph) -> None:
-    """CONFORMANCE 4."""
+    """Behaviour 4."""
     x, pred = af.placeholder("int64", ()), af.placeholder("bool", ())
     on_false, on_true = af.raw.switch(x, pred)
     dead_control, live_control = step("dead")(on_false), step("live")(on_true)
@@ -138,7 +138,7 @@ def test_merge_waits_for_its_control_inputs_dead_or_alive(graph: af.Graph) -> No
 
 
 def test_merge_dies_when_all_its_data_inputs_are_dead(graph: af.Graph) -> None:
-    """CONFORMANCE 4: with live control inputs too, and not before they have come."""
+    """Behaviour 4: with live control inputs too, and not before they have come."""
     x, pred = af.placeholder("int64", ()), af.placeholder("bool", ())
     dead, _ = af.raw.switch(x, pred, name="fork")
     live = step("live")(x)
@@ -151,7 +151,7 @@ def test_merge_dies_when_all_its_data_inputs_are_dead(graph: af.Graph) -> None:
 
 
 def test_a_control_trigger_runs_when_its_inputs_are_done_dead_or_alive(graph: af.Graph) -> None:
-    """CONFORMANCE 6."""
+    """Behaviour 6."""
     x, pred = af.placeholder("int64", ()), af.placeholder("bool", ())
     on_false, on_true = af.raw.switch(x, pred)
     with af.control_dependencies([step("dead")(on_false), step("live")(on_true)]):
@@ -182,7 +182,7 @@ def test_a_frame_lives_from_its_first_enter_to_its_last_iteration(graph: af.Grap
 
 @pytest.mark.parametrize("bound", [1, 2, 3, 10])
 def test_later_iterations_are_parked_at_the_bound(graph: af.Graph, bound: int) -> None:
-    """CONFORMANCE 10: the next iteration starts when the oldest ends."""
+    """Behaviour 10: the next iteration starts when the oldest ends."""
     n = af.placeholder("int64", ())
     quick, slow = step("quick"), step("slow")
     loop = af.while_loop(
@@ -206,7 +206,7 @@ def test_later_iterations_are_parked_at_the_bound(graph: af.Graph, bound: int) -
 
 
 def test_an_iteration_begins_as_another_ends_if_there_is_memory_for_as_many(graph: af.Graph) -> None:
-    """FAULTS F32: what iterations save stays when they end. Without memory for two, the next one begins alone."""
+    """Fault F32: what iterations save stays when they end. Without memory for two, the next one begins alone."""
     x = af.placeholder("int32", ())
     loop = af.while_loop(lambda i, s: i < 8, lambda i, s: (i + 1, step("work")(s)), (x, x), name="loop")
     run = ByHand(list(loop), {x: 0})
@@ -229,7 +229,7 @@ def test_an_iteration_begins_as_another_ends_if_there_is_memory_for_as_many(grap
 
 
 def test_a_late_loop_constant_reaches_the_iterations_already_started(graph: af.Graph) -> None:
-    """CONFORMANCE 9: and those that start after it; no iteration ends before it has come."""
+    """Behaviour 9: and those that start after it; no iteration ends before it has come."""
     x = af.placeholder("int64", ())
     late, use = step("late")(x), step("use")
     loop = af.while_loop(
@@ -245,7 +245,7 @@ def test_a_late_loop_constant_reaches_the_iterations_already_started(graph: af.G
 
 
 def test_what_needs_loop_constants_only_runs_in_every_iteration(graph: af.Graph) -> None:
-    """CONFORMANCE 9: also in iterations that start after the constants have come."""
+    """Behaviour 9: also in iterations that start after the constants have come."""
     x = af.placeholder("int64", ())
     loop = counting_loop(3, bound=1)
     value = step("use")(loop.constant(x), loop.constant(x + 1))
@@ -267,7 +267,7 @@ def test_a_dead_loop_constant_kills_its_users_in_every_iteration(graph: af.Graph
 
 
 def test_an_iteration_ends_after_its_predecessor(graph: af.Graph) -> None:
-    """CONFORMANCE 11."""
+    """Behaviour 11."""
     x, side = af.placeholder("int64", ()), step("side")
     loop = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, side(i)), (x, x), name="loop")
     run = ByHand(list(loop), {x: 0})
@@ -280,7 +280,7 @@ def test_an_iteration_ends_after_its_predecessor(graph: af.Graph) -> None:
 
 
 def test_an_iteration_ends_after_its_child_frames(graph: af.Graph) -> None:
-    """CONFORMANCE 11."""
+    """Behaviour 11."""
     x, inner_step = af.placeholder("int64", ()), step("inner_step")
 
     def body(i: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
@@ -301,7 +301,7 @@ def test_an_iteration_ends_after_its_child_frames(graph: af.Graph) -> None:
 
 
 def test_two_activations_of_an_inner_loop_share_nothing(graph: af.Graph) -> None:
-    """CONFORMANCE 12: the iterations of both, interleaved, keep their own values."""
+    """Behaviour 12: the iterations of both, interleaved, keep their own values."""
     x, inner_step = af.placeholder("int64", ()), step("add_up")
 
     def body(i: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
@@ -324,7 +324,7 @@ def test_two_activations_of_an_inner_loop_share_nothing(graph: af.Graph) -> None
 
 
 def test_a_loop_on_an_untaken_branch_ends_at_once(graph: af.Graph) -> None:
-    """CONFORMANCE 7: a dead Enter makes the loop's Merge dead."""
+    """Behaviour 7: a dead Enter makes the loop's Merge dead."""
     x, pred = af.placeholder("int64", ()), af.placeholder("bool", ())
     start = af.raw.switch(x, pred, name="fork")[1]
     run = ByHand(counting_loop(3, start=start).total, {x: 0, pred: False})
@@ -333,7 +333,7 @@ def test_a_loop_on_an_untaken_branch_ends_at_once(graph: af.Graph) -> None:
 
 
 def test_a_dead_next_iteration_starts_nothing(graph: af.Graph) -> None:
-    """CONFORMANCE 7: the last iteration sends a dead token around."""
+    """Behaviour 7: the last iteration sends a dead token around."""
     x = af.placeholder("int64", ())
     run = ByHand(counting_loop(x).total, {x: 2})
     run.complete_all_but()
@@ -342,7 +342,7 @@ def test_a_dead_next_iteration_starts_nothing(graph: af.Graph) -> None:
 
 
 def test_a_live_exit_leaves_before_the_loop_has_ended(graph: af.Graph) -> None:
-    """CONFORMANCE 8."""
+    """Behaviour 8."""
     n = af.placeholder("int64", ())
     loop, body_step = counting_loop(n), step("body_step")
     found = loop.found(af.equal(body_step(loop.every), loop.constant(1)))
@@ -356,7 +356,7 @@ def test_a_live_exit_leaves_before_the_loop_has_ended(graph: af.Graph) -> None:
 
 
 def test_an_exit_that_never_had_a_live_value_is_dead_once_its_frame_ends(graph: af.Graph) -> None:
-    """CONFORMANCE 8: and no sooner, because a later iteration might have brought one."""
+    """Behaviour 8: and no sooner, because a later iteration might have brought one."""
     n = af.placeholder("int64", ())
     loop, last = counting_loop(n), step("last")
     never = loop.found(af.equal(last(loop.every), loop.constant(99)))
@@ -422,7 +422,7 @@ def test_a_control_edge_from_next_iteration_holds_in_the_next_iteration(graph: a
 
 
 def test_a_next_iteration_killed_by_a_control_input_stops_there(graph: af.Graph) -> None:
-    """CONFORMANCE 7: nothing behind it hears of it, not even along control edges."""
+    """Behaviour 7: nothing behind it hears of it, not even along control edges."""
     loop, hold = counting_loop(3), step("hold")
     gate = af.identity(af.raw.switch(loop.every, af.equal(loop.every, loop.constant(1)))[1])
     with af.control_dependencies([gate]):

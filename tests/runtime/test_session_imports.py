@@ -92,8 +92,8 @@ async def main():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["asyncio.run", "af.run"])
-def test_95_first_runs_import_nothing(run: str) -> None:
-    """CONFORMANCE 95: of many kinds of runs, in a new process."""
+def test_first_runs_import_nothing(run: str) -> None:
+    """Behaviour 95: of many kinds of runs, in a new process."""
     program = PROGRAM.replace("{run}", run)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False

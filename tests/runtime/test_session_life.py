@@ -101,8 +101,8 @@ async def test_a_function_of_the_user_waits_for_the_card_on_a_thread(cupy: FakeC
         np.testing.assert_array_equal(await run, ONES * 6)
 
 
-async def test_f67_a_session_is_entered_by_one_task_and_left_by_another(graph: af.Graph) -> None:
-    """FAULTS F67, 94: as start-up and shutdown hooks do; it closes, and both tasks know."""
+async def test_a_session_is_entered_by_one_task_and_left_by_another(graph: af.Graph) -> None:
+    """Fault F67, Behaviour 94: as start-up and shutdown hooks do; it closes, and both tasks know."""
     x = af.constant(2.0) * 3.0
     stack = AsyncExitStack()
 
@@ -119,8 +119,8 @@ async def test_f67_a_session_is_entered_by_one_task_and_left_by_another(graph: a
     assert current_session() is None
 
 
-async def test_f67_two_tasks_enter_one_session(graph: af.Graph) -> None:
-    """FAULTS F67, 94: the first that leaves closes it, once."""
+async def test_two_tasks_enter_one_session(graph: af.Graph) -> None:
+    """Fault F67, Behaviour 94: the first that leaves closes it, once."""
     x = af.constant(2.0) * 3.0
     session = af.Session(graph)
     both, closed = asyncio.Barrier(2), list[Exception]()
@@ -141,8 +141,8 @@ async def test_f67_two_tasks_enter_one_session(graph: af.Graph) -> None:
         await session.run(x)
 
 
-async def test_94_what_another_task_has_left_is_not_current(graph: af.Graph) -> None:
-    """Functions then run in the session around it."""
+async def test_what_another_task_has_left_is_not_current(graph: af.Graph) -> None:
+    """Behaviour 94: functions then run in the session around it."""
     async with af.Session(graph) as outer:
         inner = af.Session(graph)
         await inner.__aenter__()
@@ -154,7 +154,8 @@ async def test_94_what_another_task_has_left_is_not_current(graph: af.Graph) -> 
         assert current_session() is outer
 
 
-async def test_94_a_trace_is_entered_by_one_task_and_left_by_another(session: af.Session, graph: af.Graph) -> None:
+async def test_a_trace_is_entered_by_one_task_and_left_by_another(session: af.Session, graph: af.Graph) -> None:
+    """Behaviour 94."""
     trace, x = af.Trace(), af.constant(2.0) * 3.0
 
     async def records() -> None:

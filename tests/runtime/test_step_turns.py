@@ -1,4 +1,4 @@
-"""Whose step is next, without an event loop: FAULTS F46 among pools, in whatever order things happen."""
+"""Whose step is next, without an event loop: Fault F46 among pools, in whatever order things happen."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class Pool(NamedTuple):
         [Pool(rank, 1, 9) for rank in range(11)],
     ],
 )
-def test_f46_shares_of_time(pools: list[Pool]) -> None:
-    """Where all have work, each rank but the first has an eighth of the time, however many pools it is of.
+def test_shares_of_time(pools: list[Pool]) -> None:
+    """Fault F46: where all have work, each rank but the first has an eighth of the time, however many pools it is of.
 
     Or a step between two of others: on an event loop, each that need not wait makes one in each pass.
     """

@@ -91,8 +91,8 @@ async def timed(run: Coroutine[Any, Any, Any]) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("floods", [1, 3])
-def test_f46_a_flood_of_other_pools_hardly_delays_what_is_more_important(floods: int) -> None:
-    """And makes a step now and then all the same."""
+def test_a_flood_of_other_pools_hardly_delays_important_runs(floods: int) -> None:
+    """Fault F46: and makes a step now and then all the same."""
     program = Program(1 + floods)
 
     async def main() -> None:
@@ -113,8 +113,9 @@ def test_f46_a_flood_of_other_pools_hardly_delays_what_is_more_important(floods:
     on_a_card(main())
 
 
-def test_f46_a_flood_of_what_is_more_important_starves_no_pool() -> None:
-    """Of the time, a less important activation in another pool has its eighth: its steps take about 8 times as long."""
+def test_a_flood_of_important_runs_starves_no_pool() -> None:
+    """Fault F46: of the time, a less important activation in another pool has its eighth: its steps take about 8
+    times as long."""
     program = Program(2)
 
     async def main() -> None:
@@ -237,8 +238,9 @@ def test_sets_of_one_run_ask_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_f42_whoever_goes_first(seed: int) -> None:
-    """Loops, batches and vertices of random priorities, cancelled at random: results are those of each by itself."""
+async def test_whoever_goes_first(seed: int) -> None:
+    """Fault F42: loops, batches and vertices of random priorities, cancelled at random: results are those of each by
+    itself."""
     program, random = Program(3), Random(seed)
     async with af.Session(program.graph, debug=True, seed=seed) as session:
 

@@ -32,16 +32,16 @@ def left_in(variable: af.Variable, found: Exploration) -> set[object]:
 # -- figure 1 of MAPL '17 ---------------------------------------------------------------------------------------------
 
 
-def test_70_assign_add_has_one_outcome() -> None:
-    """CONFORMANCE 70: atomic additions, whose values nobody looks at, give the sum."""
+def test_assign_add_has_one_outcome() -> None:
+    """Behaviour 70: atomic additions, whose values nobody looks at, give the sum."""
     with unordered() as graph:
         v = af.Variable(0, name="v")
         adds = [v.assign_add(k).node for k in (1, 2, 4)]
     assert left_in(v, explore(graph, adds)) == {7}
 
 
-def test_70_assign_concat_has_two_outcomes() -> None:
-    """CONFORMANCE 70: two atomic appends in either order, each with the order that leads to it."""
+def test_assign_concat_has_two_outcomes() -> None:
+    """Behaviour 70: two atomic appends in either order, each with the order that leads to it."""
     with unordered() as graph:
         text = af.Variable(np.zeros(0, np.int64), name="text", shape=(None,))
         appends = [text.update(lambda old, new: af.concat([old, new]), np.array([k])).node for k in (1, 2)]
@@ -51,8 +51,8 @@ def test_70_assign_concat_has_two_outcomes() -> None:
     assert orders == {(1, 2): ("text/update", "text/update_1"), (2, 1): ("text/update_1", "text/update")}
 
 
-def test_70_read_add_write_may_lose_updates() -> None:
-    """CONFORMANCE 70: both updates, or one of them lost; who reads before the other has written loses it."""
+def test_read_add_write_may_lose_updates() -> None:
+    """Behaviour 70: both updates, or one of them lost; who reads before the other has written loses it."""
     with unordered() as graph:
         v = af.Variable(0, name="v")
         writes = [v.assign(v + 1).node, v.assign(v + 2).node]
@@ -62,8 +62,8 @@ def test_70_read_add_write_may_lose_updates() -> None:
     assert set(lost.order[:2]) == {"v/read", "v/read_1"} and lost.order[2:] == ("v/assign_1", "v/assign")
 
 
-def test_70_runs_of_one_session() -> None:
-    """CONFORMANCE 70: three runs at once of one read-add-write, and of one atomic addition."""
+def test_runs_of_one_session() -> None:
+    """Behaviour 70: three runs at once of one read-add-write, and of one atomic addition."""
     with af.Graph() as graph:
         v = af.Variable(1, name="v")
         write, add = v.assign(v + 1), v.assign_add(1)
@@ -77,8 +77,8 @@ def test_70_runs_of_one_session() -> None:
 # -- orders -----------------------------------------------------------------------------------------------------------
 
 
-def test_71_a_read_beside_a_write() -> None:
-    """CONFORMANCE 71: A or B; with a control edge B; and an unfetched write never runs."""
+def test_a_read_beside_a_write() -> None:
+    """Behaviour 71: A or B; with a control edge B; and an unfetched write never runs."""
     with unordered() as graph:
         v = af.Variable("A", name="letter")
         write, read = v.assign("B"), v.read()
@@ -98,8 +98,8 @@ def test_a_name_is_what_it_is_for_a_run() -> None:
         assert [np.asarray(outcome.fetches).tolist() for outcome in explore(graph, name).outcomes] == [[1]]
 
 
-def test_71_ordered_effects_have_one_outcome() -> None:
-    """CONFORMANCE 71: what was written first is first, through branches and loops too."""
+def test_ordered_effects_have_one_outcome() -> None:
+    """Behaviour 71: what was written first is first, through branches and loops too."""
     with af.Graph() as graph:
         v, u = af.Variable(1, name="v"), af.Variable(0, name="u")
 
@@ -184,8 +184,8 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_72_a_failure_has_no_effect_and_ends_the_run() -> None:
-    """CONFORMANCE 72: what others had done by then is done; what waits for the failed node is not."""
+def test_a_failure_has_no_effect_and_ends_the_run() -> None:
+    """Behaviour 72: what others had done by then is done; what waits for the failed node is not."""
     with unordered() as graph:
         v, u, w = (af.Variable(0, name=name) for name in "vuw")
         checked = af.assert_that(v.assign(1) == 2, "no")
@@ -197,8 +197,8 @@ def test_72_a_failure_has_no_effect_and_ends_the_run() -> None:
     assert all(o.error == "assert: AssertionError: no" and o.fetches == () for o in found.outcomes)
 
 
-def test_72_what_fails_in_some_orders_only() -> None:
-    """CONFORMANCE 72: a run may fail in one order, and end in another."""
+def test_what_fails_in_some_orders_only() -> None:
+    """Behaviour 72: a run may fail in one order, and end in another."""
     with unordered() as graph:
         v = af.Variable(1, name="v")
         checked, write = af.assert_that(v > 0, "no"), v.assign(-1)
@@ -262,8 +262,8 @@ def fetched(found: Exploration) -> set[str]:
     return {o.error or " ".join(str(np.asarray(value)) for value in o.fetches) for o in found.outcomes}
 
 
-def test_37_enqueues_that_nothing_orders_come_in_any_order() -> None:
-    """CONFORMANCE 37: any order where none is said, one with ordered effects, and never more than there is room for."""
+def test_enqueues_that_nothing_orders_come_in_any_order() -> None:
+    """Behaviour 37: any order where none is said, one with ordered effects, and never more than there is room for."""
     for effects, orders in (("unordered", set(permutations(range(3)))), ("ordered", {(0, 1, 2)})):
         with af.Graph(effects=effects) as graph:  # type: ignore[arg-type]
             queue = af.FIFOQueue(2, af.spec("int64", ()), name="q")
@@ -274,8 +274,8 @@ def test_37_enqueues_that_nothing_orders_come_in_any_order() -> None:
         assert all(outcome.variables[queue] == () for outcome in found.outcomes)
 
 
-def test_78_large_elements_are_copied_in_no_time() -> None:
-    """CONFORMANCE 78: that threads copy them elsewhere shows in no outcome."""
+def test_large_elements_are_copied_in_no_time() -> None:
+    """Behaviour 78: that threads copy them elsewhere shows in no outcome."""
     with af.Graph() as graph:
         queue = af.FIFOQueue(2, af.spec("float32", (1 << 18,)), name="q")
         put = queue.enqueue_many(af.ones((2, 1 << 18), dtype="float32"))
@@ -283,8 +283,8 @@ def test_78_large_elements_are_copied_in_no_time() -> None:
     assert fetched(explore(graph, [put, total])) == {"524288.0"}
 
 
-def test_78_what_waits_for_a_queue() -> None:
-    """CONFORMANCE 78: for ever, until it is closed, or for those who wait for more than there is room for."""
+def test_what_waits_for_a_queue() -> None:
+    """Behaviour 78: for ever, until it is closed, or for those who wait for more than there is room for."""
     with af.Graph() as graph:
         queue = af.FIFOQueue(2, af.spec("int64", ()), name="q")
         put, many = queue.enqueue(7), queue.enqueue_many([1, 2, 3])
@@ -305,8 +305,8 @@ def test_78_what_waits_for_a_queue() -> None:
     assert fetched(explore(graph, [three, batch])) == {"[1 2 3]"}
 
 
-def test_72_an_enqueue_with_a_failed_input_puts_nothing_in() -> None:
-    """CONFORMANCE 72: a node with an error input has no effect."""
+def test_an_enqueue_with_a_failed_input_puts_nothing_in() -> None:
+    """Behaviour 72: a node with an error input has no effect."""
     with unordered() as graph:
         queue = af.FIFOQueue(2, af.spec("bool", ()), name="q")
         put = queue.enqueue(af.assert_that(af.constant(1) == 2, "no"))
@@ -325,8 +325,8 @@ def test_the_smallest_of_those_that_are_there_leaves_first() -> None:
     assert fetched(explore(graph, [puts, beside])) == {"1 10", "2 20", "3 30"}
 
 
-def test_70_sections_of_a_mutex_lose_no_update() -> None:
-    """CONFORMANCE 70: read-add-write in sections is atomic, in one run and in several at once."""
+def test_sections_of_a_mutex_lose_no_update() -> None:
+    """Behaviour 70: read-add-write in sections is atomic, in one run and in several at once."""
     with unordered() as graph:
         mutex, v = af.Mutex(name="m"), af.Variable(0, name="v")
         writes = []
@@ -462,8 +462,8 @@ def test_an_input_that_fails_fails_whoever_asks() -> None:
 
 
 @pytest.mark.parametrize(("window", "allowed"), [(32, {0, 1, 2}), (2, {0, 1}), (1, {0})])
-async def test_71_each_resource_in_a_loop_has_its_own_turn(window: int, allowed: set[int]) -> None:
-    """CONFORMANCE 71: of two queues in one loop, the one runs ahead while the other waits, as far as the window is."""
+async def test_each_resource_in_a_loop_has_its_own_turn(window: int, allowed: set[int]) -> None:
+    """Behaviour 71: of two queues in one loop, the one runs ahead while the other waits, as far as the window is."""
     with af.Graph() as graph:
         late = af.FIFOQueue(3, af.spec("int64", ()), name="late")
         first = af.PriorityQueue(9, af.spec("int64", ()), name="first")
@@ -485,8 +485,8 @@ async def test_71_each_resource_in_a_loop_has_its_own_turn(window: int, allowed:
     assert seen <= allowed and (window == 1 or seen > {0})
 
 
-async def test_71_two_loops_with_two_queues_between_them_end() -> None:
-    """CONFORMANCE 71: who takes all of one queue, and then all of the other, does not wait for ever."""
+async def test_two_loops_with_two_queues_between_them_end() -> None:
+    """Behaviour 71: who takes all of one queue, and then all of the other, does not wait for ever."""
     with af.Graph() as graph:
         small, large = (af.FIFOQueue(room, af.spec("int64", ()), name=f"q{room}") for room in (1, 2))
 

@@ -29,8 +29,8 @@ def pairs(races: Sequence[Race]) -> list[tuple[str, str, str]]:
 # -- straight lines ---------------------------------------------------------------------------------------------------
 
 
-def test_71_a_read_beside_a_write_is_a_race() -> None:
-    """CONFORMANCE 71: A or B without a control edge; none with one, and none with a write that is not fetched."""
+def test_a_read_beside_a_write_is_a_race() -> None:
+    """Behaviour 71: A or B without a control edge; none with one, and none with a write that is not fetched."""
     with unordered() as graph:
         v = af.Variable("A", name="letter")
         write, read = v.assign("B"), v.read()
@@ -51,8 +51,8 @@ def test_a_race_tells_the_resource_and_both_lines() -> None:
     assert found and found[1] == found[3] and found[1].endswith("test_races.py") and int(found[4]) == int(found[2]) + 1
 
 
-def test_70_additions_are_no_race_until_somebody_looks() -> None:
-    """CONFORMANCE 70: Assign-Add has one outcome, unless what one gives is used, or they round; concat has two."""
+def test_additions_are_no_race_until_a_read() -> None:
+    """Behaviour 70: Assign-Add has one outcome, unless what one gives is used, or they round; concat has two."""
     with unordered() as graph:
         v, f = af.Variable(0, name="v"), af.Variable(0.0, name="f")
         adds = [v.assign_add(1), v.assign_sub(2)]
@@ -72,8 +72,8 @@ def test_what_nobody_reads_or_runs_is_no_race() -> None:
     assert len(find_races(graph, None)) == 0
 
 
-def test_71_ordered_effects_race_between_runs_alone() -> None:
-    """CONFORMANCE 71: in one run soft orders leave nothing open; between runs only what commutes is no race."""
+def test_ordered_effects_race_between_runs_alone() -> None:
+    """Behaviour 71: in one run soft orders leave nothing open; between runs only what commutes is no race."""
     with af.Graph() as graph:
         v, n = af.Variable(0, name="v"), af.Variable(0, name="n")
         last = af.while_loop(lambda i: i < 3, lambda i: v.assign(v + i) * 0 + i + 1, (0,))
@@ -321,8 +321,8 @@ def open_pairs(program: Program, random: Random) -> set[frozenset[Node]]:
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.slow)])
-def test_70_no_pair_that_rules_leave_open_is_missed(seeds: range) -> None:
-    """CONFORMANCE 70: in random programs, whatever happens in both orders has been named."""
+def test_no_pair_that_rules_leave_open_is_missed(seeds: range) -> None:
+    """Behaviour 70: in random programs, whatever happens in both orders has been named."""
     for seed in seeds:
         program = stateful_program(Random(seed))
         named = {frozenset((race.first, race.second)) for race in find_races(program.graph, program.fetches)}

@@ -43,8 +43,8 @@ def test_two_of_one_kind_are_told_apart_by_their_lines() -> None:
     )
 
 
-def test_70_several_races_list_their_outcomes_with_orders() -> None:
-    """CONFORMANCE 70: read-add-write, with the lost updates and the orders that lose them."""
+def test_several_races_list_their_outcomes_with_orders() -> None:
+    """Behaviour 70: read-add-write, with the lost updates and the orders that lose them."""
     with unordered() as graph:
         v = af.Variable(0, name="v")
         writes = [v.assign(v + k).node for k in (1, 2)]

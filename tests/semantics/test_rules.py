@@ -56,8 +56,8 @@ async def finds_fault(effects: Effects, build: Callable[[int], Program]) -> bool
     return False
 
 
-async def test_70_a_write_that_is_not_atomic_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONFORMANCE 70: an update made of a read and a write leaves behind what an atomic one never does."""
+async def test_a_write_that_is_not_atomic_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 70: an update made of a read and a write leaves behind what an atomic one never does."""
 
     def in_two_steps(variable: af.Variable, fn: Callable[..., af.Tensor], *xs: af.Tensor) -> af.Tensor:
         return variable.assign(fn(variable.read(), *xs))
@@ -70,8 +70,8 @@ async def test_70_a_write_that_is_not_atomic_is_found(monkeypatch: pytest.Monkey
     assert await finds_fault("unordered", build)
 
 
-async def test_71_a_soft_edge_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONFORMANCE 71: with ordered effects there is one outcome, and a run that forgets an edge gives another."""
+async def test_a_soft_edge_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 71: with ordered effects there is one outcome, and a run that forgets an edge gives another."""
     whole = order_effects._wait_for
 
     def but_one(node: Node, before: Iterable[Node]) -> None:
@@ -83,8 +83,8 @@ async def test_71_a_soft_edge_that_is_dropped_is_found(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 13))])
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if "card" not in name])
-async def test_70_random_graphs_stay_within_the_rules(request: pytest.FixtureRequest, setting: str, part: int) -> None:
-    """CONFORMANCE 70 and 71: graphs of the paper's own kind, other ones with each turn, two thousand in each."""
+async def test_random_graphs_stay_within_the_rules(request: pytest.FixtureRequest, setting: str, part: int) -> None:
+    """Behaviour 70 and 71: graphs of the paper's own kind, other ones with each turn, two thousand in each."""
     first = crc32(request.config.getoption("turn").encode()) + 100_000 * part
     count = 63 if part else 5
     for effects in EFFECTS:
@@ -99,8 +99,8 @@ async def test_70_random_graphs_stay_within_the_rules(request: pytest.FixtureReq
         for first in range(0, 40, 2)
     ],
 )
-async def test_70_runs_can_show_every_outcome(build: Build, first: int) -> None:
-    """CONFORMANCE 70: none that the rules allow is out of the executor's reach, of each program and each kind.
+async def test_runs_can_show_every_outcome(build: Build, first: int) -> None:
+    """Behaviour 70: none that the rules allow is out of the executor's reach, of each program and each kind.
 
     Runs are steered, as shuffled ones hardly ever come to some: what is behind the many steps of a loop seldom comes
     before what is ready from the beginning. In queued program 7 a loop puts in before a node beside it for one seed of
@@ -116,10 +116,10 @@ async def test_70_runs_can_show_every_outcome(build: Build, first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("setting", SETTINGS)
-async def test_70_runs_show_most_of_few_outcomes(
+async def test_runs_show_most_of_few_outcomes(
     record_property: Callable[[str, object], None], setting: str, build: Build
 ) -> None:
-    """CONFORMANCE 70: of all programs with two to four outcomes, shuffled runs show three of five at least.
+    """Behaviour 70: of all programs with two to four outcomes, shuffled runs show three of five at least.
 
     Not of each: twenty seeds do not bring queued program 7 to its second, which the test above does.
     """

@@ -1,4 +1,4 @@
-"""A session's life in a server: it opens, warms up, drains before the server stops (FAULTS F29), and closes."""
+"""A session's life in a server: it opens, warms up, drains before the server stops (Fault F29), and closes."""
 
 from __future__ import annotations
 
@@ -239,8 +239,8 @@ def heard() -> Any:
     signal.signal(signal.SIGTERM, before)
 
 
-async def test_f29_sigterm_drains_before_the_server_stops(heard: list[int]) -> None:
-    """In flight when it comes: one run that ends in time, one that does not, and a stream."""
+async def test_sigterm_drains_before_the_server_stops(heard: list[int]) -> None:
+    """Fault F29: in flight when it comes: one run that ends in time, one that does not, and a stream."""
     answers: list[httpx.Response] = []
     for grace_s in DEADLINES_S:
         answers.append(await drained_by_sigterm(grace_s))
@@ -283,7 +283,8 @@ async def drained_by_sigterm(grace_s: float) -> httpx.Response:
     return good
 
 
-async def test_f21_a_client_of_a_real_server_goes() -> None:
+async def test_a_client_of_a_real_server_goes() -> None:
+    """Fault F21."""
     model = Model()
     app, life = starlette_app(model)
     server = Uvicorn(app, grace_s=60)

@@ -89,7 +89,9 @@ async def test_calls_of_functions_with_limits_are_counted() -> None:
     assert values(found, "limited_now") == [0] * 12
 
 
-def test_f45_times_are_in_seconds_and_a_deadline_in_the_queue_computes_nothing() -> None:
+def test_times_are_in_seconds_and_a_deadline_in_the_queue_computes_nothing() -> None:
+    """Fault F45."""
+
     @af.op(outputs=INT)
     async def second(x: Any) -> Any:
         await asyncio.sleep(1)
@@ -213,7 +215,8 @@ async def test_nothing_is_counted_and_no_timer_left_after_it_is_left() -> None:
     assert metrics._tick is not None and metrics._tick.cancelled()
 
 
-async def test_f60_a_scrape_while_the_event_loop_is_held_ends_by_itself() -> None:
+async def test_a_scrape_while_the_event_loop_is_held_ends_by_itself() -> None:
+    """Fault F60."""
     async with af.Session() as session, serving.Metrics(session) as metrics:
         asked: list[object] = []
 

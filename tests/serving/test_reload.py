@@ -1,4 +1,4 @@
-"""New checkpoints while a session serves: a run sees one version (FAULTS F49), and what is damaged changes nothing."""
+"""New checkpoints while a session serves: a run sees one version (Fault F49), and what is damaged changes nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ async def publish(path: Path, *values: int) -> None:
             await session.save(path, step=value)
 
 
-async def test_f49_each_run_sees_one_version_and_later_ones_the_newer(tmp_path: Path) -> None:
+async def test_each_run_sees_one_version_and_later_ones_the_newer(tmp_path: Path) -> None:
+    """Fault F49."""
     await publish(tmp_path, 10)
     model = Model()
     one = {model.x: np.int64(0)}

@@ -1,4 +1,4 @@
-"""FAULTS F21, F24, F47, F48: a run ends with its client, and a client that is slow holds nothing for ever."""
+"""Fault F21, F24, F47, F48: a run ends with its client, and a client that is slow holds nothing for ever."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Gated:
         return session.run(self.y, {self.x: ONE})
 
 
-async def test_f21_a_client_that_goes_cancels_its_run_within_a_tick() -> None:
+async def test_a_client_that_goes_cancels_its_run_within_a_tick() -> None:
+    """Fault F21."""
     gated, client = Gated(), Client()
     async with af.Session(gated.graph) as session:
         work = serving.run_or_disconnect(client.receive, gated.run(session))
@@ -52,7 +53,8 @@ async def test_f21_a_client_that_goes_cancels_its_run_within_a_tick() -> None:
         assert await gated.run(session) == 2
 
 
-async def test_f21_a_client_that_waits_gets_its_result() -> None:
+async def test_a_client_that_waits_gets_its_result() -> None:
+    """Fault F21."""
     gated, client = Gated(), Client()
     gated.gate.opened.set()
     async with af.Session(gated.graph) as session:
@@ -63,7 +65,8 @@ async def test_f21_a_client_that_waits_gets_its_result() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["http.disconnect", "websocket.disconnect"])
-async def test_f21_a_request_of_a_framework_is_told_by_its_receive(leaves: str) -> None:
+async def test_a_request_of_a_framework_is_told_by_its_receive(leaves: str) -> None:
+    """Fault F21."""
     gated = Gated()
 
     class Request:
@@ -103,7 +106,8 @@ async def test_a_server_that_fails_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("at", range(2, 12))
-async def test_f24_cancelled_twice_at_every_tick_nothing_is_left(at: int) -> None:
+async def test_cancelled_twice_at_every_tick_nothing_is_left(at: int) -> None:
+    """Fault F24."""
     gated, client = Gated(), Client()
     async with af.Session(gated.graph) as session:
         request = asyncio.ensure_future(serving.run_or_disconnect(client.receive, gated.run(session)))
@@ -136,7 +140,8 @@ class Counting:
             af.while_loop(lambda i: i < limit, body, af.constant(0), parallel_iterations=ahead)
 
 
-def test_f47_a_slow_consumer_holds_the_loop_back_and_is_not_waited_for_for_ever() -> None:
+def test_a_slow_consumer_holds_the_loop_back_and_is_not_waited_for_for_ever() -> None:
+    """Fault F47."""
     counting = Counting(1_000_000, ahead=4)
 
     async def main() -> None:
@@ -162,7 +167,8 @@ def test_f47_a_slow_consumer_holds_the_loop_back_and_is_not_waited_for_for_ever(
         runner.run(main())
 
 
-async def test_f48_a_consumer_that_leaves_ends_the_run() -> None:
+async def test_a_consumer_that_leaves_ends_the_run() -> None:
+    """Fault F48."""
     counting = Counting(1_000_000, ahead=4)
     async with af.Session(counting.graph) as session:
         async with aclosing(serving.stream_or_stall(session.stream(counting.item))) as items:
@@ -214,7 +220,8 @@ async def test_what_fails_before_the_first_item_is_raised_before_a_response_begi
         assert_baseline(session)
 
 
-async def test_f21_a_client_that_goes_before_the_first_item_ends_the_stream() -> None:
+async def test_a_client_that_goes_before_the_first_item_ends_the_stream() -> None:
+    """Fault F21."""
     gate, client = CoroutineGate(), Client()
     with af.Graph() as graph:
         x, seen = af.placeholder("int64", ()), []

@@ -108,7 +108,9 @@ async def test_a_batch_has_links_to_its_runs() -> None:
     assert collected.threads == {"asyncflow:spans"}
 
 
-async def test_f60_an_exporter_that_raises_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exporter_that_raises_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Fault F60."""
+
     class Raises(SpanProcessor):
         def on_end(self, span: ReadableSpan) -> None:
             raise OSError("the collector is gone")
@@ -121,9 +123,10 @@ async def test_f60_an_exporter_that_raises_is_told_of_once(caplog: pytest.LogCap
     assert len(caplog.records) == 1 and "the collector is gone" in str(caplog.records[0].exc_info)
 
 
-async def test_f60_an_exporter_that_blocks_holds_up_its_own_thread_alone(
+async def test_an_exporter_that_blocks_holds_up_its_own_thread_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Fault F60."""
     monkeypatch.setattr(spans_module, "_MOST_PENDING", 10)
     monkeypatch.setattr(spans_module, "_FLUSH_S", 0.01)
     opened = threading.Event()

@@ -37,7 +37,7 @@ class Inside:
 
 
 async def test_read_add_write_loses_nothing(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 70: what may lose updates without it, and without `atomic`, is exact."""
+    """Behaviour 70: what may lose updates without it, and without `atomic`, is exact."""
     lock, v, inside = af.Mutex(name="lock"), af.Variable(0, name="v"), Inside()
     with lock:
         write = v.assign(inside.visit(v.read()) + 1)
@@ -89,7 +89,7 @@ async def test_a_section_on_a_branch(session: af.Session, graph: af.Graph) -> No
 
 @pytest.mark.parametrize("way", ["failure", "cancel", "timeout"])
 async def test_a_run_that_ends_early_has_left(session: af.Session, graph: af.Graph, way: str) -> None:
-    """FAULTS F18: in the section, or in line for it."""
+    """Fault F18: in the section, or in line for it."""
     lock = af.Mutex(name="lock")
     gates = [asyncio.get_running_loop().create_future() for _ in range(2)]
 

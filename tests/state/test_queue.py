@@ -231,7 +231,7 @@ PROGRAMS: dict[str, tuple[Sequence[Sequence[Op]], int]] = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_order_of_a_program(name: str, order: str) -> None:
-    """FAULTS F18, F50: whatever comes first, and whoever gives up at any moment, each element is in one place."""
+    """Fault F18, F50: whatever comes first, and whoever gives up at any moment, each element is in one place."""
     actors, capacity = PROGRAMS[name]
     worlds = list(explore(lambda: World(actors, capacity, order)))
     assert len(worlds) > 5
@@ -247,7 +247,7 @@ LONGEST = "two producers, one consumer"
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == LONGEST)) for name in PROGRAMS]
 )
 def test_every_order_of_a_program_that_copies(name: str, order: str) -> None:
-    """FAULTS F18, F50: the same while threads copy, whenever they end, and whatever happens before that."""
+    """Fault F18, F50: the same while threads copy, whenever they end, and whatever happens before that."""
     actors, capacity = PROGRAMS[name]
     worlds = list(explore(lambda: World(actors, capacity, order, are_large=True)))
     assert len(worlds) > 20
@@ -270,7 +270,7 @@ def test_every_order_of_larger_programs(order: str) -> None:
 
 
 def test_nobody_waits_once_it_is_closed_and_nothing_comes() -> None:
-    """CONFORMANCE 78: at the end of every order, whoever still waits waits for elements that may come."""
+    """Behaviour 78: at the end of every order, whoever still waits waits for elements that may come."""
     actors = [("put", 1)], [("take", 2)], [("take", 1)], [("close", False)]
     for world in explore(lambda: World(actors, 1)):
         if world.state.is_closed and world.state.places():
@@ -311,8 +311,8 @@ def take(state: QueueState, count: int, or_fewer: bool = False) -> Any:
     return state.take(count, or_fewer, "take", lambda elements: [each[0] for each in elements])
 
 
-def test_78_close_leaves_what_is_there() -> None:
-    """CONFORMANCE 78: the error says how many are left, and they can be taken."""
+def test_close_leaves_what_is_there() -> None:
+    """Behaviour 78: the error says how many are left, and they can be taken."""
     state = QueueState("q", ArrivalOrder(), 5)
     put(state, 1, 2, 3)
     state.close()
@@ -327,8 +327,8 @@ def test_78_close_leaves_what_is_there() -> None:
         take(state, 1, or_fewer=True)
 
 
-def test_78_close_lets_those_in_who_waited() -> None:
-    """CONFORMANCE 78: without `cancel_pending`, an enqueue that waits goes in; with it, it fails."""
+def test_close_lets_those_in_who_waited() -> None:
+    """Behaviour 78: without `cancel_pending`, an enqueue that waits goes in; with it, it fails."""
     for cancel_pending in (False, True):
         state = QueueState("q", ArrivalOrder(), 1)
         put(state, 1)
@@ -345,7 +345,7 @@ def test_78_close_lets_those_in_who_waited() -> None:
 
 
 def test_a_snapshot_is_taken_by_reference() -> None:
-    """CONFORMANCE 79: one moment of the elements; who waits is no part of it, and is served by what comes back."""
+    """Behaviour 79: one moment of the elements; who waits is no part of it, and is served by what comes back."""
     for order in ORDERS.values():
         state, other = QueueState("q", order(), 5), QueueState("q", order(), 5)
         elements = elements_of((3, 1, 4, 1, 5))
@@ -419,7 +419,7 @@ def test_a_run_remembers_so_much_and_no_more() -> None:
 
 
 def test_a_shuffled_snapshot_goes_on_as_it_would_have() -> None:
-    """CONFORMANCE 79: the random choices to come are part of it."""
+    """Behaviour 79: the random choices to come are part of it."""
     state = QueueState("q", RandomOrder(7), 100)
     put(state, *range(100))
     take(state, 10)
@@ -455,7 +455,7 @@ def test_many_are_woken_one_after_the_other() -> None:
 
 
 def test_a_wake_that_raises_does_not_keep_others_asleep() -> None:
-    """FAULTS F28: such as KeyboardInterrupt, at the worst of moments."""
+    """Fault F28: such as KeyboardInterrupt, at the worst of moments."""
     state = QueueState("q", ArrivalOrder(), 5)
     got: list[Any] = []
 
@@ -473,7 +473,7 @@ def test_a_wake_that_raises_does_not_keep_others_asleep() -> None:
 
 
 def test_lines_are_forgotten_after_a_fork() -> None:
-    """FAULTS F27: those who wait do so in the parent; in the child nobody stands behind them."""
+    """Fault F27: those who wait do so in the parent; in the child nobody stands behind them."""
     state = QueueState("q", ArrivalOrder(), 1)
     waiting = take(state, 1)
     state.lock.acquire()  # as a thread of the parent's had it

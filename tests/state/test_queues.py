@@ -142,7 +142,7 @@ async def test_batches_are_of_one_bucket(session: af.Session, graph: af.Graph) -
 
 
 async def test_a_bucket_function_that_fails_puts_nothing_in(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 72: a node that fails has no side effect."""
+    """Behaviour 72: a node that fails has no side effect."""
     queue = af.PaddingQueue(20, af.spec("int64", (None,)), bucket_by=lambda x: x[0])
     with pytest.raises(af.KernelError, match="IndexError"):
         await session.run(queue.enqueue(np.zeros(0, np.int64)))
@@ -150,7 +150,7 @@ async def test_a_bucket_function_that_fails_puts_nothing_in(session: af.Session,
 
 
 async def test_what_was_put_in_cannot_change(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F37: an array of the caller's is copied, be it read-only, with gaps, or written to later."""
+    """Fault F37: an array of the caller's is copied, be it read-only, with gaps, or written to later."""
     queue = fifo(spec=af.spec("float64", (2, 3)))
     array = np.arange(12.0).reshape(4, 3)
     x = af.placeholder("float64", (2, 3))
@@ -174,7 +174,7 @@ async def test_a_row_does_not_keep_its_batch(session: af.Session, graph: af.Grap
 
 
 async def test_runs_wait_for_one_another(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 78: in the order in which they came."""
+    """Behaviour 78: in the order in which they came."""
     queue = fifo(1)
     x = af.placeholder("int64", ())
     put, take = queue.enqueue(x), queue.dequeue()
@@ -201,7 +201,7 @@ async def test_a_wait_holds_up_nothing_else(session: af.Session, graph: af.Graph
 
 
 async def test_a_batch_takes_all_or_nothing(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 78: who waits for three leaves two to those who come later, and no others: nobody overtakes."""
+    """Behaviour 78: who waits for three leaves two to those who come later, and no others: nobody overtakes."""
     queue = fifo()
     await session.run(queue.enqueue_many([1, 2]))
     batch = await started(session, queue.dequeue_many(3))
@@ -216,7 +216,7 @@ async def test_a_batch_takes_all_or_nothing(session: af.Session, graph: af.Graph
 
 @pytest.mark.parametrize("way", ["timeout", "cancel", "failure"])
 async def test_a_run_that_ends_early_has_taken_nothing(session: af.Session, graph: af.Graph, way: str) -> None:
-    """CONFORMANCE 78, FAULTS F18: the queue is as it was, and works."""
+    """Behaviour 78, Fault F18: the queue is as it was, and works."""
     queue = fifo(2)
     wait, fill = queue.dequeue_many(2), queue.enqueue_many([8, 9])
     await session.run(queue.enqueue(1))
@@ -245,7 +245,7 @@ async def test_a_run_that_ends_early_has_taken_nothing(session: af.Session, grap
 
 
 async def test_two_that_wait_in_a_run_that_is_stopped_take_nothing(session: af.Session, graph: af.Graph) -> None:
-    """FAULTS F18: what the first gives up does not go to the second, whichever device it is on."""
+    """Fault F18: what the first gives up does not go to the second, whichever device it is on."""
     queue = fifo()
     await session.run(queue.enqueue(1))
     task = await started(session, [queue.dequeue_many(2), queue.dequeue()])
@@ -280,7 +280,7 @@ async def test_closing_the_session_ends_all_waiting(open_session: OpenSession, g
 
 
 async def test_close(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 78: what is left can be taken; who can get nothing any more is woken, and told how much is left."""
+    """Behaviour 78: what is left can be taken; who can get nothing any more is woken, and told how much is left."""
     queue = fifo()
     await session.run(queue.enqueue_many([1, 2, 3]))
     batch = await started(session, queue.dequeue_many(4))
@@ -297,7 +297,7 @@ async def test_close(session: af.Session, graph: af.Graph) -> None:
 
 @pytest.mark.parametrize("cancel_pending", [False, True])
 async def test_close_and_those_who_wait_for_room(session: af.Session, graph: af.Graph, cancel_pending: bool) -> None:
-    """CONFORMANCE 78: they go in, or fail."""
+    """Behaviour 78: they go in, or fail."""
     queue = fifo(1)
     await session.run(queue.enqueue(1))
     waiting = await started(session, queue.enqueue(2))
@@ -339,7 +339,7 @@ async def test_coroutines_and_runs_share_a_queue(session: af.Session, graph: af.
 
 
 async def test_a_coroutine_that_is_cancelled_has_done_nothing(session: af.Session, graph: af.Graph) -> None:
-    """CONFORMANCE 78: also in the moment between being called and going on."""
+    """Behaviour 78: also in the moment between being called and going on."""
     queue = fifo(1)
     for wait, other in ((queue.get, lambda: queue.put(1)), (lambda: queue.put(2), queue.get)):
         before = queue.size_nowait()
@@ -353,7 +353,7 @@ async def test_a_coroutine_that_is_cancelled_has_done_nothing(session: af.Sessio
 
 
 async def test_a_queue_in_a_container(open_session: OpenSession, graph: af.Graph) -> None:
-    """CONFORMANCE 79: sessions share it by name; it outlives them, until the container is reset."""
+    """Behaviour 79: sessions share it by name; it outlives them, until the container is reset."""
     queue, same = fifo(container="test"), fifo(container="test")
     put, take = queue.enqueue(5), same.dequeue()
     async with open_session() as one, open_session() as two:
@@ -394,7 +394,7 @@ async def test_a_reset_tells_coroutines_that_wait() -> None:
 
 
 async def test_the_same_queue_in_two_sessions_is_two(open_session: OpenSession, graph: af.Graph) -> None:
-    """CONFORMANCE 79: outside containers."""
+    """Behaviour 79: outside containers."""
     queue = fifo()
     async with open_session() as one:
         await one.run(queue.enqueue(1))

@@ -404,8 +404,8 @@ def test_a_write_that_loses_many_races_has_the_others_wait() -> None:
     assert state.read() == 100
 
 
-async def test_f50_writers_of_whole_arrays_are_never_mixed() -> None:
-    """FAULTS F50: sessions on three threads assign to one variable; what is read one of them has written."""
+async def test_writers_of_whole_arrays_are_never_mixed() -> None:
+    """Fault F50: sessions on three threads assign to one variable; what is read one of them has written."""
     names = range(3)
     with af.Graph() as graph:
         v = af.Variable(np.zeros(1000), name="v", container="f50")
@@ -428,8 +428,8 @@ async def test_f50_writers_of_whole_arrays_are_never_mixed() -> None:
     assert len(seen) == 120 and all(len(each) == 1 and each <= {0.0, 1.0, 2.0} for each in seen)
 
 
-def test_f50_no_update_is_lost_between_threads() -> None:
-    """FAULTS F50: a write applies its function to what the last one left."""
+def test_no_update_is_lost_between_threads() -> None:
+    """Fault F50: a write applies its function to what the last one left."""
     state = VariableState("v", af.spec("int64", ()), np.array(0))
     start = threading.Barrier(4)
 

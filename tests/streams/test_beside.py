@@ -131,8 +131,8 @@ def test_work_on_a_thread_gives_way_after_a_while(monkeypatch: pytest.MonkeyPatc
     assert slept == pytest.approx([0.4e-3, 0.8e-3])
 
 
-def test_110_background_work_leaves_the_collector_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONFORMANCE 110: it is the application's; `gc.freeze` puts its next full collection off."""
+def test_background_work_leaves_the_collector_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 110: it is the application's; `gc.freeze` puts its next full collection off."""
     called: list[str] = []
     for name in ("collect", "disable", "enable", "freeze", "set_threshold", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda *_, name=name: called.append(name))

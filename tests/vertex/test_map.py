@@ -37,10 +37,11 @@ NOTHING = [af.InputGraph.batch([]), af.InputGraph.chain([0, 0])]
 
 @every_policy
 @pytest.mark.parametrize("lift_parts", [True, False])
-async def test_80_81_82_a_batch_gives_what_vertices_give_one_by_one(
+async def test_a_batch_gives_what_vertices_give_one_by_one(
     graph: af.Graph, run: Run, lift_parts: bool, policy: str
 ) -> None:
-    """80. 81. 82. Chains, trees, shared children, single vertices: all children first, whatever the strategy."""
+    """Behaviour 80, Behaviour 81, Behaviour 82: chains, trees, shared children, single vertices: all children first,
+    whatever the strategy."""
     rng = np.random.default_rng(0)
     batch, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, 2))
     initial = af.placeholder("float64", ())
@@ -55,8 +56,8 @@ async def test_80_81_82_a_batch_gives_what_vertices_give_one_by_one(
 
 
 @pytest.mark.parametrize("lift_parts", [True, False])
-async def test_80_fan_in_may_vary(graph: af.Graph, run: Run, lift_parts: bool) -> None:
-    """80. Any number of children, reduced to their sum, mean and largest."""
+async def test_fan_in_may_vary(graph: af.Graph, run: Run, lift_parts: bool) -> None:
+    """Behaviour 80: any number of children, reduced to their sum, mean and largest."""
     rng = np.random.default_rng(0)
     batch, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, 2))
     found = af.vertex_map(child_sum, batch, x, lift_parts=lift_parts)
@@ -74,10 +75,11 @@ async def test_80_fan_in_may_vary(graph: af.Graph, run: Run, lift_parts: bool) -
     [(slotted, slotted_alone), pytest.param(child_sum, child_sum_alone, marks=pytest.mark.slow)],
     ids=["slotted", "child_sum"],
 )
-async def test_81_gradients_of_shared_children_add(
+async def test_gradients_of_shared_children_add(
     graph: af.Graph, run: Run, function: Any, alone: Callable[..., Any], lift_parts: bool
 ) -> None:
-    """81. Against central differences, of what is pulled, of `initial`, and of a weight around the function."""
+    """Behaviour 81: against central differences, of what is pulled, of `initial`, and of a weight around the
+    function."""
     rng = np.random.default_rng(3)
     batch = forest(rng, [4, 2, 5])
     x0, scale0, weights = rng.normal(size=(11, 2)), 0.7, rng.normal(size=11)
@@ -112,8 +114,8 @@ async def test_81_gradients_of_shared_children_add(
 
 
 @every_policy
-async def test_83_two_types(graph: af.Graph, run: Run, policy: str) -> None:
-    """83. Vertices of several types compute functions of their own; their states are alike."""
+async def test_two_types(graph: af.Graph, run: Run, policy: str) -> None:
+    """Behaviour 83: vertices of several types compute functions of their own; their states are alike."""
     rng = np.random.default_rng(5)
     batch, x = af.InputGraph.placeholder(types=True), af.placeholder("float64", (None, 2))
     found = af.vertex_map({"word": word, "phrase": phrase}, batch, x, policy=policy)
@@ -128,8 +130,9 @@ async def test_83_two_types(graph: af.Graph, run: Run, policy: str) -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-async def test_80_children_of_balanced_trees(graph: af.Graph, run: Run, streams: int) -> None:
-    """80. They stand at even distances in the store, so that reading them may give a view, which nobody writes to."""
+async def test_children_of_balanced_trees(graph: af.Graph, run: Run, streams: int) -> None:
+    """Behaviour 80: they stand at even distances in the store, so that reading them may give a view, which nobody
+    writes to."""
 
     @af.vertex_function(state=af.spec("float64", (H,)), children=2)
     def mixed(v: Any) -> None:

@@ -244,10 +244,10 @@ FAILING: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("lift_parts", [True, False], ids=["parts", "whole"])
 @pytest.mark.parametrize("name", FAILING)
-async def test_84_what_fails_names_function_sample_and_vertex(
+async def test_what_fails_names_function_sample_and_vertex(
     graph: af.Graph, run: Run, name: str, lift_parts: bool
 ) -> None:
-    """Also where nothing that is asked for depends on it, and the session stays usable."""
+    """Behaviour 84: also where nothing that is asked for depends on it, and the session stays usable."""
     function, place = FAILING[name]
     x, rows = af.placeholder("float64", (9, 3)), np.ones((9, 3))
     roots = af.vertex_map(function, CHAINS, x, lift_parts=lift_parts).roots

@@ -54,7 +54,8 @@ def linked_alone(x: Any) -> Any:
     return np.array(pushed)
 
 
-async def test_83_pushes_are_pulled_by_a_static_graph_and_another_function(graph: af.Graph, run: Run) -> None:
+async def test_pushes_are_pulled_by_a_static_graph_and_another_function(graph: af.Graph, run: Run) -> None:
+    """Behaviour 83."""
     x = af.placeholder("float64", (None, 2))
     encoded = af.vertex_map(encoder, DATA, x).pushes["h"]
     decoded = af.vertex_map(decoder, af.InputGraph.chain([11]), encoded + 1.0).pushes["y"]
@@ -66,8 +67,8 @@ async def test_83_pushes_are_pulled_by_a_static_graph_and_another_function(graph
 
 
 @pytest.mark.slow
-async def test_83_inside_a_loop_and_a_branch(graph: af.Graph, run: Run) -> None:
-    """What roots give goes into the next iteration, twice by one branch and once by the other."""
+async def test_inside_a_loop_and_a_branch(graph: af.Graph, run: Run) -> None:
+    """Behaviour 83: what roots give goes into the next iteration, twice by one branch and once by the other."""
     fed, x = af.InputGraph.placeholder(), af.placeholder("float64", (11, 2))
 
     def body(i: Any, rows: Any, total: Any) -> Any:
@@ -91,8 +92,8 @@ async def test_83_inside_a_loop_and_a_branch(graph: af.Graph, run: Run) -> None:
     np.testing.assert_allclose((grad * direction).sum(), want, rtol=1e-5)
 
 
-async def test_83_inside_a_function(session: af.Session) -> None:
-    """It is traced once for graphs of any size."""
+async def test_inside_a_function(session: af.Session) -> None:
+    """Behaviour 83: it is traced once for graphs of any size."""
     traces = 0
 
     @af.function

@@ -81,8 +81,8 @@ def test_any_batch(name: str, policy: str) -> None:
 
 
 @pytest.mark.slow
-def test_82_a_deep_chain() -> None:
-    """82. Ten thousand sets of one vertex, and their gradients; nothing recurs."""
+def test_a_deep_chain() -> None:
+    """Behaviour 82: ten thousand sets of one vertex, and their gradients; nothing recurs."""
     n = 10_000
 
     @af.vertex_function(state=af.spec("float64", (1,)), children=1)

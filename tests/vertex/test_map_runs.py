@@ -38,7 +38,8 @@ async def check(session: af.Session, fed: af.InputGraph, x: af.Tensor, roots: af
 
 
 @pytest.mark.parametrize("regions", [True, False], ids=["regions", "interpreted"])
-async def test_84_a_cancel_between_sets(regions: bool) -> None:
+async def test_a_cancel_between_sets(regions: bool) -> None:
+    """Behaviour 84."""
     graph, fed, x, roots = program()
     async with af.Session(graph, regions=regions) as session:
         task = asyncio.create_task(session.run(roots, feeds(fed, x, LONG)))
@@ -54,7 +55,8 @@ async def test_84_a_cancel_between_sets(regions: bool) -> None:
 
 
 @pytest.mark.parametrize("regions", [True, False], ids=["regions", "interpreted"])
-async def test_85_a_deadline_between_sets(regions: bool) -> None:
+async def test_a_deadline_between_sets(regions: bool) -> None:
+    """Behaviour 85."""
     graph, fed, x, roots = program()
     async with af.Session(graph, regions=regions) as session:
         with pytest.raises(af.DeadlineExceeded, match=r"timeout=0\.05"):
