@@ -9,7 +9,9 @@ import asyncflow as af
 
 
 def command() -> int:
-    """Run the command with this process's arguments and return its exit code; ``--version`` imports nothing else."""
+    """Run the command with this process's arguments and return the exit code; ``--version`` imports no further
+    module.
+    """
     if sys.argv[1:] == ["--version"]:
         print(f"asyncflow {af.__version__}")
         return 0

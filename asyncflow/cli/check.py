@@ -20,11 +20,11 @@ _PROGRAM_FAILED = 3
 
 
 def check(target: str, arguments: Sequence[str], *, runs: int = 1) -> int:
-    """Prints the races of `target`, each once, and gives the exit code.
+    """Print the races of `target`, each once, and return the exit code.
 
     Args:
-        target: ``file.py:name`` or ``package.module:name``, of a graph, all of which is looked at, or of a program,
-            which is run, and of which every kind of run is looked at.
+        target: ``file.py:name`` or ``package.module:name``. A graph is checked as a whole. A program is run, and every
+            kind of run is checked.
         arguments: the program's ``sys.argv[1:]``.
         runs: 2 also looks for races between two runs of one session.
 
@@ -33,7 +33,7 @@ def check(target: str, arguments: Sequence[str], *, runs: int = 1) -> int:
         interrupted.
 
     Raises:
-        TargetError: `target` names neither a graph nor what can be called without arguments.
+        TargetError: `target` names neither a graph nor a callable without arguments.
     """
     checking = _Checking(runs)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""``asyncflow checkpoint``: what is in checkpoints, whether they are whole, and what differs between two."""
+"""``asyncflow checkpoint``: contents, checks and comparison of checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIONS = {
 
 
 def checkpoint(action: str, paths: Sequence[Path]) -> int:
-    """Prints what was asked for, and gives the exit code: 1 for a step that is damaged, or two that differ.
+    """Print the answer, and return the exit code: 1 for a damaged step, or two steps that differ.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its manifest is damaged.

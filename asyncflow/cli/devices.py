@@ -8,7 +8,9 @@ from asyncflow.devices.registry import available_devices
 
 
 def list_devices() -> str:
-    """One line a device; for a kind that is not there, why; what holds its kernels back; and what can be simulated."""
+    """Return one line a device, the reason why a kind is missing, hints on slow kernels, and the devices that can be
+    simulated.
+    """
     cpu, *others = [(device.name, device.detail) for device in available_devices()]
     hindrance = blas_hindrance()
     lines = [

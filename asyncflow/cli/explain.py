@@ -14,7 +14,7 @@ from asyncflow.graph.ir import Node
 
 
 def explain(target: str, arguments: Sequence[str], *, passes: Sequence[str] = (), all_passes: bool = False) -> int:
-    """Run `target`, print what each plan that is compiled for it does, and return the exit code.
+    """Run `target`, print a description of each plan compiled for it, and return the exit code.
 
     Args:
         target: ``file.py:name`` or ``package.module:name``. Of a graph, the plan of all that it computes is printed.
@@ -26,7 +26,7 @@ def explain(target: str, arguments: Sequence[str], *, passes: Sequence[str] = ()
         As `asyncflow.cli.profile.profile`.
 
     Raises:
-        TargetError: `target` names neither a graph nor something that can be called without arguments.
+        TargetError: `target` names neither a graph nor a callable without arguments.
     """
     not_seen = dict.fromkeys(passes)
     shows_passes = bool(passes) or all_passes

@@ -37,7 +37,7 @@ _WORDS: Mapping[Call, str] = {
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """How busy the host was.
+    """Load of the host's threads.
 
     Attributes:
         busy: of its busiest thread, as a fraction of the time.
@@ -96,7 +96,7 @@ def format_host(share: HostShare, summary: Summary, launches: Launches) -> list[
 
 
 def _help(share: HostShare, launches: Launches, devices: int) -> str:
-    """Advice for one whose launches take too long, as far as the model says so."""
+    """Return advice for a user whose launches take too long, as far as the model gives any."""
     fewer = []
     if launches == "nodes":
         fewer.append("--launches regions")

@@ -1,4 +1,4 @@
-"""The `asyncflow` command: what it takes, and which module does it."""
+"""The `asyncflow` command: arguments, and the module for each subcommand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncflow.profiler.save import TraceFormatError
 
 _AddCommand: TypeAlias = Callable[..., argparse.ArgumentParser]
 _Action: TypeAlias = Callable[[argparse.Namespace, Sequence[str]], int]
-"""What a command does with its options and with the arguments of the program; its exit code."""
+"""A function that executes a command with its options and the program's arguments, and returns the exit code."""
 
 USAGE_ERROR = 2
 
@@ -111,10 +111,10 @@ Sessions that name no devices open all of them. Time is virtual: what the progra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and gives its exit code.
+    """Run the command and return the exit code.
 
     Args:
-        argv: the arguments after the command's name; None for those of this process.
+        argv: the arguments after the command's name; None for the arguments of this process.
 
     Raises:
         SystemExit: for ``--help``, ``--version`` and arguments that make no sense.
@@ -134,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Our arguments, and the program's: those that follow the target and our options, or a ``--``."""
+    """Split arguments into the command's own and the program's, which follow the target and the command's options,
+    or ``--``.
+    """
     command = arguments[0] if arguments else ""
     if command not in _WITH_VALUE:
         return arguments, []
@@ -384,7 +386,7 @@ def _simulate(options: argparse.Namespace, program_arguments: Sequence[str]) -> 
 
 
 def _no_devices(program_arguments: Sequence[str]) -> str:
-    """The hint for one who did not give ``--devices``, or gave it to the program."""
+    """Return the hint for a missing ``--devices``, or for ``--devices`` given to the program."""
     if any(argument.partition("=")[0] == "--devices" for argument in program_arguments):
         return (
             f"--devices comes after {program_arguments[0]!r}, an argument of the program, and so goes to the program; "

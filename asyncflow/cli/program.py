@@ -1,4 +1,4 @@
-"""Run a user's program inside this process as if it were alone: its arguments, search path, exit code and traceback."""
+"""Run a user's program inside this process as if alone: arguments, search path, exit code and traceback."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def run_program(
     observed: AbstractContextManager[object],
     on_graph: Callable[[Graph], object] | None = None,
 ) -> int:
-    """Loads and calls the target, and gives its exit code.
+    """Load and call the target, and return the exit code.
 
     Args:
-        target: what to call; what it returns is awaited if it can be.
+        target: the callable; an awaitable result is awaited.
         arguments: the program's ``sys.argv[1:]``.
         observed: what the call stands in, such as a `Trace` that every graph run of the program is added to.
-        on_graph: what is done with a graph that the target names; None where it has to be something that runs.
+        on_graph: called with a graph that the target names; None if the target must be callable.
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
@@ -73,7 +73,7 @@ async def _awaited(result: Awaitable[object]) -> object:
 
 @contextmanager
 def _as_program(target: Target, arguments: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as the program would find them if it were run alone."""
+    """Give the program its own ``sys.argv`` and ``sys.path`` inside the block."""
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [target.program, *arguments], [target.search_path, *path]
     try:
@@ -84,9 +84,9 @@ def _as_program(target: Target, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[list[int]]:
-    """Inside, SIGTERM interrupts the program as SIGINT does, unless the program handles it; gives those that came.
+    """Turn SIGTERM into SIGINT inside the block, unless the program handles it; yield the signals received.
 
-    Else the process would end at once, and what was observed of the program would be lost.
+    Otherwise the process would end at once, and the observations of the program would be lost.
     """
     received: list[int] = []
 
@@ -117,7 +117,7 @@ def _interrupted_by_sigterm() -> Iterator[list[int]]:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """Python's exit code for it: a number is the code, any other object is printed and means failure."""
+    """Return Python's exit code for the error: a number is the code; any other object is printed and means failure."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):

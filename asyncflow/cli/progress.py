@@ -1,8 +1,8 @@
 """The progress of a simulated program, shown on standard error and never on standard output.
 
-A program does not say how much work it has. Its loops do: while it awaits a run, the iterators of the ``for`` loops
-around the ``await`` are among the references of its suspended coroutines, and tell how many items are left. They are
-read on the event loop's thread, where no coroutine runs meanwhile; another thread shows what was read.
+A program does not say how much work it has. The loops of the program do. While it awaits a run, the iterators of the
+``for`` loops around the ``await`` are among the references of its suspended coroutines. They tell how many items are
+left. They are read on the event loop's thread, where no coroutine runs meanwhile; another thread displays the result.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ProgramProgress:
         """An event loop is to look, and has not yet."""
 
     def ask(self) -> None:
-        """Have the event loop look at its coroutines, and wait a moment for it; called on another thread."""
+        """Ask the event loop to look at its coroutines, and wait briefly for the answer; called on another thread."""
         if self._is_asked or not self._machines:
             return
         looked = threading.Event()
@@ -101,13 +101,13 @@ class ProgramProgress:
         self._stream.flush()
 
     def clear(self) -> None:
-        """Remove the bar, so that what follows stands on a line of its own."""
+        """Remove the bar, so that further output starts on a line of its own."""
         if self.is_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
     def state(self) -> str:
-        """Return one line: how much of the program is done, what was simulated, and the time left."""
+        """Return one line: share of the program done, simulated time, and time left."""
         now_s = self._clock()
         machine = self._machines[-1]
         known = self._known
@@ -121,14 +121,14 @@ class ProgramProgress:
 
 
 class _ForLoops:
-    """The ``for`` loops of a program's coroutines around what they await."""
+    """The ``for`` loops around the awaits of a program's coroutines."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, tuple[object, int]] = {}
         """Iterators by id, kept so that no other takes the id, each with the number of items it had at first."""
         self._outermost: object = None
         self._since: tuple[float, float] = (0.0, 0.0)
-        """When the outermost loop was seen first, and what was left of it then."""
+        """Time at which the outermost loop was first seen, and items left of the loop then."""
 
     def look(self, loop: asyncio.AbstractEventLoop, now_s: float) -> tuple[float, float | None] | None:
         """Return the part of the outermost loop that is done, and the seconds that the rest will take.
@@ -153,7 +153,7 @@ class _ForLoops:
 
 
 def _iterators_of(coroutine: object) -> list[Iterator[object]]:
-    """The iterators of known length that a coroutine, and those that it awaits, go through; outermost first."""
+    """Return the iterators of known length in a coroutine and in the coroutines that it awaits; outermost first."""
     found: list[Iterator[object]] = []
     while coroutine is not None:
         for reference in gc.get_referents(coroutine):
@@ -171,7 +171,7 @@ def _seconds(seconds: float) -> str:
 
 @contextmanager
 def shown_progress(trace: Trace, machines: Sequence[SimMachine], stream: TextIO | None = None) -> Iterator[None]:
-    """Show the progress of what the block runs, from a thread of its own: a bar on a terminal, lines elsewhere."""
+    """Show the progress of runs in the block, from a separate thread: a bar on a terminal, lines elsewhere."""
     progress = ProgramProgress(trace, machines, sys.stderr if stream is None else stream)
     ended = threading.Event()
 

@@ -19,12 +19,12 @@ _MOST_CHARACTERS = 200
 
 
 def replay(path: Path, target: str | None, *, live: bool = False) -> int:
-    """Does the run again, and prints what it gave.
+    """Replay the recorded run, and print the results.
 
     Args:
         path: of the record.
         target: names the program's graph, or a function without arguments that gives it; None for that in the record.
-        live: call the program's functions, instead of giving what they gave.
+        live: call the program's functions, instead of using their recorded results.
 
     Returns:
         0; 1 if the run went another way than the recorded one.

@@ -32,7 +32,7 @@ _Build: TypeAlias = Callable[[VirtualClockLoop], SimMachine]
 
 
 def simulate(target: str, build: _Build, outputs: Sequence[Path], arguments: Sequence[str]) -> int:
-    """Runs `target` on a simulated machine, prints what it would take there, and gives the exit code.
+    """Run `target` on a simulated machine, print the time and memory needed there, and return the exit code.
 
     Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`, `uvloop.run`) run on virtual
     time, one after the other on one clock; a session that names no devices opens all of the machine's. Loops of other
@@ -86,9 +86,9 @@ def _rare_collections() -> Iterator[None]:
 
 @contextmanager
 def simulated_loops(build: _Build) -> Iterator[Sequence[SimMachine]]:
-    """Inside, whoever makes an event loop on this thread gets one on virtual time, with a machine of its own.
+    """Make every event loop created on this thread inside the block virtual, with a machine of its own.
 
-    Gives those machines; there will be more while loops are made.
+    Yields the list of machines, which grows as loops are made.
     """
     with ExitStack() as cleanup:
         loops = _Loops(build, cleanup)
@@ -108,7 +108,7 @@ def simulated_loops(build: _Build) -> Iterator[Sequence[SimMachine]]:
 
 
 class _Loops:
-    """The program's event loops, one after the other.
+    """Virtual event loops of the program, one after the other.
 
     The next one and its machine are there before they are asked for: a program may open its session first and start
     its event loop afterwards.
@@ -184,11 +184,11 @@ class _ProgramLoop(VirtualClockLoop):
 
 
 def format_report(trace: Trace, machine: MachineSpec, machines: Sequence[SimMachine] = ()) -> str:
-    """Step time, how busy host and streams were, and the most memory each device held; ends without a newline.
+    """Return step time, load of host and streams, and peak memory of each device; ends without a newline.
 
     Args:
         trace: of all runs.
-        machine: what was simulated.
+        machine: the simulated machine.
         machines: it, once for each event loop of the program.
     """
     head = f"machine    {format_machine(machine)}"

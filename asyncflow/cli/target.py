@@ -1,4 +1,4 @@
-"""What does ``file.py``, ``file.py:name`` or ``package.module:name`` mean, and how is it loaded?"""
+"""Targets: ``file.py``, ``file.py:name`` or ``package.module:name``, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Target:
         return str(self.file) if self.file is not None else self.module
 
     def load(self, on_graph: Callable[[Graph], object] | None = None) -> Callable[[], object]:
-        """Imports the module and gives the callable; for a whole file, one that runs it as ``python file.py`` would.
+        """Import the module and return the callable; for a whole file, a callable that runs it as ``python file.py``
+        would.
 
         Args:
             on_graph: is to be called with the graph, if the target names one.
@@ -81,7 +82,7 @@ class Target:
         return found
 
     def find(self, *, graphs: bool = True) -> object:
-        """Imports the module and gives what is named in it; `graphs` says whether a graph may be meant.
+        """Import the module and return the named object; `graphs` is True if the object may be a graph.
 
         Raises:
             TargetError: no such module, or no such name in it.

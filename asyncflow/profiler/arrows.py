@@ -1,11 +1,11 @@
-"""From which firing to which did each transfer go?
+"""Arrows of a timeline: the firings that each transfer leads from and to.
 
 A transfer is recorded where its Recv took the value, in the host's time. On a simulated device the host is far ahead of
-the streams, so an arrow between those moments would miss the kernel and the copy it is about: an arrow goes from the
-firing that made the value to the copy that brought it, and where one of them is not among the firings (a primitive such
-as LoopCond, a value on the host), from or to the host's moment.
+the streams, so an arrow between those moments would miss the kernel and the copy. An arrow therefore goes from the
+firing that made the value to the copy of the value. Where one of the two is no firing (a primitive such as LoopCond, a
+value on the host), the arrow ends at the host's moment.
 
-A saved value that came back late held up whoever read it: an arrow goes from its copy to what ran next.
+A late copy of a saved value delayed its reader: an arrow goes from the copy to the firing that ran next.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from asyncflow.runtime.trace import LATE_COPY, Firing, Trace, Transfer
 _RECV = re.compile(r"/recv(_\d+)?$")
 
 ARRIVALS = ("h2d", "peer")
-"""Streams whose copies bring something to their device."""
+"""Streams of copies that arrive at their device."""
 
 _Key: TypeAlias = tuple[int, str, str, str]
 _Place: TypeAlias = tuple[int, int]
 
 
 class End(NamedTuple):
-    """Where an arrow starts or ends."""
+    """A start or end point of an arrow."""
 
     device: str
     time_ns: int
     lane: int | None
-    """Index of the lane whose firing this is; None where there is no such firing."""
+    """Index of the firing's lane; None without a firing."""
     position: int | None
-    """Of the firing in its lane; `time_ns` lies in it."""
+    """Index of the firing in the lane; `time_ns` lies within it."""
 
 
 class Arrow(NamedTuple):
-    """One transfer, or one wait, as a timeline draws it; it never points back in time."""
+    """A transfer or wait, as a timeline draws it; never points back in time."""
 
     transfer: Transfer
     tensor: str
@@ -51,7 +51,9 @@ class Arrow(NamedTuple):
 
 
 def find_arrows(trace: Trace, lanes: Sequence[TimelineLane]) -> list[Arrow]:
-    """An arrow for each transfer, in the order recorded, and for each late copy; `lanes` are those of the trace."""
+    """Return an arrow for each transfer, in the order recorded, and for each late copy; `lanes` are the trace's
+    lanes.
+    """
     made = {_produced(transfer) for transfer in trace.transfers}
     brought = {_arrival(transfer) for transfer in trace.transfers}
     makers: dict[_Key, _Place] = {}
@@ -73,7 +75,7 @@ def find_arrows(trace: Trace, lanes: Sequence[TimelineLane]) -> list[Arrow]:
 
 
 def _stalls(lanes: Sequence[TimelineLane]) -> Iterable[Arrow]:
-    """From each late copy to what a compute stream of its device did at its end, or next."""
+    """Yield an arrow from each late copy to the firing of a compute stream that ran at the copy's end, or next."""
     late = [(k, i) for k, lane in enumerate(lanes) for i, firing in enumerate(lane.firings) if firing.op == LATE_COPY]
     for place in late:
         copy, device = _at(lanes, place), lanes[place[0]].device

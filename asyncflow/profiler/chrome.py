@@ -1,8 +1,8 @@
 """A trace as Chrome Trace Events, for Perfetto and chrome://tracing.
 
-One process per device with a thread per lane, firings as complete events (``X``), transfers as flow arrows between
-them (``s``/``f``), memory as counters (``C``), and runs as async spans (``b``/``e``) of a process "requests". Times are
-float microseconds from the first event.
+One process per device with a thread per lane. Firings are complete events (``X``), transfers flow arrows between them
+(``s``/``f``), memory counters (``C``). Runs are async spans (``b``/``e``) of a process "requests". Times are float
+microseconds from the first event.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def render_chrome(trace: Trace) -> Iterator[str]:
 
 
 def _named(name: str, **place: int) -> Iterator[Event]:
-    """The name of a process, or of a thread in one, which stands where its number says."""
+    """Yield the events that name a process or thread, and sort it by its number."""
     kind = "thread" if "tid" in place else "process"
     yield {"ph": "M", "name": f"{kind}_name", **place, "args": {"name": name}}
     yield {"ph": "M", "name": f"{kind}_sort_index", **place, "args": {"sort_index": place.get("tid", place["pid"])}}

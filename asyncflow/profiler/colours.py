@@ -20,7 +20,7 @@ _PRIMITIVES = frozenset({"switch", "merge", "enter", "exit", "nextiteration", "l
 
 
 def family(node: str, op: str) -> str:
-    """Return what a firing shares its colour with: its op, or, for nodes that ran as a whole, their name."""
+    """Return the key of a firing's colour: its op or, for nodes run as a whole, their name."""
     if op.lower() in _PRIMITIVES:
         return CONTROL_FLOW
     return node if op in WHOLE else op

@@ -39,8 +39,8 @@ def timeline_data(trace: Trace) -> Json:
     """The data that the page draws: a column of integers per property and lane, with the strings in tables beside them.
 
     Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``, and ``families`` the
-    number of each site's family among the pairs of ``legend``. A transfer's ends name their group, and their lane among
-    those of all groups; it is -1 where no firing is.
+    number of each site's family among the pairs of ``legend``. A transfer's ends give their group, and their lane among
+    the lanes of all groups; -1 without a firing.
     """
     first, last = time_bounds(trace)
     tables = _Tables(dict)

@@ -1,4 +1,4 @@
-"""Which row does a firing belong on?
+"""Rows of a timeline.
 
 A lane is a row of a timeline on which nothing overlaps. Each (device, stream) pair has one, and as many more
 ("async", "async 2", ...) as it had firings under way at once: a coroutine op overlaps with its like, and trace viewers
@@ -32,7 +32,7 @@ class TimelineLane:
 
     @property
     def label(self) -> str:
-        """Such as ``compute`` or ``async 2``."""
+        """Name of the lane, such as ``compute`` or ``async 2``."""
         return lane_label(self.stream, self.index)
 
 

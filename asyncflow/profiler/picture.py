@@ -3,7 +3,7 @@
 Coloured by iteration, it shows at a glance whether a loop is pipelined: iterations then stand side by side on different
 rows instead of one after the other.
 
-What is drawn is worked out in plain Python and tested so; only `render_picture` needs matplotlib.
+The layout is computed in plain Python and tested so; only `render_picture` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from asyncflow.runtime.trace import WHOLE, Firing, Trace
 ColorBy: TypeAlias = Literal["auto", "op", "node", "iteration"]
 
 COLUMNS = 2_000
-"""Pixels across the picture; what is thinner shares one."""
+"""Pixels across the picture; thinner bars share a pixel."""
 PALETTE = (
     *("#4c8bd6", "#e08a3c", "#5bb26b", "#9a77cc", "#d9b341", "#2aa5ad", "#d982b5", "#8a9a45", "#7f86d9", "#a97c5a"),
 )
 """No reds: red means failed."""
 MOST_SINGLE = 5 * len(PALETTE)
-"""With more iterations than this, a colour stands for a block of them: one by one they would be confetti."""
+"""Maximum number of iterations with a colour each; with more, a colour stands for a block of them."""
 GREY = "#b4bcc8"
 FAILED = "#dc3d43"
 OTHERS = "other"
@@ -44,9 +44,9 @@ class Bar:
     start_ns: int
     length_ns: int
     key: str
-    """Whose colour it has: an entry of the legend."""
+    """Entry of the legend that gives the bar its colour."""
     label: str
-    """The text in it, if there is room."""
+    """Text of the bar, if there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +68,23 @@ class Picture:
     rows: tuple[Row, ...]
     """By device; times are from the first event."""
     legend: dict[str, str]
-    """Colours by what they stand for, in the order listed."""
+    """Colours by name, in the order listed."""
     legend_title: str
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed, without which there are no pictures."""
+    """Return True if matplotlib is installed, which pictures need."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def lay_out(trace: Trace, *, color_by: ColorBy = "auto") -> Picture:
-    """The bars, lanes and arrows in a picture of `trace`.
+    """Return the bars, lanes and arrows of a picture of `trace`.
 
     Args:
-        trace: what the runs recorded.
-        color_by: ``"op"``, ``"node"`` or ``"iteration"`` of the outermost loop, where the colours go round after ten,
-            or stand for a tenth of the iterations each if there are many; ``"auto"`` takes the iteration if there is a
-            loop and the op otherwise.
+        trace: the events of the runs.
+        color_by: ``"op"``, ``"node"`` or ``"iteration"`` of the outermost loop; ``"auto"`` takes the iteration if there
+            is a loop and the op otherwise. Colours of iterations repeat after ten, or stand for a tenth of the
+            iterations each if there are many.
 
     Raises:
         ValueError: another `color_by`.
@@ -120,7 +120,7 @@ def outermost_iteration(tag: str) -> int | None:
 
 
 class _Keys:
-    """Which entry of the legend does a firing belong to, and what colour has it?"""
+    """Entries of the legend, by firing, and their colours."""
 
     def __init__(self, color_by: ColorBy, firings: Sequence[Firing]) -> None:
         if color_by not in ("auto", "op", "node", "iteration"):
@@ -157,7 +157,7 @@ class _Keys:
         return name if name in self.colors else OTHERS
 
     def _iterations(self, number: int) -> str:
-        """The iterations that share the colour of this one."""
+        """Return the range of iterations that share one colour."""
         if self._block == 1:
             return str(number % len(PALETTE))
         first = number // self._block * self._block
@@ -173,7 +173,7 @@ class _Keys:
 
 
 def _op(firing: Firing) -> str:
-    """Of what ran as a whole, its name."""
+    """Return the op of a firing, or the node's name if the node ran as a whole."""
     return firing.node if firing.op in WHOLE else firing.op
 
 
@@ -256,7 +256,7 @@ def render_picture(trace: Trace, file_format: Literal["png", "svg"], *, color_by
 
 
 def _tops(rows: Sequence[Row]) -> list[float]:
-    """Where each row begins, in inches from the top; devices stand apart."""
+    """Return the top of each row in inches; rows of different devices are set apart."""
     tops: list[float] = []
     y = 0.0
     for number, row in enumerate(rows):

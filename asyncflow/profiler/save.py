@@ -22,7 +22,7 @@ FORMATS = (".json", ".json.gz", ".html", ".png", ".svg")
 
 
 class TraceFormatError(AsyncflowError, ValueError):
-    """A trace file whose suffix names no known format, or one that needs a package which is not installed."""
+    """A trace file with a suffix of no known format, or of a format whose package is not installed."""
 
 
 def save(trace: Trace, path: str | os.PathLike[str], *, color_by: ColorBy = "auto") -> None:
@@ -58,7 +58,7 @@ def save(trace: Trace, path: str | os.PathLike[str], *, color_by: ColorBy = "aut
 
 
 def check_destination(path: str | os.PathLike[str]) -> None:
-    """Raise now what `save` would raise later about this path: before a long run, not after it.
+    """Raise the errors that `save` would raise for this path: before a long run, not after it.
 
     Raises:
         TraceFormatError: the suffix names no known format, or a picture without matplotlib.

@@ -19,7 +19,7 @@ Span: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSummary:
-    """How busy one stream of one device was."""
+    """A summary of one stream: how busy the stream was."""
 
     device: str
     stream: str
@@ -40,7 +40,7 @@ class NodeSummary:
     op: str
     count: int
     total_ns: int
-    """Time in which it computed; of a coroutine, in which it was awaited."""
+    """Nanoseconds of computing; of a coroutine, nanoseconds of awaiting."""
     mean_ns: float
     max_ns: int
     queued_ns: int
@@ -59,7 +59,7 @@ class NodeSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSummary:
-    """The work of one device over all its streams."""
+    """A summary of one device over all its streams."""
 
     device: str
     compute_ns: int
@@ -69,11 +69,11 @@ class DeviceSummary:
     hidden_copy_ns: int
     """Time with both: copies that cost nothing."""
     peak_nbytes: int
-    """Most bytes it was seen to hold."""
+    """Peak number of bytes held, as far as sampled."""
 
     @property
     def overlap_fraction(self) -> float:
-        """How much of the copying was hidden behind kernels, 0 to 1."""
+        """Share of the copying hidden behind kernels, 0 to 1."""
         return self.hidden_copy_ns / self.copy_ns if self.copy_ns else 0.0
 
 
@@ -191,7 +191,9 @@ def format_bytes(nbytes: float) -> str:
 
 
 def align(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int) -> str:
-    """A table, its header underlined, with its first ``left`` columns left-aligned and the others right-aligned."""
+    """Return a table with an underlined header; the first ``left`` columns are left-aligned, the others
+    right-aligned.
+    """
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     table.insert(1, tuple("-" * width for width in widths))
@@ -278,7 +280,7 @@ def _union_ns(spans: Iterable[Span]) -> int:
 
 
 def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
-    """The time of runs, by what it went into; of things at once, the first that is named counts."""
+    """Divide the time of runs among activities; the first listed activity wins where several overlap."""
     computing = [(f.started_ns, f.ended_ns) for f in firings if f.stream != "async"]
     awaiting = [(f.started_ns, f.ended_ns) for f in firings if f.stream == "async"]
     queueing = [(f.queued_ns, f.started_ns) for f in firings if f.queued_ns is not None]

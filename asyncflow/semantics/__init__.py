@@ -1,1 +1,1 @@
-"""What a program with state may do: the operational semantics of MAPL '17 as code that runs, and what follows."""
+"""Possible outcomes of a program with state: the operational semantics of MAPL '17 as executable code, and its uses."""

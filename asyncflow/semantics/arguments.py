@@ -1,4 +1,4 @@
-"""What `explore` and `find_races` are given, checked as `Session.run` checks it."""
+"""Arguments of `explore` and `find_races`, checked as `Session.run` checks them."""
 
 from __future__ import annotations
 

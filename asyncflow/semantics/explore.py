@@ -1,9 +1,9 @@
 """Every outcome that a small program may have, and an order of its reads and writes that leads to each.
 
-The search is exhaustive up to what cannot show. Two firings that touch no resource in common commute, so in each state
-only a *persistent* set of those that may be next is tried: nothing that is left out, and nothing that is still to come,
-touches what the set touches before the set does. States that were seen before are not searched again. A program that
-may fail is searched a second time without the first of the two, for a failure shows how far the others have come.
+The search is exhaustive up to what cannot show. Two firings without a common resource commute. So in each state only a
+*persistent* set of enabled firings is tried: nothing left out, and nothing still to come, touches a resource of the set
+before the set does. States that were seen before are not searched again. A program that may fail is searched a second
+time without the first of the two, for a failure shows how far the other firings have come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Order: TypeAlias = "tuple[_Order, Firing] | None"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """One of the ends that runs of a program may have.
+    """An outcome: one possible end of the runs of a program.
 
     Attributes:
         fetches: values of the fetched tensors and variables, of one run after the other; none if the run failed.
@@ -78,17 +78,17 @@ def explore(
     max_states: int = 20_000,
     max_seconds: float = 10.0,
 ) -> Exploration:
-    """Finds every outcome that a run may have, whatever is first of what nothing orders (MAPL '17 §3.2).
+    """Find every outcome of a run, under every order that the program leaves open (MAPL '17 §3.2).
 
-    A session that runs the graph gives one of them, on any devices. For small programs: every read and write of a
-    resource that others may write in the meantime doubles the work. Iterations of loops overlap as far as their
-    `parallel_iterations` and, with ordered effects, the turns of each resource let them.
+    A session that runs the graph gives one of them, on any devices. For small programs: every access to a resource that
+    others may write in the meantime doubles the work. Iterations of loops overlap as far as their `parallel_iterations`
+    and, with ordered effects, the turns of each resource let them.
 
     Args:
         graph: with ordered effects it has one outcome, if it does not fail and its queues are first in, first out.
             Nothing in it may be a coroutine. Of an input the first hundred elements are read, once.
         fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
-        feeds: values, by their tensors or the names of those, as in `Session.run`.
+        feeds: values by tensor or tensor name, as in `Session.run`.
         variables: values before the runs; those left out have their initial values.
         runs: how many runs of it are in flight together in one session, with these feeds.
         seed: of random ops, if the graph has none.
@@ -199,7 +199,7 @@ class _Exploring:
     # -- what need not be tried ----------------------------------------------------------------------------------
 
     def _persistent(self, state: ProgramState, enabled: list[Firing]) -> list[Firing]:
-        """Those of the enabled firings that are enough to try: the fewest that nothing else can come before."""
+        """Return the smallest set of enabled firings that must be tried: no other firing can interfere before them."""
         # All that touch anything, with those that may still come in branches and loops.
         shares, begun = self.rules.program.shares, state.decided
         to_come = [(f, shares(f[0])) for f in state.waiting if shares(f[0]) and not (f[0].subgraphs and f in begun)]
@@ -215,7 +215,7 @@ class _Exploring:
         to_come: list[tuple[Firing, Touches]],
         ahead: dict[Firing, set[Firing]],
     ) -> list[Firing] | None:
-        """`first` and the enabled ones that it may depend on; None if others may come before them."""
+        """Return `first` with the enabled firings that it may depend on; None if other firings may interfere first."""
         chosen, others = [first], list[Firing]()
         for mine in chosen:
             touched = self.rules.program.shares(mine[0])
@@ -225,7 +225,7 @@ class _Exploring:
         return None if any(self._ahead(state, other, ahead).isdisjoint(chosen) for other in others) else chosen
 
     def _ahead(self, state: ProgramState, firing: Firing, known: dict[Firing, set[Firing]]) -> set[Firing]:
-        """Firings that are sure to come before one that waits."""
+        """Return the firings that certainly precede a waiting one."""
         if firing not in known:
             found = known[firing] = set[Firing]()
             if firing[0].subgraphs:

@@ -1,9 +1,9 @@
-"""Which reads and writes come before which, whatever the run does: what paths and loops order, found without a search.
+"""The order of reads and writes, whatever the run does: the order given by paths and loops, found without a search.
 
-Each value has a set of accesses that are over by the time it is there, as the bits of an int. *Slot* 0 has those of the
-same iteration of all loops around both; slot d + 1 has accesses all of whose firings come before in earlier iterations
-of the loop at depth d, in the same one of those outside it. A value waits for all its inputs, so sets are united; of a
-cond or a loop it is one of several values, so they are intersected. A loop is gone through until nothing changes.
+Each value has a set of accesses that are over once the value exists, as the bits of an int. *Slot* 0 has the accesses
+of the same iteration of all common loops. Slot d + 1 has accesses whose firings all come in earlier iterations of the
+loop at depth d, in the same iteration of the loops outside it. A value waits for all its inputs, so sets are united; of
+a cond or a loop it is one of several values, so they are intersected. A loop is gone through until nothing changes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.semantics.program import NeededGraph
 
 _MOST_PASSES = 8
-"""After so many through one loop its variables are taken to come after nothing that is in the loop."""
+"""Maximum number of passes through one loop; its variables then follow no access inside the loop."""
 
 
 class AccessOrder:
     """The orders of one program. Of soft ones only those within one graph or body are known.
 
     Attributes:
-        nodes: those that touch a resource, in the order in which they were written; their places are the bits.
-        before: for each of them what is over when it fires, in all slots.
+        nodes: the nodes that touch a resource, in the order in which they were written; their places are the bits.
+        before: for each node the accesses that are over when it fires, in all slots.
         loops: for each the nodes inside the loops around it, outermost first.
-        excluded: for each those in other branches of the conds around it, which never fire in the same iteration.
+        excluded: for each node the nodes in other branches of the conds around it, which never fire in the same
+            iteration.
     """
 
     def __init__(self, program: NeededGraph) -> None:

@@ -1,8 +1,8 @@
-"""What a run is asked for: the nodes that it needs, and which of them wait for which (MAPL '17 §2.2 and §3.1).
+"""The nodes that a run needs, and the waits between them (MAPL '17 §2.2 and §3.1).
 
 A run is made of the fetches and all that they depend on. In a graph with ordered effects, a branch or loop that runs
-also runs all its effects, and nodes that touch one resource are ordered as they were written, by *soft* edges, which
-bring in no node. All this is found here anew, and not asked of the compiler, which tests hold against it.
+also runs all its effects. Nodes that touch one resource are ordered as they were written, by *soft* edges, which bring
+in no node. All this is computed here anew, and not taken from the compiler, which tests compare with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncflow.state.mutex import LOCK
 from asyncflow.values import Nest
 
 Touches: TypeAlias = dict[Hashable, Access]
-"""Resources by their keys; a write counts for more than a read."""
+"""Accesses by resource key; a write outranks a read."""
 
 
 class NeededGraph:
@@ -149,7 +149,7 @@ class NeededGraph:
     # -- what is asked of them -----------------------------------------------------------------------------------
 
     def _nodes(self, graph: Graph) -> list[Node]:
-        """Those of a graph or body that run, in the order in which they were written."""
+        """Return the needed nodes of a graph or body, in the order in which they were written."""
         found = [node for node in graph.nodes if node in self._needed and node.op is not PARAMETER]
         return found + self._reads if graph is self.graph else found
 
@@ -158,7 +158,7 @@ class NeededGraph:
         return self._united(node, self.touches, list(node.op.effects(node)) if node.op.effects is not None else [])
 
     def _shares(self, node: Node) -> Touches:
-        """`touches` of whole resources: what puts into a queue and what takes out may wait for one another."""
+        """Return `touches` of whole resources: producers and consumers of a queue may wait for one another."""
         wholes = [each.effect_key for each in resources_of(node)]
         effects = [] if node.subgraphs else self.touches(node).items()
         pairs = [(key[0] if isinstance(key, tuple) and key[0] in wholes else key, access) for key, access in effects]
@@ -169,9 +169,10 @@ class NeededGraph:
         return dict(sorted(chain(own, *inside), key=lambda pair: pair[1] is Access.WRITE))
 
     def _before(self, node: Node) -> list[tuple[Node, int]]:
-        """The nodes of the same graph or body that it waits for without using their values: control and soft edges.
+        """Return the nodes of the same graph or body that the node waits for without using their values.
 
-        With each, 1 if it is that of the last iteration: there, all that touch what the loop writes, and this does too.
+        These are the ends of control and soft edges. The number with each is 1 if the previous iteration's firing is
+        meant: accesses to the resources that the loop writes, and the node too.
         """
         found = [(each, 0) for each in node.control_inputs]
         if self.graph.effects == "ordered" and (mine := self.touches(node)):
@@ -183,10 +184,10 @@ class NeededGraph:
         return found
 
     def is_used(self, tensor: Tensor) -> bool:
-        """Whether the value of a tensor goes anywhere."""
+        """Return True if the run needs the value of a tensor."""
         return tensor in self._tensors
 
 
 def conflict(a: Touches, b: Touches) -> bool:
-    """Whether both touch a resource, and one of them writes it: their order may show."""
+    """Return True if both touch a resource, and one of them writes it: their order may show."""
     return any(Access.WRITE in (access, b[key]) for key, access in a.items() if key in b)

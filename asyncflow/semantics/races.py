@@ -26,15 +26,15 @@ _Between: TypeAlias = Literal["nodes", "iterations", "runs"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Race:
-    """Two nodes that touch one resource, at least one of which writes it, in no order.
+    """A race: two nodes that touch one resource in no order, at least one of which writes it.
 
     Attributes:
-        resource: what they touch, such as ``variable w``.
-        variable: the resource itself; None for what is printed, and for what an op of the user's is about.
-        first: the one that was written first.
+        resource: the resource in words, such as ``variable w``.
+        variable: the resource itself; None for printing, and for effects of a user-defined op.
+        first: the node written first.
         second: the other; or the same node, in another iteration or run.
-        between: what has no order: the two ``"nodes"`` wherever both fire, only firings in different ``"iterations"``
-            of a loop around them, or those of two ``"runs"``.
+        between: the unordered firings: the two ``"nodes"`` wherever both fire, only firings in different
+            ``"iterations"`` of a loop around them, or firings of two ``"runs"``.
     """
 
     resource: str
@@ -59,25 +59,24 @@ def find_races(
     runs: int = 1,
     most: int = 1000,
 ) -> tuple[Race, ...]:
-    """Finds pairs of reads and writes of which nothing says which is first, and whose order can show.
+    """Find pairs of reads and writes that nothing orders, and whose order can show.
 
-    Quick, for programs of any size: it tries no orders (that does `explore`), but asks of each pair whether a path or a
-    soft order leads from one to the other, through branches, and from iteration to iteration. So it may name pairs that
-    make no difference to the values at hand, and leaves out none that does. Two writes that commute are no race as
-    long as nobody looks at what they give: `assign_add` and `assign_sub` of integers.
+    Quick, for programs of any size: it tries no orders (that does `explore`). For each pair it asks if a path or a soft
+    order leads from one to the other, through branches, and from iteration to iteration. So it may name pairs that make
+    no difference to the values at hand, and leaves out none that does. Two writes that commute are no race as long as
+    nobody looks at what they give: `assign_add` and `assign_sub` of integers.
 
-    In a queue, two that put in race, and two that take out, as the order of elements follows theirs. One that puts in
-    and one that takes out do not, since a dequeue waits for its element and an enqueue for room; but in a
-    `ShuffleQueue`, a `PriorityQueue` or a `PaddingQueue` with buckets it is the other elements there that say which is
-    next, so there they race, in ordered programs too. What asks for the size races with both, and `close` with what
-    puts in.
+    In a queue, two that put in race, and two that take out, as the order of elements follows theirs. An enqueue and a
+    dequeue do not race, since a dequeue waits for its element and an enqueue for room. In a `ShuffleQueue`, a
+    `PriorityQueue` or a `PaddingQueue` with buckets they do, in ordered programs too: there the other elements decide
+    which is next. What asks for the size races with both, and `close` with what puts in.
 
     Args:
-        graph: with ordered effects it has no races but those, and those between runs.
+        graph: with ordered effects, it has only races of such queues, and races between runs.
         fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
         feeds: the tensors, or their names, that runs get values for.
         runs: 2 also looks for pairs in two runs of one session at once; that both are atomic is not asked.
-        most: stop after so many.
+        most: maximum number of races.
 
     Returns:
         Pairs, in the order in which the second of them was written.
@@ -135,7 +134,7 @@ _AGAINST = {
 
 
 class _Rivals:
-    """Of each access those that its order with can show, as bits."""
+    """The accesses, for each access, whose order relative to it can show, as bits."""
 
     def __init__(self, program: NeededGraph, nodes: Sequence[Node], *, ordered: bool = False) -> None:
         self._places: dict[tuple[Hashable, str], int] = defaultdict(int)
@@ -165,7 +164,7 @@ def _roles(program: NeededGraph, node: Node) -> list[tuple[Hashable, str]]:
 
 
 def _queue_roles(node: Node) -> list[tuple[Hashable, str]]:
-    """In a queue that is not first in, first out, what leaves depends on what has come in; no soft order says that."""
+    """Return the roles of a node in queues that are not first in, first out; no soft order covers these races."""
     role = "put" if node.op in PUTS else "take" if node.op in TAKES else ""
     queues = [each for each in resources_of(node) if isinstance(each, Queue)] if role else []
     return [(each.effect_key, role) for each in queues if not each.is_fifo and not each.allows_races]
@@ -189,7 +188,7 @@ def _within(orders: AccessOrder) -> Iterator[Race]:
 
 
 def _is_free(orders: AccessOrder, first: int, second: int) -> bool:
-    """Whether two accesses have no order in one iteration."""
+    """Return True if two accesses have no order within one iteration."""
     return first < second and not (orders.before[second] | orders.excluded[second]) >> first & 1
 
 
@@ -213,12 +212,12 @@ def _resource(node: Node, key: Hashable) -> Resource | None:
 
 
 def _sides(resource: Resource) -> tuple[Hashable, ...]:
-    """The keys of what puts into a queue, and of what takes out of it."""
+    """Return the keys of a queue's enqueues and dequeues."""
     return (resource.effect_key, "put"), (resource.effect_key, "take")
 
 
 def _is_watched(node: Node, key: Hashable) -> bool:
-    """Whether races on a resource are told: not where nothing is kept, and of a node's own resource there are none."""
+    """Return True if races on a resource are reported: not for mutexes and barriers, nor for a node's own resource."""
     resource = _resource(node, key)
     if isinstance(key, Node) or isinstance(resource, Mutex | Barrier):
         return False
@@ -232,7 +231,7 @@ def _race(key: Hashable, first: Node, second: Node, between: _Between) -> Race:
 
 
 def action(node: Node) -> str:
-    """The verb for what a node does to a resource, such as ``assign_add``."""
+    """Return the verb for a node's effect on a resource, such as ``assign_add``."""
     return node.op.name.removeprefix(f"{_kind(node)}_").removeprefix("user_")
 
 

@@ -33,18 +33,18 @@ def describe_races(
     runs: int = 1,
     known: Collection[str] = (),
 ) -> Iterator[str]:
-    """Tells of the races of one kind of run; nothing if there are none.
+    """Yield lines about the races of one kind of run; nothing without races.
 
     Args:
         graph: which.
         fetches: of the run.
         feeds: the tensors that it gets values for.
-        values: those of one such run, with which outcomes are found; None if they are not known.
+        values: feeds of one such run, from which outcomes are found; None if unknown.
         runs: 2 also tells of races between two runs of one session, apart.
         known: races that have been told, which are left out.
 
     Yields:
-        Lines without an end; those of a race itself are not indented.
+        Yields lines without line ends; the lines of a race itself are not indented.
     """
     races = [race for race in find_races(graph, fetches, feeds, runs=runs) if str(race) not in known]
     for count in range(1, runs + 1):
@@ -122,7 +122,7 @@ def _node_name(step: str) -> str:
 
 
 def _named(outcome: Outcome, labels: Sequence[str]) -> dict[str, Value]:
-    """The parts of an outcome, by what to call them."""
+    """Return the parts of an outcome by label."""
     if outcome.error:
         return {"fails with": outcome.error}
     named: dict[str, Value] = dict(zip(labels, outcome.fetches, strict=True))
@@ -130,7 +130,7 @@ def _named(outcome: Outcome, labels: Sequence[str]) -> dict[str, Value]:
 
 
 def _differences(outcomes: Sequence[Mapping[str, Value]]) -> list[str]:
-    """Those parts of outcomes in which they differ, in words."""
+    """Return the parts in which outcomes differ, in words."""
     labels = dict.fromkeys(label for each in outcomes for label in each)
     found = {label: {digest(each[label]) if label in each else None for each in outcomes} for label in labels}
     shown = [label for label in labels if len(found[label]) > 1]
@@ -144,7 +144,7 @@ def _brief(value: Value) -> str:
 
 
 def _firsts(race: Race, found: Exploration) -> list[str]:
-    """Which of the two is first in each of two outcomes; nothing if it is one of them in both."""
+    """Return the node that comes first in each of two outcomes; an empty list if it is the same in both."""
     names = [race.first.name, race.second.name]
     orders = [map(_node_name, outcome.order) for outcome in found.outcomes]
     firsts = [next((name for name in order if name in names), "") for order in orders]

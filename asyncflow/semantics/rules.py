@@ -80,7 +80,7 @@ class _Elements:
         return found
 
     def has_more_or_wait(self) -> Value:
-        """Whether there is one."""
+        """Return True if there is one more element."""
         try:
             self._following()
         except EndOfInput:
@@ -120,7 +120,7 @@ class _Reading(Protocol):
 
 
 class _RunEnd(dict[object, Callable[[], None]]):
-    """Tells a run from others, as who is in the section of a mutex."""
+    """Identity of a run, for comparison with the run that is in a mutex's section."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
@@ -195,7 +195,7 @@ class Rules:
             self._kernels[node] = op.kernel(np, **bound)
 
     def start(self, feeds: Mapping[Tensor, Value], memory: Mapping[Hashable, Value], runs: int) -> ProgramState:
-        """The state in which so many runs begin."""
+        """Return the initial state of `runs` runs."""
         values: dict[tuple[Tensor, Tag], Value] = {
             (tensor, (run,)): value for tensor, value in feeds.items() for run in range(runs)
         }
@@ -241,13 +241,13 @@ class Rules:
         return self.find(state, node.outputs[0], tag) is not MISSING if is_value else (node, tag) in state.done
 
     def missing(self, state: ProgramState, firing: Firing) -> list[Firing]:
-        """The firings next to one that waits, which it waits for; they may be in a branch or loop that has to end."""
+        """Return the firings that a waiting one needs directly; they may lie in a branch or loop that has to end."""
         node, tag = firing
         found = [(x.node, tag) for x in node.inputs if self.find(state, x, tag) is MISSING]
         return found + self._ahead(state, firing)
 
     def _ahead(self, state: ProgramState, firing: Firing) -> list[Firing]:
-        """Those of them whose values it does not use."""
+        """Return the needed firings whose values the firing does not use."""
         node, tag = firing
         before = [(each, (*tag[:-1], tag[-1] - lag)) for each, lag in self.program.before(node) if lag <= tag[-1]]
         return [each for each in before if not self._is_done(state, *each)]
@@ -258,7 +258,7 @@ class Rules:
         return [firing for firing in ready if not self.missing(state, firing) and self._is_served(state, firing)]
 
     def _is_served(self, state: ProgramState, firing: Firing) -> bool:
-        """Whether a queue lets a firing go on, or refuses it for good; and it has not come to a barrier yet."""
+        """Return True if a queue lets a firing go on, or refuses it for good, or a barrier has not counted it yet."""
         if firing[0].op is WAIT:
             come = state.memory[firing[0].attrs["barrier"].effect_key]
             return firing not in cast("frozenset[Firing]", come)
@@ -284,7 +284,7 @@ class Rules:
         state.done.add(firing)
 
     def _meet(self, state: ProgramState, firing: Firing, barrier: Barrier) -> None:
-        """A firing comes to a barrier, and with the last of so many all of them go on."""
+        """Count a firing at a barrier; with the last one, all of them go on."""
         met = cast("frozenset[Firing]", state.memory[barrier.effect_key]) | {firing}
         state.memory[barrier.effect_key] = met if len(met) < barrier.n else frozenset()
         for each in met if len(met) == barrier.n else ():
@@ -294,7 +294,7 @@ class Rules:
     def _result(self, state: ProgramState, firing: Firing) -> Nest:
         """Calls a kernel, which leaves the state of its resources in the cells; where it has to wait, a place in line.
 
-        Nobody stands in line but dequeues that an enqueue of more elements than there is room for may wait for.
+        Only dequeues can stand in line, namely before an enqueue of more elements than there is room for.
         """
         touched = list(resources_of(firing[0]))
         found = self._call(state, firing, touched)
@@ -318,7 +318,7 @@ class Rules:
         return worked(self._kernels[node](*inputs))
 
     def settle(self, state: ProgramState) -> None:
-        """All that is the same whenever it happens."""
+        """Fire all firings whose outcome does not depend on their moment."""
         moved = True
         while moved:
             moved = False

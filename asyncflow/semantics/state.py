@@ -1,8 +1,8 @@
-"""The states of MAPL '17 §3.2: what is in variables, and what is in transit.
+"""The states of MAPL '17 §3.2: values of variables, and values in transit.
 
-The paper keeps a queue of values on each edge. Here a value stays where it was made, and what is in transit is what the
-firings that wait find on their inputs. Nothing else tells states apart, so two ways of getting to one are the same,
-whatever was read and forgotten on the way.
+The paper keeps a queue of values on each edge. Here a value stays where it was made; values in transit are the inputs
+that waiting firings find. Nothing else distinguishes states: two ways to one state are the same, whatever was read and
+forgotten on the way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Firing: TypeAlias = tuple[Node, Tag]
 
 @dataclass(slots=True)
 class ProgramState:
-    """A state of one or more runs; the rules change it in place.
+    """A state of one or more runs, changed in place by the rules.
 
     Attributes:
         memory: values of resources, by their keys.
@@ -45,7 +45,7 @@ class ProgramState:
     failing: dict[Firing, Exception]
 
     def copy(self) -> ProgramState:
-        """One that can be changed without this."""
+        """Return an independent copy."""
         copied = [getattr(self, each.name).copy() for each in fields(self)]
         return ProgramState(*copied)
 

@@ -1,1 +1,1 @@
-"""What survives a run? Variables and containers."""
+"""State that survives a run. Variables, tables, queues and containers."""

@@ -1,4 +1,4 @@
-"""Captures of states, which checkpoints are made of: references to values that nobody writes to."""
+"""Captures of states, for checkpoints: references to immutable values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class CheckpointedState(Protocol):
     """A state that checkpoints keep."""
 
     kind: ClassVar[str]
-    """The kind of its resource, in small letters: checkpoints have a file for each, such as ``variables``."""
+    """Kind of the resource, in small letters: checkpoints have a file for each, such as ``variables``."""
 
     def capture(self) -> Capture:
-        """The state as it is now: this takes no longer for more bytes."""
+        """Capture the present state, in time that does not grow with its bytes."""
 
     def check_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Checks that a capture's arrays, all on the host, may be this state.
@@ -39,14 +39,14 @@ class CheckpointedState(Protocol):
         """
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Makes arrays that fit, and that nobody writes to, the state."""
+        """Replace the state by arrays that fit, and that nothing writes to any more."""
 
 
 def check_capture(state: CheckpointedState, kind: str, arrays: Mapping[str, Array]) -> None:
-    """Checks that the arrays of a capture of a state of that kind may be this one.
+    """Check that a state of this kind accepts the arrays of a capture.
 
     Raises:
-        CheckpointError: they may not.
+        CheckpointError: the state does not.
     """
     if kind != state.kind:
         raise CheckpointError(f"it is a {kind} there and a {state.kind} here")

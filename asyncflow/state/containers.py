@@ -21,18 +21,18 @@ from asyncflow.values import Array
 
 
 class HasState(Protocol):
-    """A session, as resources see it."""
+    """A session, seen from its resources."""
 
     @property
     def state(self) -> StateStore:
-        """Where its states are."""
+        """Store of the session's states."""
 
 
 entered_stores: Entered[StateStore] = Entered("asyncflow_stores")
-"""Those of the sessions in whose ``async with`` blocks code runs."""
+"""Stores of the sessions in whose ``async with`` blocks the code runs."""
 
 _containers: dict[str, dict[str, tuple[str, Any]]] = {}
-"""By their names: what each has under a name, and its state."""
+"""Containers by name: for each name inside, the kind and the state."""
 _lock = Lock()
 
 
@@ -50,17 +50,17 @@ class StateStore:
         self._private: dict[int, tuple[ref[Resource], Any]] = {}
         self._shared: WeakKeyDictionary[Any, tuple[str, Hashable]] = WeakKeyDictionary()
         self.awaited: dict[str, tuple[str, Mapping[str, Array]]] = {}
-        """Kinds and arrays of restored states that nobody has looked up yet, by their names in checkpoints."""
+        """Kinds and arrays of restored states that are not in use yet, by their names in checkpoints."""
         self.is_closed = False
         self.flips = 0
-        """How often `replace` was called: states that were looked up before may be out of use."""
+        """Number of calls of `replace`: states looked up before may be out of use."""
 
     def lookup(self, resource: Resource) -> Any:
-        """The state of `resource`, created on first use.
+        """Return the state of `resource`, created on first use.
 
         Raises:
             GraphError: its container holds another kind of thing under its name.
-            CheckpointError: what was restored for it before it was known does not fit.
+            CheckpointError: the value restored for it in advance does not fit.
         """
         if resource.container is not None:
             state = _shared_state(resource, resource.container)
@@ -80,7 +80,7 @@ class StateStore:
         return found[1]
 
     def _begin(self, resource: Resource, state: object) -> None:
-        """Gives a state that was not known before what was restored for it."""
+        """Give a new state the value that was restored for it in advance."""
         name = state_key(resource)
         if name in self.awaited and isinstance(state, CheckpointedState):
             kind, arrays = self.awaited[name]
@@ -101,9 +101,9 @@ class StateStore:
                 self._private[serial] = resource, new.get(id(state), state)
 
     async def leave(self, holders: Collection[Holder]) -> None:
-        """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values.
+        """Bring values of containers to the host that `holders`, whose devices are about to be closed, have in memory.
 
-        All at once. One that fails does not keep the others from coming.
+        All at once. A failure does not keep the other values from coming.
 
         Raises:
             Exception: the first error that is no lost device's; values of lost devices stay, and reads say so.
@@ -116,12 +116,12 @@ class StateStore:
                 raise error
 
     async def aclose(self) -> None:
-        """Ends what states of the session's own have under way outside of runs, such as reading ahead."""
+        """End the background work of private states, such as reading ahead."""
         states = [state for _, state in self._private.values() if hasattr(state, "aclose")]
         await asyncio.gather(*(state.aclose() for state in states))
 
     def named(self) -> Iterator[tuple[str, Hashable, object]]:
-        """All states, each with its name in checkpoints, which several may have, and what tells it from others."""
+        """Yield all states, each with its name in checkpoints, which several may have, and its unique key."""
         with _lock:
             shared = list(self._shared.items())
         for resource, state in list(self._private.values()):
@@ -131,7 +131,7 @@ class StateStore:
         yield from ((*key, state) for state, key in shared)
 
     def clear(self) -> None:
-        """Forgets the states of the session's own, for good: who waits for one is told. Those in containers stay."""
+        """Forget the private states for good; waiting firings get an error. States in containers stay."""
         self.is_closed = True
         for _, state in self._private.values():
             if isinstance(state, LinedState):
@@ -208,11 +208,10 @@ def _shared_state(resource: Resource, container: str) -> Any:
 
 
 def reset_container(name: str) -> None:
-    """Forgets all values in the container of that name, for every session that looks them up from now on.
+    """Forget all values in the container of that name, for sessions that look them up from now on.
 
-    Sessions that have used the container keep what they hold, runs that wait in them included; close them first. A
-    coroutine that waits in `Queue.get` or `Queue.put` gets a `QueueClosedError`. A container that does not exist is
-    empty already.
+    Sessions that have used the container keep its states, waiting runs included; close them first. A coroutine that
+    waits in `Queue.get` or `Queue.put` gets a `QueueClosedError`. A container that does not exist is empty already.
     """
     with _lock:
         states = _containers.pop(name, {})

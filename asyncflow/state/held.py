@@ -1,7 +1,7 @@
-"""Values of variables that are in the memory of a device, where its kernels alone find them at once.
+"""Values of variables in the memory of a device, where only its kernels find them at once.
 
 A device with a memory of its own has a `Holder`, the attribute ``holder`` of its array namespace. A kernel that writes
-a variable there leaves a `HeldValue`; whoever reads it anywhere else, in another session too, has the holders copy it.
+a variable there leaves a `HeldValue`. A reader elsewhere, in another session too, has the holders copy it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncflow.values import Array, Namespace
 class Holder(Protocol):
     """The memory of one device of one session, as states see it.
 
-    A *handle* is what `keep` makes of an array: it knows when it is written. Nobody ever writes to it again.
+    A *handle* is what `keep` makes of an array: it knows when it is written. Nothing writes to it again.
     """
 
     @property
@@ -43,7 +43,7 @@ class Holder(Protocol):
         """`to_host` that does not block, on the event loop of the device."""
 
     def check(self) -> None:
-        """Raise if the device is lost, and all its memory with it.
+        """Raise if the device, with all its memory, is lost.
 
         Raises:
             DeviceLostError: it is.
@@ -58,7 +58,7 @@ class HeldValue:
     Attributes:
         handle: of `holder`, for the array.
         holder: where it is.
-        host: a read-only copy for the host, once somebody has needed one there.
+        host: a read-only copy for the host, made at the first need.
     """
 
     handle: object
@@ -69,7 +69,7 @@ class HeldValue:
         return f"<HeldValue on {self.holder.device}>"
 
     def on_host(self) -> Array:
-        """The value for the host: a read-only array, or a scalar. Blocks, unless somebody has asked before."""
+        """Return the value for the host: a read-only array, or a scalar. The first call blocks."""
         if self.host is None:
             self.host = as_host_value(self.holder.to_host(self.handle))
         return self.host

@@ -1,4 +1,4 @@
-"""Values that nobody can write to, which is what a state holds: readers keep them without a lock or a copy."""
+"""Immutable values, as states hold them: readers keep them without a lock or a copy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LARGE_BYTES = 1 << 20
 
 
 def immutable(value: Any) -> Any:
-    """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar.
+    """Return `value` if its memory is read-only, else a read-only copy; rank 0 becomes a NumPy scalar.
 
-    Arrays of a device cannot be made read-only, and need not: nobody outside has them, and kernels never write to their
-    inputs.
+    Arrays of a device cannot be made read-only, and need not be: no outside code has them, and kernels never write to
+    their inputs.
     """
     if not isinstance(value, np.ndarray):
         return value
@@ -31,16 +31,16 @@ def immutable(value: Any) -> Any:
 
 
 def lock(value: object) -> None:
-    """Makes an array read-only that a graph has made, if its memory is its own: to keep it, no copy is needed then.
+    """Make an array of a graph read-only if its memory is its own, so that no copy is needed to keep it.
 
-    Nobody writes to it any more. One that looks into other memory stays as it is: what is there may go on changing.
+    Nothing writes to the array any more. A view into other memory stays as it is: that memory may go on changing.
     """
     if type(value) is np.ndarray and value.base is None and value.flags.owndata:
         value.flags.writeable = False
 
 
 def is_immutable(array: Array) -> bool:
-    """Whether the array and all that share its memory are read-only, as far as NumPy tells."""
+    """Return True if the array and all that share its memory are read-only, as far as NumPy knows."""
     holder: object = array
     while isinstance(holder, np.ndarray) and not holder.flags.writeable:
         holder = holder.base

@@ -25,7 +25,7 @@ from asyncflow.values import Kernel, Namespace, Value
 
 
 def whole_number(value: object, what: str, least: int = 1) -> int:
-    """A count that a user gives, of at least so many.
+    """Check a whole number given by a user, of at least `least`.
 
     Raises:
         GraphError: it is none.
@@ -36,16 +36,16 @@ def whole_number(value: object, what: str, least: int = 1) -> int:
 
 
 _sections: Entered[tuple[Mutex, Iterator[None]]] = Entered("asyncflow_sections")
-"""Those that are being built."""
+"""Mutexes whose sections are being built."""
 
 
 class Mutex(Resource):
-    """A lock for sections of graphs: ``with mutex: ...`` around nodes, of which one section is entered at a time.
+    """A mutex: ``with mutex: ...`` makes the nodes inside a section, and one section runs at a time.
 
-    The section begins before all nodes built inside and ends after them. A run that needs one of them runs all of
-    them. Who waits to enter suspends its own firing, and enters in the order they came. Sections of one run follow one
-    another as they are written, those of a loop's iterations too. A run that ends early has left the section; what it
-    wrote stays written.
+    The section begins before all nodes built inside and ends after them. A run that needs one of them runs all of them.
+    A waiting section suspends its own firing; sections enter in the order they came. Sections of one run follow one
+    another as they are written, also in a loop's iterations. A run that ends early has left the section; its writes
+    stay.
 
     Args:
         name: for messages, and the key inside a container; None generates one.
@@ -93,12 +93,12 @@ class Mutex(Resource):
         lock.attrs["until"] = unlock.name
 
     def create_state(self) -> MutexState:
-        """Nobody is in a section."""
+        """Make a state in which no run is in a section."""
         return MutexState(self.name, "Mutex")
 
 
 class Barrier(Resource):
-    """A place where firings wait for one another: `wait` goes on when `n` have come, and then the next n may.
+    """A barrier: `wait` suspends a firing until `n` firings have come, and then all of them go on.
 
     They are of different runs, or of different nodes of one; iterations of one loop pass one after the other. A firing
     that is stopped while it waits has not come.
@@ -126,7 +126,7 @@ class Barrier(Resource):
         return graph_for().add_node(WAIT, (), {"barrier": self}, (), name=f"{self.name}/wait")
 
     def create_state(self) -> BarrierState:
-        """Nobody waits."""
+        """Make a state in which no firing waits."""
         return BarrierState(self.name, self.n)
 
 
@@ -158,7 +158,7 @@ class MeetingState(LinedState):
             self.settle()
 
     def settle(self) -> None:
-        """Calls who may go on."""
+        """Call the places that may go on."""
 
     def describe(self) -> str:
         """See `LinedState.describe`."""
@@ -176,9 +176,9 @@ class MutexPlace(PlaceInLine):
 
 
 class MutexState(MeetingState):
-    """The run that is in a section, and who waits; safe to use from all threads.
+    """The run that is in a section, and the waiting runs; thread-safe.
 
-    Invariant: nobody waits while nobody is in a section, but who is called.
+    Invariant: while no run is in a section, only a called one waits.
     """
 
     owner: object = None
@@ -223,7 +223,7 @@ class MutexState(MeetingState):
 
 
 class BarrierState(MeetingState):
-    """Who has come to a barrier; safe to use from all threads."""
+    """The firings that have come to a barrier; thread-safe."""
 
     def __init__(self, name: str, n: int) -> None:
         super().__init__(name, f"Barrier({n})")

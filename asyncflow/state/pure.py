@@ -46,7 +46,7 @@ def _impurity(node: Node) -> str | None:
 
 
 def stays_on_host(x: Tensor) -> bool:
-    """Whether a value is a counter or predicate, which devices leave to the host."""
+    """Return True if a value is a counter or predicate, which devices leave to the host."""
     return x.shape == () and x.dtype.kind in "biu"
 
 
@@ -61,7 +61,9 @@ def _host_values(body: Subgraph) -> set[Tensor]:
 
 
 def needs_host(body: Subgraph) -> bool:
-    """Whether a node that `body` needs calls the user's code, or reads a value that a device may have made."""
+    """Return True if a node needed by `body` calls user code, or reads a value on the host that a device may have
+    made.
+    """
     known = _host_values(body)
     return any(
         runs_on_host(node) or any(node.inputs[place] not in known for place in host_inputs(node))

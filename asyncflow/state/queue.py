@@ -1,6 +1,6 @@
-"""`QueueState`: the elements of a queue and who waits for them, in one session or in a container.
+"""`QueueState`: the elements of a queue and the waiting firings, in one session or in a container.
 
-What may go on, at any moment; only the first of each line is asked for:
+Conditions for going on, at any moment; only the first of each line is asked for:
 
 =====================  ===============================================================================================
 it wants to            it may if
@@ -12,8 +12,8 @@ either, once closed    puts that waited go on as above. A take needs n, without 
                        there if it takes up to n; if there will never be enough, it ends with `QueueClosedError`
 =====================  ===============================================================================================
 
-A put or take is one step: all of its elements at once, or none. Those who wait are served in the order they came, those
-who put and those who take each among themselves, and nobody overtakes.
+A put or take is one step: all of its elements at once, or none. Enqueues and dequeues are served in the order they
+came, each in a line of their own; nothing overtakes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QueueSnapshot(NamedTuple):
     """One moment of a queue.
 
     Attributes:
-        elements: the elements themselves, which nobody ever writes to, in an order in which they can be put in again.
+        elements: immutable elements, in an order in which they can be put in again.
         order: what else decides which is next, such as the state of a random generator.
         is_closed: whether it was closed.
         specs: of the values of an element.
@@ -62,14 +62,15 @@ class QueueSnapshot(NamedTuple):
 
 
 class QueueState(LinedState):
-    """The elements of a queue, safe to use from all threads.
+    """The elements of a queue; thread-safe.
 
     Invariant, outside the lock: the first of a line has been called if and only if it may go on.
 
     Args:
         name: for messages.
         order: the elements, none yet.
-        capacity: how many it holds. A put of several passes it by those, where a take waits for more than there is.
+        capacity: how many it holds. A put of several exceeds it by the surplus, where a take waits for more elements
+            than there are.
         reserve: how many have to be left by a take while the queue is open.
         specs: of the values of an element.
     """
@@ -172,11 +173,11 @@ class QueueState(LinedState):
         copies: bool = False,
         taken: Taken | None = None,
     ) -> Value | PlaceInLine:
-        """Takes so many elements, all at once: what `finish` makes of them, or a place in line.
+        """Take `count` elements, all at once: returns the result of `finish`, or a place in line.
 
         Args:
             count: how many.
-            or_fewer: take what is left, if there will never be as many.
+            or_fewer: take the remaining elements, if there will never be enough.
             what: it does, for messages.
             finish: makes the result.
             copies: it copies the elements; large ones on a thread.
@@ -218,16 +219,16 @@ class QueueState(LinedState):
         self.wake_called()
 
     def size(self) -> int:
-        """How many elements are in it."""
+        """Return the number of elements."""
         with self.lock:
             self.check()
             return self._held()
 
     def close(self, cancel_pending: bool = False) -> None:
-        """Lets nothing more in. Idempotent.
+        """Close the queue to further elements. Idempotent.
 
         Args:
-            cancel_pending: also not those who wait to put something in, who get a `QueueClosedError`.
+            cancel_pending: refuse waiting enqueues, too, with a `QueueClosedError`.
         """
         with self.lock:
             self.check()
@@ -251,7 +252,7 @@ class QueueState(LinedState):
         self.wake_called()
 
     def capture(self) -> QueueSnapshot:
-        """One moment of it, by reference; what waits to be put in is no part of it."""
+        """Capture the present moment, by reference; waiting enqueues are not part of it."""
         with self.lock:
             elements, order = self.elements.capture()
             if self._in_hand:
@@ -259,7 +260,7 @@ class QueueState(LinedState):
             return QueueSnapshot(elements, order, self.is_closed, self.specs)
 
     def check_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Checks that a capture's arrays fit this queue.
+        """Check that a capture's arrays fit this queue.
 
         Raises:
             CheckpointError: they are of other elements.
@@ -282,7 +283,9 @@ class QueueState(LinedState):
         return QueueSnapshot(tuple(as_elements(arrays, self.specs)), order, bool(closed), self.specs)
 
     def become(self, snapshot: QueueSnapshot) -> None:
-        """Makes it what it was; those who wait go on waiting, for what there is now."""
+        """Restore a captured moment. Waiting producers and consumers keep their places and see the restored
+        elements.
+        """
         with self.lock:
             self._in_hand = []  # who copies them has taken them before this
             self._restored += 1
@@ -317,14 +320,14 @@ class QueueState(LinedState):
         return self._needed(first.count, first.or_fewer) if first.stage is Stage.WAITING else 0
 
     def _needed(self, count: int, or_fewer: bool) -> int:
-        """How many elements have to be there, for a take to go on."""
+        """Return the number of elements that must be present for a take to go on."""
         if not self.is_closed:
             return count + self.reserve
         final = len(self.elements) + self._coming
         return count if final >= count else final if or_fewer else 0
 
     def _settle(self) -> None:
-        """Calls the first of each line if it may go on, and takes back a call of one who may not any more."""
+        """Call the first of each line if it may go on, and withdraw a call that no longer holds."""
         if self._putters:
             if self._first_may_put():
                 self.call(self._putters[0])
@@ -416,14 +419,14 @@ class QueueState(LinedState):
     # -- copies, under the lock ----------------------------------------------------------------------------------
 
     def _are_large(self, elements: Sequence[Element]) -> bool:
-        """Whether they take too long to copy on an event loop."""
+        """Return True if the elements take too long to copy on an event loop."""
         size = self._element_bytes
         if size is not None:
             return len(elements) * size > LARGE_BYTES
         return sum(value.nbytes for element in elements for value in element) > LARGE_BYTES
 
     def _copy(self, place: CopyingPlace, elements: list[Element]) -> object:
-        """Has the first who takes copy what is in its hand; it goes on being the first."""
+        """Start the copy of the first consumer's elements; it stays first meanwhile."""
         self._takers.appendleft(place)
         self._in_hand = elements
         place.copy(elements)

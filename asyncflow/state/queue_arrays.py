@@ -17,7 +17,7 @@ from asyncflow.state.waiting.element_orders import Element
 from asyncflow.values import Array
 
 Pads: TypeAlias = "tuple[int | float | complex | str, ...]"
-"""For each leaf of an element, what its open extents are filled up with."""
+"""Padding for open extents, for each leaf of an element."""
 
 
 def open_axes(spec: Spec) -> list[int]:
@@ -26,7 +26,7 @@ def open_axes(spec: Spec) -> list[int]:
 
 
 def stacked(specs: Sequence[Spec], pads: Pads | None, elements: Sequence[Element]) -> tuple[Array, ...]:
-    """A batch of each leaf, and then, of those that are filled up, the lengths before.
+    """Return a batch of each leaf, followed by the original lengths of padded leaves.
 
     Args:
         specs: of the leaves of an element.
@@ -34,7 +34,7 @@ def stacked(specs: Sequence[Spec], pads: Pads | None, elements: Sequence[Element
         elements: any number.
 
     Raises:
-        ShapeError: they are not alike, and there is nothing to fill them up with.
+        ShapeError: the elements differ in shape, and there is no padding.
     """
     batches: list[Array] = []
     lengths: list[Array] = []
@@ -75,10 +75,10 @@ def as_arrays(elements: Sequence[Element], specs: Sequence[Spec]) -> dict[str, A
 
 
 def as_elements(arrays: Mapping[str, Array], specs: Sequence[Spec]) -> list[Element]:
-    """The elements in such arrays, which nobody can write to.
+    """Return the elements in such arrays, read-only.
 
     Raises:
-        CheckpointError: there are none in them, or others.
+        CheckpointError: the arrays lack them, or have elements of another spec.
     """
     columns = []
     for place, spec in enumerate(specs):

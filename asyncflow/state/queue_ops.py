@@ -1,7 +1,8 @@
-"""The ops that put elements in queues and take them out, and how their kernels copy elements.
+"""The ops that put elements in queues and take them out, and the copying of elements by their kernels.
 
-Elements are never written to. What a graph has made and nobody else looks into is kept as it is; else a copy is, and
-so are rows of a batch, which would keep all of it in memory. Large copies are made on a thread (`queue_places`).
+Elements are never written to. An array made by the graph and referenced from nowhere else is kept as it is; otherwise a
+copy is. Rows of a batch are copied too, as a view would keep the whole batch in memory. Large copies are made on a
+thread (`queue_places`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _nothing(_: object) -> tuple[()]:
 def put(
     queue: QueueState, elements: Sequence[tuple[Value, ...]], what: str, taken: Taken | None = None
 ) -> Value | PlaceInLine:
-    """Puts elements in, with copies of what somebody could write to: made on a thread, if that takes long.
+    """Put elements in, with copies of writable arrays: made on a thread, if that takes long.
 
     Raises:
         QueueClosedError: the queue is closed.

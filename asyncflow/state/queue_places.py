@@ -1,8 +1,8 @@
-"""Places of those who put elements in a queue or take them out, and who copies elements in between, on a thread.
+"""Places in line of enqueues and dequeues, and copies of elements on a thread.
 
-To copy a large element takes tens of milliseconds, for which event loops have better use. So whoever copies stands in
-line meanwhile: who comes later does not overtake, and who gives up has put nothing in and taken nothing. A put copies
-first and then waits; a take waits and then copies, and is served when that is done:
+To copy a large element takes tens of milliseconds, for which event loops have better use. So a place stays in line
+while its elements are copied: later places do not overtake it, and a place that gives up has put nothing in and taken
+nothing. A put copies first and then waits; a take waits and then copies, and is served when that is done:
 
 =======  =======================================  =================================================================
 stage    a put                                    a take
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.Enum):
-    """How far one has come who copies."""
+    """Progress of a place that copies."""
 
     WAITING = "waiting"
     COPYING = "copying"
@@ -39,15 +39,15 @@ class Stage(enum.Enum):
 
 
 class QueuePlace(PlaceInLine):
-    """A place of one who puts in, or takes out.
+    """A place in line of an enqueue or dequeue.
 
     Attributes:
         count: of elements.
-        add: puts them in; None for one who takes.
-        or_fewer: take what is left, if there will never be as many.
-        is_refused: the queue was closed meanwhile, and nothing is waited for any more.
-        is_beside: it is of a coroutine of the application's, and of no run.
-        taken: what its run has taken, which counts as used once it has put something in; None for a coroutine.
+        add: puts the elements in; None for a dequeue.
+        or_fewer: take the remaining elements, if there will never be enough.
+        is_refused: the queue was closed meanwhile, and the wait is over.
+        is_beside: the place belongs to a coroutine of the application, and to no run.
+        taken: elements taken by the same run, which count as used once it has put an element in; None for a coroutine.
         stage: see the table.
     """
 
@@ -83,11 +83,11 @@ async def granted_beside(found: Value | PlaceInLine) -> Value:
 
 
 class CopyingPlace(QueuePlace):
-    """A place of one who copies elements, on a thread where they are large.
+    """A place in line of a firing that copies elements, on a thread where they are large.
 
     Attributes:
         work: makes the copies, and of a put what puts them in; None where none is to be begun.
-        made: what a take gives, once it is made.
+        made: the result of a take, once it is made.
         error: why there are no copies.
     """
 

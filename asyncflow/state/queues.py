@@ -1,12 +1,12 @@
 """Queues: elements that flow from run to run, and within one; the ops that put them in and take them out.
 
-Every op is atomic: it puts in or takes out all of its elements, at once, or none. One that has to wait suspends its own
-firing, and neither the event loop nor a thread; `asyncflow.state.queue` says who goes next. Elements are in the memory
-of the host: what a card gives is copied there, and what a card takes is copied back.
+Every op is atomic: it puts in or takes out all of its elements, at once, or none. A waiting op suspends its own firing,
+and neither the event loop nor a thread; `asyncflow.state.queue` gives the order of service. Elements are in the memory
+of the host: values from a card are copied there, and back when a card takes them.
 
-In a run, what puts elements in, and `Queue.close`, happens in the order in which it was written, and so does what takes
-elements out, through branches and loops. Nothing orders the two otherwise, as an enqueue may have to wait for a dequeue
-that was written behind it; `Queue.size` stands in both orders.
+In a run, enqueues and `Queue.close` happen in the order in which they were written, and so do dequeues, through
+branches and loops. Nothing else orders the two, as an enqueue may have to wait for a dequeue written behind it;
+`Queue.size` stands in both orders.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _RENAMED: Final = {
     "put_nowait": "put()",
     "qsize": "size_nowait(), or size() in a graph",
 }
-"""Names of `asyncio.Queue`, and what to use for them."""
+"""Names of `asyncio.Queue`, with their replacements."""
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
@@ -74,10 +74,10 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 class Queue(Resource):
-    """Base of all queues; make a `FIFOQueue` or another of its kinds.
+    """A queue, the base class of all kinds; make a `FIFOQueue` or another subclass.
 
-    It belongs to no graph. Its elements live in the session, or, with `container`, in the container of that name, where
-    all sessions of the process share the queue under its name.
+    It belongs to no graph. The elements live in the session, or, with `container`, in the container of that name. All
+    sessions of the process share the queue there, under its name.
 
     Attributes:
         element: the spec of an element, a nest.
@@ -90,7 +90,7 @@ class Queue(Resource):
 
     @property
     def is_fifo(self) -> bool:
-        """Whether elements leave it as they came in; else what leaves depends on what else is there."""
+        """True if elements leave in the order they came; otherwise the other elements decide which leaves next."""
         return False
 
     if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
@@ -143,7 +143,7 @@ class Queue(Resource):
         return self._putting(ENQUEUE_MANY, elements, "enqueue_many", many=True)
 
     def dequeue(self) -> Nest:
-        """Takes an element, once there is one: a nest of tensors.
+        """Take an element, once there is one: returns a nest of tensors.
 
         Raises:
             QueueClosedError: (from the run) the queue is closed and empty.
@@ -152,7 +152,7 @@ class Queue(Resource):
         return self._structure.unflatten(outputs)
 
     def dequeue_many(self, n: int | Tensor | SupportsTensor, pad: Nest = None) -> Nest:
-        """Takes n elements at once, once there are so many, and none before: a nest with one more axis in front.
+        """Take n elements at once, when there are enough: returns a nest with one more axis in front.
 
         Args:
             n: an int or an integer scalar, at least 0; 0 gives an empty batch at once.
@@ -162,21 +162,22 @@ class Queue(Resource):
 
         Raises:
             GraphError: the spec leaves extents open, and there is no `pad`.
-            QueueClosedError: (from the run) the queue is closed, and there will never be n. What is left can be taken
-                with `dequeue_up_to`.
+            QueueClosedError: (from the run) the queue is closed, and there will never be n. The remaining elements can
+                be taken with `dequeue_up_to`.
         """
         return self._batch(n, pad, "dequeue_many", or_fewer=False)
 
     def dequeue_up_to(self, n: int | Tensor | SupportsTensor, pad: Nest = None) -> Nest:
-        """Takes n elements as `dequeue_many` does; of a closed queue those that are left, at least one, if fewer."""
+        """Take n elements as `dequeue_many` does, or the remaining ones of a closed queue, at least one, if fewer."""
         return self._batch(n, pad, "dequeue_up_to", or_fewer=True)
 
     def size(self) -> Tensor:
-        """How many elements are in the queue: ``int64[]``."""
+        """Return the number of elements in the queue: ``int64[]``."""
         return self._add(QUEUE_SIZE, (), "size").outputs[0]
 
     def close(self, cancel_pending: bool = False) -> Node:
-        """Lets nothing more in; what is in the queue can still be taken. Closing it again changes nothing.
+        """Close the queue to further elements; the elements inside can still be taken. Closing it again changes
+        nothing.
 
         Args:
             cancel_pending: an enqueue that waits for room fails. Otherwise it goes on waiting, and goes in.
@@ -186,12 +187,13 @@ class Queue(Resource):
     # -- for coroutines ------------------------------------------------------------------------------------------
 
     async def put(self, element: Nest, *, session: HasState | None = None) -> None:
-        """Puts an element in, once there is room, from a coroutine of the application's.
+        """Put an element in, once there is room, from a coroutine of the application.
 
         Args:
-            element: a nest as the spec is, of arrays and numbers; copied where somebody could write to it, on a thread
-                if that takes long: leave it as it is until this returns.
-            session: whose queue; None for that of the ``async with`` block around. In a container it does not matter.
+            element: a nest as the spec is, of arrays and numbers. Writable arrays are copied, on a thread if that takes
+                long: do not change them until this returns.
+            session: the session whose queue is meant; None for the ``async with`` block around. In a container it does
+                not matter.
 
         Raises:
             DTypeError, ShapeError, GraphError: it is no element of this queue, or there is no session.
@@ -215,7 +217,7 @@ class Queue(Resource):
             await granted_beside(put(state, rows, f"put_many({len(rows)}) of queue {self.name!r}"))
 
     async def get(self, *, session: HasState | None = None) -> Nest:
-        """Takes an element, once there is one: a nest of read-only arrays and NumPy scalars.
+        """Take an element, once there is one: returns a nest of read-only arrays and NumPy scalars.
 
         Raises:
             QueueClosedError: the queue is closed and empty.
@@ -231,15 +233,15 @@ class Queue(Resource):
         return await self._got(n, pad, "get_many", False, session)
 
     async def get_up_to(self, n: int, pad: Nest = None, *, session: HasState | None = None) -> Nest:
-        """Takes n elements as `get_many` does; of a closed queue those that are left, at least one, if fewer."""
+        """Take n elements as `get_many` does, or the remaining ones of a closed queue, at least one, if fewer."""
         return await self._got(n, pad, "get_up_to", True, session)
 
     def size_nowait(self, *, session: HasState | None = None) -> int:
-        """How many elements are in the queue."""
+        """Return the number of elements in the queue."""
         return self._state(session).size()
 
     def close_nowait(self, cancel_pending: bool = False, *, session: HasState | None = None) -> None:
-        """Lets nothing more in; see `close`."""
+        """Close the queue to further elements; see `close`."""
         self._state(session).close(cancel_pending)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -370,13 +372,13 @@ class Queue(Resource):
 
 
 class FIFOQueue(Queue):
-    """A queue whose elements leave it in the order in which they came in.
+    """A queue whose elements leave in the order in which they came in.
 
     In a graph, `enqueue`, `enqueue_many`, `dequeue`, `dequeue_many`, `dequeue_up_to`, `size` and `close` are nodes, for
     any number of runs at once; `put`, `put_many`, `get`, `get_many` and `get_up_to` are the same for coroutines of the
-    application's. What has to wait suspends its own firing and nothing else. Those who wait are served in the order
-    they came, nobody overtakes, and an element is handed over exactly once. A run that fails, is cancelled or runs out
-    of time while it waits has taken nothing, and the queue goes on.
+    application's. A waiting op suspends its own firing and nothing else. Waiting ops are served in the order they came,
+    nothing overtakes, and an element is handed over exactly once. A run that fails, is cancelled or runs out of time
+    while it waits has taken nothing, and the queue goes on.
 
     Args:
         capacity: how many elements it holds, at least 1.
@@ -421,7 +423,7 @@ class ShuffleQueue(Queue):
         container: see `FIFOQueue`.
 
     Raises:
-        GraphError: an argument is none of these, or no dequeue would ever leave so many.
+        GraphError: an argument is none of these, or no dequeue would ever leave `min_after_dequeue` elements.
     """
 
     def __init__(
@@ -451,14 +453,14 @@ class ShuffleQueue(Queue):
 
 
 class PriorityQueue(Queue):
-    """A queue that gives the element with the smallest number first; else it is like `FIFOQueue`.
+    """A queue that gives the element with the smallest number first; otherwise like `FIFOQueue`.
 
-    Its elements are pairs ``(priority, element)``: an ``int64`` scalar, and what `spec` says. Those of one priority
+    Its elements are pairs ``(priority, element)``: an ``int64`` scalar, and what `spec` says. Elements of one priority
     leave in the order in which they came in.
 
     Args:
         capacity: how many elements it holds, at least 1.
-        spec: of what comes with the priority.
+        spec: of the element beside the priority.
         name: see `FIFOQueue`.
         container: see `FIFOQueue`.
     """
@@ -471,7 +473,7 @@ class PriorityQueue(Queue):
 
 
 class PaddingQueue(Queue):
-    """A queue of elements of different extents, which it fills up to make batches; else it is like `FIFOQueue`.
+    """A queue of elements of different extents, padded to make batches; otherwise like `FIFOQueue`.
 
     `dequeue_many` and `dequeue_up_to` give ``(elements, lengths)``, as they do elsewhere with `pad`.
 
@@ -479,9 +481,9 @@ class PaddingQueue(Queue):
         capacity: how many elements it holds, at least 1.
         spec: of an element; ranks are known.
         bucket_by: called with each element that comes in, as NumPy values in the nest of `spec`, on a thread if it is
-            large; gives its bucket, such as ``len(x) // 16``. A batch is of one bucket, the one with the oldest element
-            of those that have enough; only if the queue is full and none has enough, or it is closed, of the oldest
-            elements. None: in the order in which they came in.
+            large; gives its bucket, such as ``len(x) // 16``. A batch is taken from one bucket: of the buckets with
+            enough elements, the bucket with the oldest one. Only if the queue is full and no bucket has enough, or it
+            is closed, the batch has the oldest elements. None: in the order in which they came in.
         pad: a number or string, or a nest of them as `spec` is, that fills open extents up. None: 0, False or "".
         name: see `FIFOQueue`.
         container: see `FIFOQueue`.

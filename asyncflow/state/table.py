@@ -32,13 +32,13 @@ class Table(Resource):
     """Rows that survive a run and are written in place, such as the experience that an agent learns from.
 
     Like a variable, it belongs to no graph: its rows live in the session or, with `container`, in the container of that
-    name, and in a graph with ordered effects its ops happen in the order they were written. A write costs the rows that
-    it writes, whatever the table has. Reads copy rows out, so a value never changes under whoever has it, and see all
-    or nothing of a write.
+    name. In a graph with ordered effects its ops happen in the order they were written. A write costs the rows that it
+    writes, whatever the table has. Reads copy rows out, so a value never changes under its reader, and see all or
+    nothing of a write.
 
-    Rows are in the host's memory, wherever the ops on them are placed; a card gets copies of those that it reads. They
-    are data, and no gradient flows through them. Over many rows at once (`vmap`), `gather` gathers for all of them, and
-    ops that write or sample are refused.
+    Rows are in the host's memory, wherever the ops on them are placed; a card gets copies of the rows that it reads.
+    They are data, and no gradient flows through them. Over many rows at once (`vmap`), `gather` gathers for all of
+    them, and ops that write or sample are refused.
 
     Args:
         rows: how many there is room for; 1 or more.
@@ -104,10 +104,10 @@ class Table(Resource):
             return apply(TABLE_WRITE, at, *self._parts(leaves), name=name or f"{self.name}/write", table=self)[0]
 
     def append(self, row: Nest, *, name: str | None = None) -> Tensor:
-        """Writes `row` behind the one appended last, and from the front again once the table is full (a ring).
+        """Write `row` behind the row appended last, and from the front again once the table is full (a ring).
 
         Args:
-            row: a nest like `spec`, or one whose parts all have an axis more in front, of rows to append.
+            row: a nest like `spec`, or a nest of rows whose parts all have one more axis in front.
             name: of the node.
 
         Returns:
@@ -121,7 +121,7 @@ class Table(Resource):
             return apply(TABLE_APPEND, *self._parts(leaves), name=name or f"{self.name}/append", table=self)[0]
 
     def gather(self, indices: TensorLike, *, name: str | None = None) -> Nest:
-        """Copies of the rows at `indices`, integers of any shape; rows that nobody has written are zeros.
+        """Copy the rows at `indices`, integers of any shape; rows never written are zeros.
 
         Returns:
             A nest like `spec`, each part with the shape of `indices` in front.
@@ -132,10 +132,10 @@ class Table(Resource):
         return self.structure.unflatten(found)
 
     def sample(self, shape: ExtentsLike, *, seed: int | None = None, name: str | None = None) -> Nest:
-        """Copies of rows drawn with replacement from the first `size`, all equally likely.
+        """Copy rows drawn with replacement from the first `size`, all equally likely.
 
-        What is drawn is a function of the seeds, the run and the iteration, as with `af.random`; a run fails that
-        samples a table without rows.
+        The draw is a function of the seeds, the run and the iteration, as with `af.random`; sampling a table without
+        rows fails.
 
         Args:
             shape: how many: an int, or extents as in `af.random.normal`.

@@ -1,11 +1,11 @@
 """`TableState`: the rows of a table, in one session or in a container, and captures of them.
 
-Rows are written in place, under a lock that readers take as well while they copy rows out: they see all or nothing of
-a write, and what they have got never changes. So a write costs its rows, however many the table has.
+Rows are written in place, under a lock that readers take as well while they copy rows out. So they see all or nothing
+of a write, and their copies never change. So a write costs its rows, however many the table has.
 
-A *capture* is the table of one moment. Taking it copies nothing: a write copies a page of rows out first, once, if a
-capture still needs what is there (copy on write). Whoever reads the capture, on a thread of its own, holds the lock
-for a page at a time.
+A *capture* is the table of one moment. Taking it copies nothing: a write first copies a page of rows, once, if a
+capture still needs them (copy on write). The reader of the capture, on a thread of its own, holds the lock for a page
+at a time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from asyncflow.graph.spec import Spec
 from asyncflow.values import Array
 
 PAGE_BYTES = 1 << 16
-"""What a write copies out for a capture at a time: some microseconds' worth."""
+"""Bytes that a write copies out for a capture at a time: some microseconds' worth."""
 
 
 class TableState:
-    """The rows of a table, safe to use from all threads.
+    """The rows of a table; thread-safe.
 
-    Invariants: all columns have `rows` rows, of which the first `size` have been written, or lie before one that was;
+    Invariants: all columns have `rows` rows; each of the first `size` rows was written, or lies before a written one;
     `end` is where the next row is appended. All three change together, under the lock.
     """
 
@@ -53,7 +53,7 @@ class TableState:
     # -- in runs -------------------------------------------------------------------------------------------------
 
     def write(self, index: Array, *values: Array) -> Array:
-        """Writes a row at `index`, or one at each of several; the last counts of those that go to one place.
+        """Write a row at `index`, or a row at each of several; of rows with the same index, the last counts.
 
         Raises:
             IndexError: the table has no such row.
@@ -82,7 +82,7 @@ class TableState:
         return at
 
     def gather(self, indices: Array) -> tuple[Array, ...]:
-        """Copies of the rows at `indices`; those that nobody has written are zeros.
+        """Copy the rows at `indices`; rows never written are zeros.
 
         Raises:
             IndexError: the table has no such row.
@@ -135,7 +135,7 @@ class TableState:
     # -- between runs --------------------------------------------------------------------------------------------
 
     def capture(self) -> TableCapture:
-        """The table of this moment, in constant time; see `TableCapture`."""
+        """Capture the table of this moment, in constant time; see `TableCapture`."""
         with self._lock:
             made = TableCapture(
                 self._lock, self._columns, self.names, (self.rows, self.size, self.end), self._page_rows
@@ -151,7 +151,7 @@ class TableState:
             made.keep(pages)
 
     def check_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Checks that a capture's arrays fit this table.
+        """Check that a capture's arrays fit this table.
 
         Raises:
             CheckpointError: a column is missing, is one too many, or has another dtype or shape, or another number of
@@ -175,7 +175,7 @@ class TableState:
                 )
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Makes a capture's arrays the rows, all at once; captures keep what they have.
+        """Replace the rows by a capture's arrays, all at once; other captures keep theirs.
 
         Raises:
             CheckpointError: they do not fit; nothing has changed.
@@ -208,7 +208,7 @@ class TableState:
 
 
 class TableCapture:
-    """A table as it was when this was taken, whatever is written afterwards.
+    """A table at the moment of the capture, whatever is written afterwards.
 
     It holds what writes have copied out for it, and is let go of by dropping it.
     """
@@ -229,7 +229,7 @@ class TableCapture:
 
     @property
     def is_done(self) -> bool:
-        """Whether all rows have been copied, so that writes need copy none."""
+        """True if all rows have been copied, so that writes need copy none."""
         return self._next * self._page_rows >= self._position[1]
 
     def keep(self, pages: Sequence[int]) -> None:

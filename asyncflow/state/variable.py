@@ -40,15 +40,14 @@ from asyncflow.values import Array, Kernel, Namespace
 
 
 class Variable(Resource, Operators):
-    """A value that survives a run; used like a tensor, it is read anew at each use.
+    """A variable: a value that survives a run; used like a tensor, it is read anew at each use.
 
-    It belongs to no graph. Its value lives in the session, one per session, or, with `container`, in the container of
-    that name, where all sessions of the process share it under the variable's name, whatever devices they have; the
-    first to use it there sets its initial value. In a graph with ordered effects its reads and writes happen in the
-    order they were written.
+    It belongs to no graph. Its value lives in the session or, with `container`, in the container of that name. All
+    sessions of the process share it there under the variable's name, whatever devices they have; the first user sets
+    the initial value. In a graph with ordered effects its reads and writes happen in the order they were written.
 
-    A value stays in the memory of the device that wrote it. Another device, or the host, copies it at its first read
-    after a write, in this session or in one that shares the container. `copy.copy` and `copy.deepcopy` give the
+    A value stays in the memory of the device that wrote it. Another device, or the host, copies it at the first read
+    after a write, in this session or in a session that shares the container. `copy.copy` and `copy.deepcopy` give the
     variable itself; for one of its own, make another, of ``await session.run(v)``.
 
     Args:
@@ -99,7 +98,7 @@ class Variable(Resource, Operators):
         return iter(self.read())
 
     def read(self) -> Tensor:
-        """The value at this point of the program.
+        """Read the value at this point of the program.
 
         Raises:
             GraphError: no graph is being built.
@@ -193,7 +192,7 @@ class Variable(Resource, Operators):
 
 
 def _revived(attrs: Attrs) -> Variable:
-    """A variable as a text describes it."""
+    """Make a variable from its description in a text."""
     container, initial, name, spec = attrs["container"], attrs["initial"], attrs["name"], attrs["spec"]
     if len(attrs) != 4 or type(name) is not str or not (container is None or type(container) is str):
         raise GraphError("a variable has a container, an initial value, a name and a spec")
@@ -279,7 +278,7 @@ def _update_kernel(xp: Namespace, *, variable: VariableState, function: Subgraph
 
 
 def _update_host_inputs(node: Node) -> Collection[int]:
-    """Counters and predicates, with which the body may say what is to be changed."""
+    """Return the places of counters and predicates, which the body may use to choose the part to change."""
     return [place for place, x in enumerate(node.inputs) if stays_on_host(x)]
 
 
@@ -300,9 +299,9 @@ UPDATE = define(
     "variable_update", _update_spec, _update_kernel, effects=_effects(Access.WRITE), host_inputs=_update_host_inputs
 )
 USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True, host_inputs=()))
-"""An update whose function calls code of the user's, so it may take long however small its values are.
+"""An update whose function calls user code, so it may take long however small its values are.
 
-So does one that looks at values, which only the host can: a variable that it changes lives on a CPU."""
+An update that looks at values does so as well, which only the host can: its variable lives on a CPU."""
 
 
 # -- update ----------------------------------------------------------------------------------------------------------

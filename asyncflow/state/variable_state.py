@@ -1,8 +1,8 @@
 """`VariableState`: the value of a variable, in one session or in a container.
 
 Values never change in place: a write computes the new value beside the old one and swaps it in, if the old one is still
-there, and else computes again. So a read takes no lock, a reader keeps the value it saw, and no lock is held while a
-kernel runs, but for one that has lost this race many times.
+there, and else computes again. So a read takes no lock, and a reader keeps the value it saw. No lock is held while a
+kernel runs, except by a write that has lost this race many times.
 
 Where a value is:
 
@@ -33,15 +33,15 @@ from asyncflow.state.immutable import immutable
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 MOST_RACES = 32
-"""After so many writes of others in between, a write has these wait: elsewhere they may always be faster."""
+"""Number of lost races after which a write makes others wait: faster writers could win for ever."""
 
 
 class VariableState:
-    """The value of a variable in one session or container, safe to use from all threads.
+    """The value of a variable in one session or container; thread-safe.
 
-    Invariants: `value` is None, a NumPy scalar, an array that nobody can write to, or a `HeldValue`; it fits `spec`; it
-    is only ever replaced as a whole, under the lock. What a device with a memory of its own has made stays there; every
-    other device that reads it keeps a copy here, as it does of an array of NumPy's, until one reads another value.
+    Invariants: `value` is None, a NumPy scalar, an immutable array, or a `HeldValue`; it fits `spec`; it is only ever
+    replaced as a whole, under the lock. Values made by a device with a memory of its own stay there. Every other device
+    that reads such a value, or a NumPy array, keeps a copy here until it reads another value.
     """
 
     __slots__ = ("__weakref__", "_copies", "_lock", "_shape", "name", "spec", "value")
@@ -53,7 +53,7 @@ class VariableState:
         self._shape = spec.shape if is_static(spec.shape) else None
         self._lock = Lock()
         self._copies: tuple[Array | HeldValue, dict[Namespace, Array | HeldValue]] | None = None
-        """A value and copies of it by namespace: a `HeldValue`, or an array where there is no holder."""
+        """A value and its copies by namespace: a `HeldValue`, or an array where there is no holder."""
 
     def __repr__(self) -> str:
         return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
@@ -80,7 +80,7 @@ class VariableState:
         return value
 
     def read_in(self, xp: Namespace) -> Array:
-        """The value for the kernel of namespace `xp` that runs: what is elsewhere is copied once, at the first read.
+        """Return the value for a kernel of namespace `xp`; a value elsewhere is copied once, at the first read.
 
         Raises:
             AsyncflowError: there is none yet.
@@ -129,7 +129,7 @@ class VariableState:
             ) from error
 
     def assign(self, x: Any, xp: Namespace = np) -> Value:
-        """Makes `x` the value, copied if anyone could write to it, and returns the value.
+        """Make `x` the value, copied unless it is immutable, and return the value.
 
         Raises:
             DTypeError, ShapeError: it does not fit.
@@ -142,7 +142,7 @@ class VariableState:
         return given
 
     def apply(self, fn: Kernel, *args: Value, xp: Namespace = np) -> Value:
-        """Makes ``fn(old, *args)`` the value and returns it; calls `fn` again if another write came between.
+        """Make ``fn(old, *args)`` the value and return it; call `fn` again if another write came between.
 
         `fn` computes with arrays of the namespace `xp`.
 
@@ -174,12 +174,12 @@ class VariableState:
     kind: ClassVar[str] = "variable"
 
     def capture(self) -> Mapping[str, Array | HeldValue]:
-        """The value as it is now, by reference; nothing if there is none yet."""
+        """Capture the present value, by reference; an empty mapping without a value."""
         value = self.value
         return {} if value is None else {"": value}
 
     def check_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Checks that what was captured may be the value.
+        """Check that the captured array fits the variable.
 
         Raises:
             CheckpointError: it has another dtype or shape.
@@ -190,7 +190,7 @@ class VariableState:
                 raise CheckpointError(f"it is {found} there, and the variable is {self.spec}")
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Makes what was captured the value: a device that reads it copies it then."""
+        """Make the captured array the value: a device that reads it copies it then."""
         given = arrays.get("")
         if given is not None and not given.ndim:
             given = immutable(given)
@@ -204,7 +204,7 @@ class VariableState:
         return made
 
     def forget(self) -> object:
-        """Has no value any more, as nobody reads it; returns what takes memory until that is dropped."""
+        """Drop the value, which is not read any more; return the objects that hold the memory until dropped."""
         with self._lock:
             held = self.value, self._copies
             self.value = self._copies = None
@@ -221,7 +221,7 @@ class VariableState:
         return value.on_host if type(value) is HeldValue and value.host is None else None
 
     async def leave(self, holders: Collection[Holder]) -> None:
-        """Brings the value to the host if it is with one of `holders`, whose devices are about to be closed."""
+        """Bring the value to the host if it is with one of `holders`, whose devices are about to be closed."""
         copies, value = self._copies, self.value
         if copies is not None:
             for xp in list(copies[1]):

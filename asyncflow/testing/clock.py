@@ -26,11 +26,11 @@ def virtual_clock(
     host: str | Host = DEFAULT_HOST,
     launches: Launches | None = None,
 ) -> VirtualClock:
-    """A simulated machine and an event loop on its time, to be used in a ``with`` statement.
+    """Make a simulated machine and an event loop on its time, for a ``with`` statement.
 
     Inside, ``Session(devices=["sim:0", ...])`` opens simulated devices, and ``Session()`` all of them. Time is virtual:
-    kernels and copies take as long as they would on that machine, sleeping takes no time at all, and the same program
-    does the same each time.
+    kernels and copies take as long as they would on that machine, a sleep takes no time at all, and the same program
+    behaves the same each time.
 
     Args:
         machine: cards and links, such as ``"8 x v100, nvlink2"``; `asyncflow.devices.presets` knows them.
@@ -72,7 +72,7 @@ class VirtualClock:
     """
 
     def __init__(self, spec: MachineSpec, **options: Any) -> None:
-        """`options` are those of `SimMachine`."""
+        """Take the `options` of `SimMachine`."""
         self._spec = spec
         self._options = options
         self._resources = ExitStack()
@@ -108,10 +108,10 @@ class VirtualClock:
         raise TypeError("a virtual clock has its own event loop: use `with`, not `async with`, in a plain function")
 
     async def __aexit__(self, *exc: object) -> None:
-        """Never called; without it, Python would not call `__aenter__` to say what is wrong."""
+        """Exit method, never called; without it, Python would not call `__aenter__` to explain the error."""
 
     def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
-        """Runs `main` to its end, and gives its result; virtual time goes on from where it was.
+        """Run `main` to its end, and return the result; virtual time continues from the previous run.
 
         The coroutine sees the caller's context variables, such as the trace of a ``with af.Trace()`` block.
 

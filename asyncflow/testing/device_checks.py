@@ -1,7 +1,7 @@
-"""`check_device`: what every kind of device has to do, held against one of them.
+"""`check_device`: requirements on every kind of device, checked against one of them.
 
 Each check is a coroutine function whose docstring states the requirement. Programs run in sessions of that kind, and
-what they give is compared with NumPy's; nothing here knows how a device works.
+their results are compared with NumPy's; nothing here knows how a device works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncflow.values import Array
 _Error = TypeVar("_Error", bound=BaseException)
 
 PATIENCE_S = 60.0
-"""How long one check may take."""
+"""Seconds that one check may take."""
 
 _DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128")
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (0, 3), (3,), (2, 3, 4))
@@ -93,14 +93,14 @@ class _Subject:
 
     @contextmanager
     def fed(self, shape: tuple[int | None, ...], dtype: str = "float32") -> Iterator[af.Tensor]:
-        """A placeholder in such a graph."""
+        """Yield a placeholder in a new graph."""
         with self.graph():
             yield af.placeholder(dtype, shape)
 
     async def expect(
         self, cases: Sequence[tuple[af.Tensor, Array]], feeds: Mapping[af.Tensor, object] | None = None
     ) -> None:
-        """Raises unless tensors come as these arrays; NumPy's bits but for rounding."""
+        """Raise unless tensors have these values; NumPy's bits but for rounding."""
         results = await self.session.run([tensor for tensor, _ in cases], feeds)
         for (tensor, wanted), result in zip(cases, results, strict=True):
             _require_equal(result, np.asarray(wanted), tensor.name)
@@ -152,7 +152,7 @@ async def _feeds(subject: _Subject) -> None:
 
 
 async def _operations(subject: _Subject) -> None:
-    """Operations compute what NumPy does."""
+    """Operations give the same results as NumPy."""
     rng = np.random.default_rng(0)
     a, b, n = rng.normal(size=(3, 4)).astype("f4"), rng.normal(size=(4, 3)).astype("f4"), np.arange(12).reshape(3, 4)
     with subject.graph():
@@ -205,7 +205,7 @@ async def _shapes(subject: _Subject) -> None:
 
 
 async def _branches(subject: _Subject) -> None:
-    """A branch is taken by what the device computed, and the other one is not."""
+    """A value computed on the device chooses the branch, and only that branch runs."""
     with subject.fed((2,)) as x:
         y = af.cond(af.sum(x) > 0, lambda: x * 2.0, lambda: af.cond(x[0] > 0, lambda: x + 1.0, lambda: -x))
     for values, wanted in (([1, 2], [2, 4]), ([1, -2], [2, -1]), ([-1, -2], [1, 2])):
@@ -240,7 +240,7 @@ async def _loops(subject: _Subject) -> None:
 
 
 async def _arrays(subject: _Subject) -> None:
-    """A TensorArray that a loop fills keeps what was written."""
+    """A TensorArray filled by a loop keeps its elements."""
     with subject.fed((2,)) as x:
         array = af.TensorArray("float32", 5)
         _, array = af.while_loop(
@@ -267,7 +267,7 @@ async def _gradients(subject: _Subject) -> None:
 
 
 async def _state(subject: _Subject) -> None:
-    """A variable keeps what a run assigns, for the next one, and changes in the order that was written."""
+    """A variable keeps an assigned value for the next run, and changes in the order written."""
     with subject.fed((2,)) as x:
         v = af.Variable(np.zeros(2, np.float32))
         before = v.read() + 0.0
@@ -290,7 +290,7 @@ async def _awaited(x: Array) -> Array:
 
 
 async def _host_code(subject: _Subject) -> None:
-    """The user's functions and coroutines get arrays of the host, and what they return is used on."""
+    """User-defined functions and coroutines get host arrays, and the device uses their results."""
     with subject.fed((2,)) as x:
         y = _awaited(_doubled(x * 3.0)) * 10.0
     async with subject.alone() as session:  # beside a CPU, that would do it
@@ -299,7 +299,7 @@ async def _host_code(subject: _Subject) -> None:
 
 
 async def _several(subject: _Subject) -> None:
-    """Values go from one device to the other, to a CPU and back; so do those of loops."""
+    """Values, also in loops, go from one device to the other, to a CPU and back."""
     with af.Graph():
         x = af.placeholder("float32", (3,))
         y: af.Tensor = x
@@ -360,7 +360,7 @@ def _failing(x: Array) -> Array:
 
 
 async def _errors(subject: _Subject) -> None:
-    """A kernel's error ends its run, says where, and leaves the session as it was."""
+    """A kernel's error ends the run, names the node, and leaves the session usable."""
     with subject.fed((2,)) as x:
         y, good = _failing(x * 2.0), x + 1.0
     async with subject.alone() as session:

@@ -1,1 +1,1 @@
-"""Who waits for a state, in which order, and how event loops learn of it."""
+"""Waiting for a state: the order of waiting firings, and notice to event loops."""

@@ -1,4 +1,4 @@
-"""How places in line are waited for on event loops: by firings, and by coroutines of the application's."""
+"""Places in line, awaited on event loops: by firings, and by coroutines of the application."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _beside: list[Beside] = []
 
 
 def work_beside(start: Beside) -> None:
-    """Has what takes long done by `start`: threads, and what time it is meanwhile, are no concern of this room."""
+    """Register `start` to do slow work elsewhere: threads and virtual time are no concern of this room."""
     _beside[:] = [start]
 
 
@@ -42,7 +42,7 @@ def wake_on(loop: asyncio.AbstractEventLoop, place: PlaceInLine, wake: Callable[
 
 
 async def granted(found: Value | PlaceInLine) -> Value:
-    """Waits for what a state gives: `found` itself, or the result of the place in line.
+    """Wait for a state's result: `found` itself, or the result of the place in line.
 
     Cancellation: the place is given up, and nothing was taken or put.
     """

@@ -25,7 +25,9 @@ class ElementOrder(Protocol):
 
     @property
     def has(self) -> Callable[[int], bool] | None:
-        """Whether so many belong together, where that is a question. That there are so many is known."""
+        """Function that returns True if `count` elements belong together; None if any elements do. The caller has
+        checked that there are enough elements.
+        """
 
     @property
     def entries(self) -> Callable[[Sequence[Element]], Sequence[Nest]] | None:
@@ -36,7 +38,7 @@ class ElementOrder(Protocol):
         """Adds entries, and never fails."""
 
     def remove(self, count: int) -> list[Element]:
-        """Takes out those that are next, which are at least so many."""
+        """Remove the next `count` elements, of which there are enough."""
 
     @property
     def last(self) -> object:
@@ -46,10 +48,10 @@ class ElementOrder(Protocol):
         """Put removed elements back to their places, whatever was removed or given back in between."""
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
-        """Its elements, in an order in which they can be added again, and what else it has to know."""
+        """Return the elements, in an order in which they can be added again, and the further state of the order."""
 
     def restore(self, elements: Sequence[Element], extra: object) -> None:
-        """Becomes what `capture` told."""
+        """Restore the state that `capture` returned."""
 
 
 class ArrivalOrder(deque[Element]):
@@ -77,7 +79,7 @@ class ArrivalOrder(deque[Element]):
 
     @property
     def removed(self) -> tuple[int, list[int]]:
-        """The number of elements that have left at some time, and the numbers of those that were given back."""
+        """The number of elements that have ever left, and the numbers of elements given back."""
         return self._removed, self._returned
 
     def give_back(self, elements: Sequence[Element], where: object) -> None:
@@ -100,7 +102,7 @@ class ArrivalOrder(deque[Element]):
 
 
 class RandomOrder:
-    """Whichever of those that are there, equally likely.
+    """Random order: each element present is equally likely to be next.
 
     Args:
         seed: of the choices; None draws one.
@@ -116,11 +118,11 @@ class RandomOrder:
         return len(self._elements)
 
     def add(self, elements: Sequence[Element]) -> None:
-        """At the end, though that says nothing."""
+        """Add elements at the end, which has no meaning here."""
         self._elements.extend(elements)
 
     def remove(self, count: int) -> list[Element]:
-        """Each chosen among those that are left."""
+        """Remove elements, each chosen among the remaining ones."""
         elements, taken = self._elements, []
         for _ in range(count):
             place = self._random.randrange(len(elements))
@@ -134,7 +136,7 @@ class RandomOrder:
         self._elements.extend(elements)
 
     def capture(self) -> tuple[tuple[Element, ...], object]:
-        """With what decides the choices to come."""
+        """Return the elements, and the state of the random generator."""
         return tuple(self._elements), self._random.getstate()
 
     def restore(self, elements: Sequence[Element], extra: object) -> None:
@@ -145,7 +147,7 @@ class RandomOrder:
 
 
 class PriorityOrder:
-    """The smallest first value first; those with equal ones as they came."""
+    """Priority order: the smallest first value first; equal ones in order of arrival."""
 
     has = None
 
@@ -158,11 +160,11 @@ class PriorityOrder:
         return len(self._heap)
 
     def entries(self, elements: Sequence[Element]) -> list[tuple[int, Element]]:
-        """With their priorities."""
+        """Return the elements with their priorities."""
         return [(int(element[0]), element) for element in elements]
 
     def add(self, elements: Iterable[tuple[int, Element]]) -> None:
-        """In their places."""
+        """Add elements in the order of their priorities."""
         for priority, element in elements:
             self._count += 1
             heapq.heappush(self._heap, (priority, self._count, element))
@@ -174,7 +176,7 @@ class PriorityOrder:
         return [element for _, _, element in entries]
 
     def give_back(self, elements: Sequence[Element], where: object) -> None:
-        """To where they were."""
+        """Put elements back in their old places."""
         for number, element in zip(cast("list[int]", where), elements, strict=True):
             heapq.heappush(self._heap, (int(element[0]), number, element))
 
@@ -189,9 +191,9 @@ class PriorityOrder:
 
 
 class BucketOrder:
-    """Those of one bucket together: of the buckets that have enough, the one with the oldest element.
+    """Bucket order: elements of one bucket together, from the bucket with the oldest element among those with enough.
 
-    Where none has, which is asked only if no more can come in, the oldest of all.
+    If no bucket has enough, which matters only when no more can come in, the oldest of all.
 
     Args:
         bucket_by: gives the bucket of an element.
@@ -208,25 +210,25 @@ class BucketOrder:
         return self._len
 
     def entries(self, elements: Sequence[Element]) -> list[tuple[Hashable, Element]]:
-        """With their buckets."""
+        """Return the elements with their buckets."""
         buckets = [self._bucket_by(element) for element in elements]
         for bucket in buckets:
             hash(bucket)  # raises here what it raises
         return list(zip(buckets, elements, strict=True))
 
     def add(self, entries: Iterable[tuple[Hashable, Element]]) -> None:
-        """Each in its bucket."""
+        """Add each element to its bucket."""
         for bucket, element in entries:
             self._count += 1
             self._len += 1
             self._buckets.setdefault(bucket, deque()).append((self._count, element))
 
     def has(self, count: int) -> bool:
-        """Whether a bucket has so many."""
+        """Return True if a bucket has `count` elements."""
         return any(len(members) >= count for members in self._buckets.values())
 
     def remove(self, count: int) -> list[Element]:
-        """Of one bucket if one has so many."""
+        """Remove elements of one bucket, if a bucket has enough."""
         self.last = []
         full = [bucket for bucket, members in self._buckets.items() if len(members) >= count]
         if full:
@@ -244,7 +246,7 @@ class BucketOrder:
         return element
 
     def give_back(self, elements: Sequence[Element], where: object) -> None:
-        """To where they were."""
+        """Put elements back in their old places."""
         places = cast("list[tuple[Hashable, int]]", where)
         for (bucket, number), element in zip(places, elements, strict=True):
             self._len += 1

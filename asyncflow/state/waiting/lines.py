@@ -1,8 +1,8 @@
-"""Who waits for a state to let it go on, and in which order; event loops are none of its concern.
+"""Places in the line of a state, and their order; knows no event loops.
 
-A kernel that cannot give its result yet gives a `PlaceInLine`. Whoever waits there is *called* when it may go on, and
-then goes on by itself (`PlaceInLine.claim`): what is not claimed, as the wait has been given up, is still there for the
-next in line. A state calls the first of a line alone, so nobody overtakes.
+A kernel that cannot give its result yet gives a `PlaceInLine`. A waiting place is *called* when it may go on, and then
+goes on by itself (`PlaceInLine.claim`). A result that is not claimed, because the wait was given up, is still there for
+the next in line. A state calls only the first of a line, so nothing overtakes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weakref import WeakSet
 from asyncflow.values import Value
 
 NOT_YET: Final = object()
-"""The result of a claim that came too early: somebody else has withdrawn what it was called for."""
+"""Result of a claim that came too early: another place has withdrawn its element."""
 
 lined_states: WeakSet[LinedState] = WeakSet()
 """Every state of the process that has lines."""
@@ -28,9 +28,9 @@ class PlaceInLine:
     Attributes:
         what: is waited for, for people, such as ``dequeue_many(64) of queue 'q'``.
         finish: makes the result of what the state gives.
-        is_called_outside: it is called by what is no firing, so that a firing may go on there and then.
+        is_called_outside: True if code outside of firings calls it, so that a firing may go on there and then.
         works: something may have to be done first that takes too long for an event loop; see `do_beside`.
-        is_asked_later: whether it may be asked what `is_called` says before it is told whom to wake.
+        is_asked_later: True if `is_called` may be read before `when_called`.
         early: the outcome of a claim that was made ahead, a result and an error; None without one.
         is_given_up: returns True if the run that waits there has been cancelled, and only has not left yet.
     """
@@ -60,7 +60,7 @@ class PlaceInLine:
         state.wake_called()
 
     def do_beside(self, start: Callable[[Callable[[], None]], None]) -> None:
-        """Has ``start(work)`` see to it, now or later, that ``work()`` is called on a thread where it may take long."""
+        """Pass ``work`` to ``start``, now or later, to be called on a thread where it may take long."""
         raise NotImplementedError
 
     def claim(self) -> Value:
@@ -105,7 +105,7 @@ class PlaceInLine:
         state.wake_called()
 
     def describe(self) -> str:
-        """Says what is waited for, and how the state is now."""
+        """Describe the awaited result, and the present state."""
         return f"{self.what} ({self.state.describe()})"
 
 
@@ -114,7 +114,7 @@ class ToldPlace(PlaceInLine):
 
     Attributes:
         outcome: its results, or why there are none; None before, and once they have been taken.
-        is_gone: nobody wants them any more.
+        is_gone: its results are not wanted any more.
     """
 
     is_asked_later = False
@@ -163,15 +163,15 @@ def worked(found: Value | PlaceInLine) -> Value | PlaceInLine:
 
 
 class LinedState:
-    """A state that some wait for. Every change is one step under the lock, on whichever thread.
+    """A state with places in line. Every change is one step under the lock, on whichever thread.
 
-    A subclass changes itself under the lock, has `call` called for those who may go on then, and lets `wake_called`
-    follow outside of it.
+    A subclass changes itself under the lock, calls `call` for places that may go on, and calls `wake_called` after
+    releasing it.
 
     Attributes:
-        lock: held for every change, never while somebody is woken.
-        to_wake: what is to be called once the lock is free.
-        ended: why nobody will be served any more, if that is so.
+        lock: held for every change, never while a place is woken.
+        to_wake: callbacks to run once the lock is free.
+        ended: makes the error of all present and future places; None while the state is in use.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class LinedState:
         lined_states.add(self)
 
     def places(self) -> list[PlaceInLine]:
-        """Everybody in line."""
+        """Return all places in line."""
         raise NotImplementedError
 
     def claimed(self, place: PlaceInLine) -> object:
@@ -194,7 +194,7 @@ class LinedState:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """How the state is now, for messages."""
+        """Describe the present state, for messages."""
         raise NotImplementedError
 
     def call(self, place: PlaceInLine) -> None:
@@ -205,12 +205,12 @@ class LinedState:
                 self.to_wake.append(place.wake)
 
     def check(self) -> None:
-        """Raises what `end` was given, if it has ended."""
+        """Raise the error of `end`, if the state has ended."""
         if self.ended is not None:
             raise self.ended()
 
     def end(self, error: Callable[[], Exception]) -> None:
-        """Serves nobody any more: whoever waits, or comes later, gets an error of its own."""
+        """End the state: every waiting or later place gets an error of its own."""
         with self.lock:
             self.ended = error
             for place in self.places():
@@ -219,7 +219,7 @@ class LinedState:
         self.wake_called()
 
     def wake_called(self) -> None:
-        """Wakes those who were called, one after the other: each may well call the next."""
+        """Wake the called places, one after the other: each may call the next."""
         if not self.to_wake or self._is_waking:
             return
         with self.lock:
@@ -238,7 +238,7 @@ class LinedState:
                 raise
 
     def forget_lines(self) -> None:
-        """After a fork: those who wait do so in the parent, which may have held the lock."""
+        """Forget the lines after a fork: waiting code is in the parent, which may have held the lock."""
         self.lock = Lock()
         self.to_wake.clear()
         self._is_waking = False
@@ -248,20 +248,20 @@ class LinedState:
 
 
 class TellingState(LinedState):
-    """A state that computes for those who wait, and tells each one what came of it."""
+    """A state that computes for the waiting places, and tells each its outcome."""
 
     def claimed(self, place: PlaceInLine) -> object:
-        """The results of one that was told; `NOT_YET` before."""
+        """Return the results of a told place; `NOT_YET` before."""
         assert isinstance(place, ToldPlace)
         return place.take_outcome()
 
     def left(self, place: PlaceInLine) -> None:
-        """Nobody wants its results any more."""
+        """Mark the place's results as no longer wanted."""
         assert isinstance(place, ToldPlace)
         place.is_gone = True
 
     def is_left(self) -> bool:
-        """Whether what it computes is for nobody any more."""
+        """Return True if all callers waiting for this result have gone."""
         return all(isinstance(place, ToldPlace) and place.is_gone for place in self.places())
 
     def tell(self, place: ToldPlace, outcome: Sequence[Value] | BaseException) -> None:
