@@ -1,1 +1,1 @@
-"""How is a graph differentiated, loops and branches included?"""
+"""Derivatives of graphs, loops and branches included."""

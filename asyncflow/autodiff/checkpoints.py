@@ -1,13 +1,13 @@
 """Checkpoints: a loop keeps its variables once a segment of iterations, and its gradient runs each segment again.
 
 A segment is a run of neighbouring iterations. The loop's variables at the start of each are put into stores
-(`saved_values`), as entry number 0, 1, ... Which segment an iteration is in is a rule of its number alone, so that the
-forward loop and the gradient agree on it whatever the loop decides by. Either all segments have one length, or, for
-loops whose number of iterations nobody knows, each is one iteration longer than the one before. Of n iterations there
-are then about ``sqrt(2 * n)`` segments, of at most as many iterations.
+(`saved_values`), as entry number 0, 1, ... The segment of an iteration depends on its number alone, so that the forward
+loop and the gradient agree on it whatever the loop decides by. Either all segments have one length, or, for loops with
+an unknown number of iterations, each is one iteration longer than the one before. Of n iterations there are then about
+``sqrt(2 * n)`` segments, of at most as many iterations.
 
 The first iterations may be *kept* instead: they are a segment whose values the forward loop saves, and which does not
-run again. The gradient comes to it last, so that what is kept can be away for longest.
+run again. The gradient comes to it last, so that the kept values can be away for longest.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ CHECKPOINT = _segmenting(
 )
 """The store with the value of a loop variable in it, if iteration `number` is the first of a segment."""
 SEGMENT = _segmenting("segment", lambda end, *, length, kept: (Spec(int64, ()),) * 3, _segment_kernel, host_inputs=(0,))
-"""The segment of the iteration before number `end`, its first iteration, and from which one on it runs again."""
+"""Op that returns the segment of the iteration before `end`, its first iteration, and the iteration from which it
+runs again.
+"""
 SAVE_FIRST = _segmenting(
     "save_first", lambda store, number, value, *, kept: STORE, _save_first_kernel, host_inputs=(1,), is_total=True
 )
@@ -91,4 +93,6 @@ SEGMENT_STORE = _segmenting(
     host_inputs=(2,),
     is_total=True,
 )
-"""The store for the values of the segment that begins with iteration `first`: that of what is kept, or a new one."""
+"""Op that returns the store for the segment that begins with iteration `first`: the store of kept values, or a new
+one.
+"""

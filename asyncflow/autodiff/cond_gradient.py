@@ -1,7 +1,7 @@
 """The gradient of `cond`: a `cond` on the same predicate, whose branches differentiate those of the forward one.
 
-Values of a forward branch that its gradient needs become results of the forward `cond`; on the other side they are
-empty, and nobody looks at them (EuroSys '18 §5).
+Values of a forward branch that its gradient needs become results of the forward `cond`. In the other branch these
+results are empty, and never read (EuroSys '18 §5).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _differentiate(node: CondNode, grads: Sequence[Tensor | None], sweep: Sweep)
 
 
 def _has_parts(sweep: Sweep, x: Tensor | Variable) -> bool:
-    """Whether all that reaches a value in a branch is parts of it."""
+    """Return True if all gradients that reach a value in a branch are parts."""
     return all(are_parts(grad, x.spec.shape) for grad in sweep.contributions(x))
 
 
@@ -124,7 +124,7 @@ def _exports(node: CondNode) -> dict[Tensor, Tensor]:
 
 
 def _exported(node: CondNode, forward: Subgraph, tensor: Tensor) -> Tensor:
-    """The output of the forward `cond` that shows a value of one of its branches."""
+    """Return the output of the forward `cond` that shows a value of one of its branches."""
     exported = _exports(node)
     if tensor not in exported:
         (other,) = (branch for branch in node.subgraphs if branch is not forward)

@@ -52,7 +52,7 @@ class CustomRule:
 
     Attributes:
         name: of the user's function.
-        grad_fn: what it returned.
+        grad_fn: the user's gradient function.
         arguments: the nest of each of its arguments.
         results: the nest it returned.
         captured: tensors its results depend on besides its arguments and its reads of variables.
@@ -69,7 +69,7 @@ class CustomRule:
     gives_variables: bool
 
     def gradients(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Gradients, Gradients]:
-        """Return what the user's function gives for each argument of `node`, and for each of its variables.
+        """Return the results of the user's function for each argument of `node`, and for each of its variables.
 
         Args:
             node: of `CUSTOM_GRADIENT`.
@@ -130,11 +130,11 @@ def keep_copied_rule(
 
 
 def custom_gradient(fn: Callable[..., object]) -> Callable[..., Nest]:
-    """Makes a function that builds part of a graph differentiate as it says itself.
+    """Make a function that builds part of a graph define its own derivative.
 
     Works in graphs, branches, loop bodies and functions alike, and to any order: what `grad_fn` builds is
     differentiated like everything else. `grad_fn` is called once for each gradient that is asked for. In a function of
-    one row (`vmap`) and for each copy of a piece under `recompute` it is called once; what it builds is then repeated.
+    one row (`vmap`) and for each copy of a piece under `recompute` it is called once; its nodes are then repeated.
 
     Args:
         fn: takes tensors, or nests of them, by position, and static values by name; returns ``(ys, grad_fn)``. `ys` is
@@ -142,8 +142,9 @@ def custom_gradient(fn: Callable[..., object]) -> Callable[..., Nest]:
             tuple or list: zeros where nothing does, None for integers. It returns one gradient for each argument of
             `fn`, of the same nest, dtypes and shapes, in a tuple; None where nothing flows. It may use any tensor that
             `fn` has built, and call `gradients`: there, no argument depends on another. If `fn` reads variables and
-            `grad_fn` has a parameter ``variables``, that gets a list of those that `ys` depends on, in the order of
-            their reads. It then returns a pair: the gradients of the arguments, and a list with one for each variable.
+            `grad_fn` has a parameter ``variables``, `grad_fn` gets a list of the variables that `ys` depends on, in the
+            order of their reads. It then returns a pair: the gradients of the arguments, and a list with one for each
+            variable.
 
     Returns:
         A function that takes the same arguments and returns `ys`.
@@ -300,11 +301,11 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
 
 
 class TracedGradient(NamedTuple):
-    """Nodes that a user's gradient of one node builds.
+    """Nodes built by a user's gradient of one node.
 
     Attributes:
         body: that holds them; it captures values of the node's graph, and of those around.
-        grads: what reaches each output of the node, in `body`; None for what can have no gradient.
+        grads: the gradient of each output of the node, in `body`; None for outputs without one.
         found: what reaches each argument.
         of_variables: what reaches each variable of the rule.
     """
@@ -319,14 +320,14 @@ class TracedGradient(NamedTuple):
         return [x for x in (*self.found, *self.of_variables) if x is not None]
 
     def unflatten(self, values: Iterable[Tensor]) -> tuple[Gradients, Gradients]:
-        """Return `found` and `of_variables` with these values in place of those of `wanted`."""
+        """Return `found` and `of_variables` with `values` in place of the tensors of `wanted`."""
         rest = iter(values)
         one, other = ([None if x is None else next(rest) for x in part] for part in (self.found, self.of_variables))
         return one, other
 
 
 class _TraceBody(Subgraph):
-    """A body that takes values of all graphs around, and leaves these as they are: they may be finished."""
+    """A body that uses values of all graphs around without changing those graphs: they may be finished."""
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """See `Graph.import_tensor`."""
@@ -341,7 +342,7 @@ class _TraceBody(Subgraph):
 
 
 def _nearest(graph: Graph | None, tensor: Tensor) -> Tensor:
-    """Return what stands for a tensor in the innermost body around that has captured it; it may be itself."""
+    """Return the tensor that stands for a captured one in the innermost body around; it may be the tensor itself."""
     if graph is None or tensor.graph is graph:
         return tensor
     outer = _nearest(graph.parent, tensor)

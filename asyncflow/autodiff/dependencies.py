@@ -1,7 +1,7 @@
 """Dependencies of the values of a graph on its sources, through branches and loops.
 
-A dependency is a path of data edges. `stop_gradient` cuts it; an op that has no derivative, such as `argmax`, does not:
-what is connected only through such ops has a gradient of zeros, and what is not connected has none.
+A dependency is a path of data edges. `stop_gradient` cuts it. An op that has no derivative, such as `argmax`, does not:
+a value connected only through such ops has a gradient of zeros, and an unconnected value has none.
 
 Sets of sources are the bits of an int.
 """
@@ -21,7 +21,7 @@ from asyncflow.state.variable import VARIABLE_READ, Variable
 
 
 def nodes_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[Node]:
-    """The nodes of `graph` that make these values of it, or what they are made of, in its order."""
+    """Return the nodes of `graph` that these values depend on, in the graph's order."""
     needed: set[Node] = set()
     open_ = [tensor.node for tensor in tensors]
     while open_:
@@ -33,7 +33,7 @@ def nodes_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[Node]:
 
 
 class Dependencies:
-    """Sources that the values of graphs depend on, and for that those of the outputs of branches and loops.
+    """Sources that the values of graphs depend on, and for branches and loops the sources of their outputs.
 
     Args:
         variables: the bit of each variable that is a source wherever it is read, by its serial number.
@@ -46,7 +46,8 @@ class Dependencies:
     def of(
         self, nodes: Iterable[Node], sources: Mapping[Tensor, int], cut: Collection[Tensor] = ()
     ) -> dict[Tensor, int]:
-        """The sources that each value `nodes` make depends on; those without any are left out, and so are those `cut`.
+        """Return the sources of each value made by `nodes`; values without sources are left out, and so are the `cut`
+        ones.
 
         Args:
             nodes: of one graph, in its order.
@@ -116,7 +117,7 @@ class Dependencies:
 
 
 def _closed(step: Sequence[int]) -> list[int]:
-    """Return the dependencies of each loop variable after any number of iterations, on itself among them.
+    """Return the inputs and variables that each loop variable depends on after any number of iterations.
 
     Args:
         step: the dependencies after one iteration; the lowest bits stand for the loop variables.
@@ -137,7 +138,7 @@ def _closed(step: Sequence[int]) -> list[int]:
 
 
 def _rings(feeds: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield the strongly connected components of a graph, each after those that its edges lead to (Tarjan, 1972)."""
+    """Yield the strongly connected components of a graph, each after the components it leads to (Tarjan, 1972)."""
     numbers, lowest, done = dict[int, int](), dict[int, int](), set[int]()
     open_, path = list[int](), list[tuple[int, Iterator[int]]]()
 

@@ -35,7 +35,7 @@ class GradientBody(Subgraph):
         self._restored: dict[Tensor, Tensor] = {}
 
     def can_use(self, graph: Graph) -> bool:
-        """See `Graph.can_use`: also those of the forward body."""
+        """Return True also for tensors of the forward body; see `Graph.can_use`."""
         return graph is self.forward or super().can_use(graph)
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
@@ -47,11 +47,11 @@ class GradientBody(Subgraph):
         return self._restored[tensor]
 
     def restored(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The values of the forward body that are here, and what they are here."""
+        """Pairs of a value of the forward body and its counterpart here."""
         return tuple(self._restored.items())
 
     def computed_again(self, tensor: Tensor) -> Tensor:
-        """A value of the forward body, computed here from what its node uses."""
+        """Compute a value of the forward body here, from its node's inputs."""
         node = tensor.node
         with self, device(node.device):
             inputs = [self.import_tensor(each) for each in node.inputs]
@@ -59,7 +59,7 @@ class GradientBody(Subgraph):
         return again.outputs[tensor.index]
 
     def is_cheap(self, tensor: Tensor, is_there: Callable[[Tensor], bool]) -> bool:
-        """Whether a value is computed again, in few steps from what is there, rather than kept."""
+        """Return True if a value is cheaper to compute again, in few steps from present values, than to keep."""
         steps: set[Node] = set()
         open_ = [tensor]
         while open_:

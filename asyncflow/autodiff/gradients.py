@@ -101,19 +101,19 @@ def gradients(
 def gradients(
     ys: Nest, xs: Nest, grad_ys: Nest = None, stop_gradients: Nest = (), unconnected: Literal["none", "zero"] = "none"
 ) -> Nest:
-    """The derivatives of the sum of all elements of `ys` with respect to each of `xs` (EuroSys '18 §5).
+    """Return the derivatives of the sum of all elements of `ys` with respect to each of `xs` (EuroSys '18 §5).
 
-    Works in reverse through every operation, branch and loop, nested anyhow, and through what it gives itself, so that
-    gradients of gradients are gradients. It adds nodes to the graph; a loop built before may get more results, which
-    keep values for its gradient, but those it has do not change. With several `ys`, what reaches an x is added up.
+    Works in reverse through every operation, branch and loop, nested anyhow, and through its own results, so that
+    gradients of gradients are gradients. It adds nodes to the graph. A loop built before may get more results, which
+    keep values for its gradient, but its present ones do not change. With several `ys`, what reaches an x is added up.
 
     In the body of a branch or loop, `ys` and `xs` may also stand outside it. There, the loop variables of an iteration
     are values of their own: what became of them in earlier iterations is no part of the gradient.
 
     Args:
         ys: a tensor, or a nest of tensors, of floats or complex numbers; others have no gradient.
-        xs: a tensor or `Variable`, or a nest of them. The gradient of a variable is that of all its reads; what was
-            assigned to it before is no part of that, as a variable's value comes from outside the graph.
+        xs: a tensor or `Variable`, or a nest of them. The gradient of a variable is the sum over all its reads; earlier
+            assignments do not count, as a variable's value comes from outside the graph.
         grad_ys: what to multiply each y's derivatives by, in the same nest; ones if None, also for a part of it. A
             complex y needs one.
         stop_gradients: tensors that count as constants.
@@ -161,7 +161,7 @@ def gradients(
 
 
 def _refuse_queues(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Refuses gradients of what comes out of a queue by what goes into it, which would be None without a word."""
+    """Refuse gradients from a queue's output to its input, which would be None without a word."""
     puts = [node for node in graph.nodes if node.op in PUTS] if xs else []
     if not puts:
         return
@@ -179,7 +179,7 @@ def _refuse_queues(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> 
 
 
 def _tensor(graph: Graph, leaf: TensorLike, what: str) -> Tensor:
-    """A tensor of `graph` or of one whose values are at hand there."""
+    """Return the tensor of a leaf, in `graph` or a graph whose values can be used there."""
     tensor = symbolic(leaf)
     if not isinstance(tensor, Tensor):
         raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}")
@@ -212,10 +212,10 @@ def _zeros(x: Tensor | Variable) -> Tensor | None:
 
 
 class _Gradients:
-    """Sweeps over the graph that is being built, and if that is a body, over those around it, as it captures them.
+    """Sweeps over the graph being built and, if that is a body, over the graphs around it, as it captures their values.
 
     Args:
-        graph: the one that is being built.
+        graph: the graph being built.
         targets: to be differentiated; in `graph` or around it.
         sources: by these.
         stopped: what counts as a constant.
@@ -262,7 +262,7 @@ class _Gradients:
         return found
 
     def _refuse_start(self, x: Tensor | Variable) -> None:
-        """Raises if targets depend on `x`, but only by what a loop around them starts with."""
+        """Raise if targets depend on `x` only by the initial values of a loop around them."""
         if isinstance(x, Variable):
             return
         dependencies = Dependencies({})
@@ -286,7 +286,7 @@ class _Gradients:
         return reduce(add_gradients, found) if found else None
 
     def _connected(self) -> int:
-        """The places of the sources that a target depends on, though nothing may flow back to them, as bits."""
+        """Return the places of the sources that a target depends on, though their gradient may be zero, as bits."""
         bits: dict[Tensor, int] = {}
         variables: dict[int, int] = {}
         for place, x in enumerate(self.sources):
@@ -304,7 +304,7 @@ class _Gradients:
 
 
 def _graphs_around(graph: Graph) -> dict[Graph, None]:
-    """The graphs whose values are at hand in `graph`, each behind those it takes values from."""
+    """Return the graphs whose values can be used in `graph`, each behind the graphs it takes values from."""
     found: dict[Graph, None] = {}
     if graph.parent is not None:
         found |= _graphs_around(graph.parent)

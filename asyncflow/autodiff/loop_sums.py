@@ -66,7 +66,7 @@ class LoopSums:
         return [(kind.target, kind.finished(output)) for kind, output in zip(self._sums, outputs, strict=True)]
 
     def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _Sum]:
-        """The way to sum up `grad` and those of equal key."""
+        """Return the way to sum up `grad` and other gradients of equal key."""
         node = grad.node
         if node.op is SCATTER_TO and len(node.attrs["keys"]) == 1:
             (key,) = node.attrs["keys"]

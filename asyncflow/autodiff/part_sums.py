@@ -1,10 +1,10 @@
 """Sums of gradients that reach parts of one value: rows, slices, windows, elements picked by number.
 
 A part is kept as it comes, with the key that names it, until the parts are as large together as the whole; then they
-are added up in one array. So a loop pays for the parts that it reads, however long the array is, and what is kept is
+are added up in one array. So a loop pays for the parts that it reads, however long the array is, and the kept parts are
 never much larger than the array. A sum is a VARIANT that loops carry and branches give; the next one takes its memory.
 
-The gradient of such a sum is one, too: from it are read the parts that were added here.
+The gradient of such a sum is one, too: the parts added here are read from it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _PartPlace:
         self._is_rows = scatter.names_rows(key)
 
     def add(self, result: Array, parts: Sequence[_Part]) -> None:
-        """Adds parts of this place to an array."""
+        """Add parts of this place to an array."""
         ranks = {_rank(part[2][0]) for part in parts} if self._is_rows else None
         if ranks == {0}:
             for _, values, (row,) in parts:
@@ -92,7 +92,7 @@ class _PartedValue:
     size: int
 
     def added_up(self, parts: Sequence[_Part]) -> Array:
-        """An array with all parts in their places."""
+        """Return an array with all parts in their places."""
         (place, values, _), *rest = parts
         if place is None and not rest:
             return values
@@ -116,19 +116,19 @@ class _PartLog(StoreLog[_Part]):
     entry_nbytes = 120  # a triple, and the tuple in it
 
     def since(self, count: int) -> Sequence[object]:
-        """The values behind the first `count`; None for what has been added up."""
+        """Return the values behind the first `count`; None for parts already added up."""
         return [None if place is None else values for place, values, _ in self[count:]]
 
     def buffers(self) -> Sequence[Array]:
-        """The sum, if it was made here; a view, or what it looks into, counts by itself."""
+        """Return the sum, if it was made here; a view, or its base, counts by itself."""
         return [values for place, values, _ in self[:1] if place is None and values.base is None]
 
 
 class PartSum(StoreVersion[_Part]):
-    """The gradients that have reached parts of a value, which add up when they are as large as the whole.
+    """The gradients of parts of a value, added up when they are as large as the whole.
 
     Attributes:
-        whole: what they are parts of.
+        whole: the value that has the parts.
         size: elements that have come since the last time that all were added up; see `_ENTRY`.
     """
 
@@ -142,14 +142,14 @@ class PartSum(StoreVersion[_Part]):
 
     @classmethod
     def of(cls, whole: _PartedValue, parts: Sequence[_Part]) -> PartSum:
-        """One with these parts alone, added up if they are as large as the whole."""
+        """Make a sum of these parts alone, added up if they are as large as the whole."""
         size = sum(values.size + _ENTRY for _, values, _ in parts)
         if size >= whole.size:
             parts, size = [(None, whole.added_up(parts), ())], 0
         return cls(whole, _PartLog(parts), len(parts), sum(values.nbytes for _, values, _ in parts), size)
 
     def parts(self) -> Sequence[_Part]:
-        """All of them, or what they add up to if that is known."""
+        """Return all parts, or their sum if that is known."""
         return self.entries() if self._total is None else [(None, self._total, ())]
 
     def with_parts(self, parts: Sequence[_Part]) -> PartSum:
@@ -167,7 +167,7 @@ class PartSum(StoreVersion[_Part]):
         return self.with_parts(other.parts()) if other.length <= self.length else other.merged(self)
 
     def total(self) -> Array:
-        """The sum of all, each in its place of the whole; nobody writes to it."""
+        """Return the sum of all parts, each in its place of the whole; nothing writes to it."""
         if self._total is None:
             self._total = self.whole.added_up(self.parts())
         return self._total if self._total.dtype == self.whole.dtype else self._total.astype(self.whole.dtype)
@@ -235,7 +235,7 @@ PART_OF_SUM = define("part_of_sum", _part_spec, _part_kernel, host_inputs=_part_
 
 
 def are_parts(grad: Tensor, whole: Shape) -> bool:
-    """Whether a gradient of a value of shape `whole` is made of parts that are few beside it, as far as is known."""
+    """Return True if a gradient for a value of shape `whole` consists of comparatively few parts, as far as known."""
     node = _maker(grad)
     if node.op is PART_OF_SUM:
         return bool(node.attrs["key"] == _WHOLE)
@@ -271,9 +271,9 @@ def whole_sum(total: Tensor, like: Tensor) -> Tensor:
 
 
 def joined_parts(grads: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
-    """Gradients of the forward value `like`, with all that are made of parts in one sum if one is a sum already.
+    """Return gradients of the forward value `like`, with all partial ones joined in one sum if there is a sum already.
 
-    A slice that is used in front of a loop would else come back as zeros of the whole, and these be added to the sum.
+    Otherwise a slice used before a loop would come back as zeros of the whole, which would be added to the sum.
     """
     parts = [grad for grad in grads if are_parts(grad, like.shape)]
     sums = [grad for grad in parts if _maker(grad).op is PART_OF_SUM]

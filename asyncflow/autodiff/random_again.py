@@ -1,4 +1,5 @@
-"""Random numbers drawn once more, the same: elsewhere in a program, such as in the gradient of what has drawn them.
+"""Random numbers drawn a second time, with the same bits, elsewhere in a program: for example in the gradient of the
+node that drew them.
 
 A loop keeps the *key* of a firing, a few integers, in place of all that was drawn (`asyncflow.ops.random_again`).
 """
@@ -20,7 +21,7 @@ from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
 
 
 def draws(node: Node) -> bool:
-    """Return True if what a node gives depends on where it stands, so that it has to be told a key elsewhere."""
+    """Return True if a node's values depend on its place, so that a copy elsewhere needs a key."""
     return node.op.needs_context and told_key(node) is None
 
 
@@ -35,11 +36,11 @@ def drawn_again(node: Node, key: Tensor, inputs: Sequence[Tensor], inside: int, 
     """Return the results of a node that draws random numbers, in another place.
 
     Args:
-        node: it; one that is told a key is told this one instead.
-        key: of the firing in which, or around which, it draws; with rows, those of their firings.
+        node: the node; a node with a key of its own gets this one instead.
+        key: of the firing in which, or around which, it draws; with rows, the keys of their firings.
         inputs: its inputs, as they are here.
         inside: how many loops are around it since the key was taken; there are as many here.
-        axes: how many row axes the key has (`axes_of`): the outer ones of those that the node draws for.
+        axes: number of row axes of the key (`axes_of`): the outer axes of the node's rows.
     """
     name, attrs = node.op.name, node.attrs
     if node.op is RANDOM_AGAIN:
@@ -69,10 +70,10 @@ not_differentiable(RANDOM_KEY, because="its result is integers")
 
 @derivative(RANDOM_AGAIN, SEEDED)
 def _drawn_again(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    """Refuses where the derivative of the op that draws might.
+    """Refuse gradients through a draw if the drawing op may have a derivative.
 
     Raises:
-        GraphError: its results depend on what it is given, which is no constant.
+        GraphError: its results depend on an input that is no constant.
     """
     op = _op_drawing(node)
     given = [x for x in node.inputs[1:] if carries_gradient(x.spec) and x.node.op is not CONSTANT]

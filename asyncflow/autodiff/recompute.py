@@ -1,7 +1,7 @@
-"""`recompute`: a piece of a graph that its gradient runs again, so that nothing inside has to be kept.
+"""`recompute`: a piece of a graph that its gradient runs again, so that no inner value is kept.
 
 The piece stands in the graph as it is. Behind it stands one node that passes its results on, and has as further inputs
-all that the piece uses: gradients that arrive there make a copy of the piece, and go through that. A *barrier* gives
+all that the piece uses: gradients that arrive there make a copy of the piece, and go through that. A *delay* node gives
 the copy its inputs once the gradients are there, so that it runs late, and that no pass takes it for the piece itself.
 
 All is told by the graph: the piece is what lies between the inputs and the results of the node. So it may be copied,
@@ -70,12 +70,12 @@ def _through(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
 
 
 def recompute(fn: Callable[P, Nest]) -> Callable[P, Nest]:
-    """Makes a function that builds part of a graph, and whose inner values are computed again for its gradient.
+    """Make a function that builds part of a graph, and whose inner values are computed again for its gradient.
 
     Its arguments are kept for the gradient, and nothing that it computes from them: the gradient runs it again, once
     what reaches its results is there. That takes its time once more, and saves the memory of all its inner values; also
     in loops, where the arguments of each iteration are saved, and one piece inside another (as `jax.checkpoint`).
-    What is computed from captured tensors and variables alone may be shared with the forward program.
+    Values computed from captured tensors and variables alone may be shared with the forward program.
 
     Random numbers come out equal; in vertex functions they are refused. Gradients are the same within rounding, and to
     the bit where they add up in the same order.
@@ -125,7 +125,7 @@ def recompute(fn: Callable[P, Nest]) -> Callable[P, Nest]:
 def _passed(
     name: str, graph: Graph, outputs: Sequence[Tensor], arguments: Sequence[Tensor], built: Iterable[Node]
 ) -> Sequence[Tensor]:
-    """The results behind the node that differentiates them, if there is anything to run again."""
+    """Return the results behind the node that differentiates them, if there are nodes to run again."""
     piece = {node for node in built if node.op not in _NOT_COPIED}
     nodes = _between(outputs, arguments, piece.__contains__)
     for node in nodes:
@@ -156,7 +156,9 @@ _NOT_COPIED = frozenset({PARAMETER, PLACEHOLDER, VARIABLE_READ})
 
 
 def _between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], is_in: Callable[[Node], bool]) -> list[Node]:
-    """The nodes that make `outputs` of `inputs` and for which `is_in` holds, each behind those whose values it uses."""
+    """Return the nodes between `inputs` and `outputs` for which `is_in` holds, each behind the nodes whose values it
+    uses.
+    """
     given = set(inputs)
     found: dict[Node, None] = {}
     open_ = [x.node for x in outputs if x not in given and is_in(x.node)]
@@ -179,7 +181,7 @@ def _may_run_again(node: Node) -> bool:
 
 
 def _is_repeatable(node: Node) -> bool:
-    """Whether nobody notices that a node runs twice, bodies aside."""
+    """Return True if running a node twice has no visible effect, bodies aside."""
     op = node.op
     if op in _NOT_COPIED or isinstance(node, StructuredNode):
         return True
@@ -258,7 +260,7 @@ def _differentiate(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> 
 def _needed_again(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], whole: Sequence[Node], *, draws_again: bool
 ) -> tuple[list[Node], dict[Node, TracedGradient]]:
-    """Return the nodes of a piece that its gradient runs again, and what the user's gradients in it build.
+    """Return the nodes of a piece that its gradient runs again, and the traces of the user's gradients in it.
 
     A gradient that the user has written may use any value of the piece, so values that no output needs run again too.
 
@@ -287,13 +289,13 @@ def _needed_again(
 
 
 class _PieceCopy:
-    """Nodes that are built once more, in the current graph.
+    """A copy of nodes, in the current graph.
 
     Attributes:
-        seen: values of the piece, or that it uses, and what stands for each here.
+        seen: values of the piece, or used by it, with their copies.
         key: of the random numbers, in the forward program; None if they are drawn anew.
-        traces: what gradients of the user's in the piece build, as far as that is known.
-        given: inputs of the node behind the piece; none where what a gradient of the user's builds is copied.
+        traces: nodes of the user's gradients in the piece, as far as known.
+        given: inputs of the node behind the piece; none while the nodes of a user's gradient are copied.
     """
 
     def __init__(
@@ -315,7 +317,7 @@ class _PieceCopy:
         return graph.import_tensor(self.seen.get(x, x))
 
     def add(self, node: Node, inside: int) -> None:
-        """Builds a node; so many loops of the piece are around it."""
+        """Build a node with `inside` loops of the piece around it."""
         inputs = [self.value(x) for x in node.inputs]
         with device(node.device):
             if isinstance(node, StructuredNode):
@@ -328,7 +330,7 @@ class _PieceCopy:
             self.note(x, copied)
 
     def note(self, x: Tensor, copied: Tensor) -> None:
-        """Notes what stands for a value here; extents that are equal there are equal here."""
+        """Note the copy of a value; extents that are equal in the original are equal in the copy."""
         self.seen[x] = copied
         if x in x.graph.extents and x.graph.is_subgraph and copied.graph.is_subgraph:
             copied.graph.extents[copied] = x.graph.extents[x]

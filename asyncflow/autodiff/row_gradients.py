@@ -1,13 +1,13 @@
-"""Gradients of RowStores: sums of what reaches rows, in one array that is written in place.
+"""Gradients of RowStores: sums of the gradients of rows, in one array that is written in place.
 
-What `take` is to a store, adding at rows is to its gradient, and `append` reads from it what has come for the rows
-that were appended. Both rules hold for gradients of gradients, too, so one op adds and one reads, each for rows at
-indices or for a range.
+Addition at rows is to its gradient as `take` is to a store; and `append` reads from it the gradients of the appended
+rows. Both rules hold for gradients of gradients, too, so one op adds and one reads, each for rows at indices or for a
+range.
 
-A version of such a sum is a `StoreVersion` of additions. They are carried out when somebody reads, in an array that is
-as long as the store was; so a loop pays for the rows that it reads and adds, however many there are. Since the array
-has all additions up to some version, an older one that is still read, and that must not see them, begins anew from the
-log. When as much has been added as the array holds, what it holds begins a new log.
+A version of such a sum is a `StoreVersion` of additions. They are carried out at the first read, in an array that is as
+long as the store was. So a loop pays for the rows that it reads and adds, however many there are. Since the array has
+all additions up to some version, an older version that is still read begins anew from the log. When as much has been
+added as the array holds, its content begins a new log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.values import Array, Kernel, Namespace
 
 _Added: TypeAlias = "tuple[int, slice | Array, Array]"
-"""Of how many rows of a store is known; which of them; and what is added to these. Rows behind are not touched."""
+"""An addition: the number of rows the store had, the rows concerned, and the values added. Rows behind are not
+touched.
+"""
 
 
 class _RowLog(StoreLog[_Added]):
@@ -57,7 +59,7 @@ class _RowLog(StoreLog[_Added]):
         super().__init__(entries)
 
     def since(self, count: int) -> Sequence[object]:
-        """The values behind the first `count`; None for those that were let go of."""
+        """Return the values behind the first `count`; None for dropped ones."""
         entries: Sequence[_Added | None] = self[count:]
         return [None if entry is None else entry[2] for entry in entries]
 
@@ -70,7 +72,7 @@ class _RowLog(StoreLog[_Added]):
             self.put(entry)
 
     def put(self, entry: _Added) -> None:
-        """One addition more."""
+        """Append one addition."""
         size, where, values = entry
         if self:
             self.added += len(values) if type(where) is slice else where.size
@@ -97,11 +99,11 @@ class RowGradient(StoreVersion[_Added]):
 
     @classmethod
     def of(cls, xp: Namespace, kind: RowKind, entries: Sequence[_Added]) -> RowGradient:
-        """One with these additions alone."""
+        """Make a gradient of these additions alone."""
         return cls(xp, kind, _RowLog(entries), len(entries), _nbytes(entries))
 
     def with_entries(self, entries: Sequence[_Added]) -> RowGradient:
-        """The sum with more added; it begins a new log where that makes the old one as large as what it adds up to."""
+        """Return the sum with more additions; it begins a new log when the old one is as large as its sum."""
         xp, kind, log, length = self.xp, self.kind, self.log, self.length
         if log.added >= log.longest and length == len(log):
             return RowGradient.of(xp, kind, [self._taken(), *entries])
@@ -109,7 +111,7 @@ class RowGradient(StoreVersion[_Added]):
         return RowGradient(xp, kind, grown, length + len(entries), self.nbytes + _nbytes(entries))
 
     def with_entry(self, entry: _Added) -> RowGradient:
-        """The sum with one addition more."""
+        """Return the sum with one more addition."""
         log, length = self.log, self.length
         if log.added < log.longest:
             with log.lock:
@@ -119,11 +121,11 @@ class RowGradient(StoreVersion[_Added]):
         return self.with_entries((entry,))
 
     def merged(self, other: RowGradient) -> RowGradient:
-        """The sum with what was added to `other`; the cost is that of the shorter one."""
+        """Return the sum with the additions of `other`; the cost depends on the shorter one."""
         return self.with_entries(other.entries()) if other.length <= self.length else other.merged(self)
 
     def range(self, start: int, stop: int, *, is_last: bool = False) -> Array:
-        """The sums for the rows from `start` up to `stop`; `is_last` where nobody reads another version."""
+        """Return the sums for the rows from `start` up to `stop`; `is_last` if no other version is read."""
         with self.log.lock:
             found = self._total(stop, start, is_last=is_last)[start:stop]
             # A copy takes half the time of `array`.
@@ -136,7 +138,7 @@ class RowGradient(StoreVersion[_Added]):
             return found.astype(self.kind.dtype, copy=False)
 
     def _taken(self) -> _Added:
-        """All that was added, as one; the log has to begin anew if it is asked again."""
+        """Take all additions out as one; the log has to begin anew for a further read."""
         log, rows = self.log, self.log.longest
         with log.lock:
             total = self._total(rows, 0)
@@ -146,7 +148,7 @@ class RowGradient(StoreVersion[_Added]):
     def _total(self, rows: int, first: int, *, is_last: bool = False) -> Array:
         """Return the sum in at least `rows` rows, right from `first` on, in the dtype of `summed_in`; under the lock.
 
-        Where nobody reads another version, the log lets go of what it has added.
+        If no other version is read, the log drops the additions it has summed.
         """
         log, length, total = self.log, self.length, self.log.total
         if log.folded > length and any(size > first for size, _, _ in log[length : log.folded]):
@@ -236,7 +238,9 @@ ADD_ROWS = define(
     host_inputs=lambda node: (2, 3) if node.attrs["is_range"] else (2,),
     traits=OPAQUE,
 )
-"""Adds values for the rows from `first` up to `second`, or for those at the indices `second` of the first `first`."""
+"""Op that adds values for the rows from `first` up to `second`, or for the indices `second` of the first `first`
+rows.
+"""
 READ_ROWS = define(
     "row_gradients",
     _read_spec,
@@ -245,7 +249,7 @@ READ_ROWS = define(
     host_inputs=lambda node: (1, 2) if node.attrs["is_range"] else (1,),
     traits=READS_STORE,
 )
-"""The sums for such rows. The compiler says where no other version is read."""
+"""Op that returns the sums for such rows. The compiler says where no other version is read."""
 ADDERS.add(ADD_ROWS)
 
 

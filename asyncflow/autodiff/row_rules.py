@@ -1,6 +1,7 @@
-"""Row rules of the stores that gradients of loops use: entries have a row axis, and their numbers are the same for all.
+"""Row rules of the stores that gradients of loops use: entries have a row axis, and entry numbers are common to all
+rows.
 
-A store of saved values has rows if what is saved has them, and a store of gradients always has.
+A store of saved values has rows if the saved values have them, and a store of gradients always has.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ NEW_STORE = define(
     is_total=True,
     traits=OPAQUE,
 )
-"""A store with nothing in it; its attribute ``moves``, if it has one, is for `asyncflow.compiler.memory.move_saved`."""
+"""Op that makes an empty store; its attribute ``moves``, if any, is for `asyncflow.compiler.memory.move_saved`."""
 
 
 def _moving_store(xp: Namespace, *, swapping: Swapping, label: str, moves: Moves, loops: Sequence[str]) -> Kernel:
@@ -62,11 +62,13 @@ READ_SAVED = define(
     is_total=True,
     traits=READS_STORE,
 )
-"""Whatever makes one: the innermost loop around it reads each number once. The compiler says which read is the last."""
+"""Op that reads a saved value: the innermost loop around it reads each number once. The compiler says which read is
+the last.
+"""
 
 
 def new_store() -> Tensor:
-    """A store with nothing in it."""
+    """Make an empty store."""
     return apply(NEW_STORE)[0]
 
 

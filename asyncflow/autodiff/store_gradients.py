@@ -1,6 +1,6 @@
-"""Gradients of stores of saved values, and of TensorArrays: stores of gradients, of which those for one place add up.
+"""Gradients of stores of saved values, and of TensorArrays: stores of gradients that add up for each place.
 
-What writes to an array reads from its gradient, and the other way round: unstack is the counterpart of stack, scatter
+A write to an array is a read from its gradient, and the other way round: unstack is the counterpart of stack, scatter
 of gather, split of concat. No rule needs the array itself, so an array may be used up, or closed, before its gradient
 is taken.
 """
@@ -122,7 +122,7 @@ def _pieces_spec(grads: Spec, lengths: Spec, *sizes: Spec, dtype: DType, shape: 
 
 
 def _cuts(lengths: Array) -> list[slice]:
-    """The slices that pieces of these lengths are."""
+    """Return the slices of consecutive pieces of these lengths."""
     ends = list(accumulate(lengths.tolist(), initial=0))
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
@@ -186,7 +186,7 @@ def element_gradient(grads: Tensor, index: Tensor, element: Tensor, *, is_once: 
 
 
 def stacked_gradients(grad: Tensor, indices: Tensor | None = None) -> Tensor:
-    """The gradient of an array whose elements (those at `indices`, or all) are used as the rows of one tensor."""
+    """Return the gradient of an array whose elements (at `indices`, or all) are used as the rows of one tensor."""
     return apply(STACKED_GRADIENTS, grad, *_given(indices))[0]
 
 

@@ -1,9 +1,9 @@
-"""Stores that a loop carries from iteration to iteration: of the values it saves, and of gradients that add up.
+"""Stores that a loop carries from iteration to iteration: of saved values, and of gradients that add up.
 
 A store is a value like any other, a VARIANT, of which each write gives a new version. Versions share one log: the
-newest is written to in place, and an older one copies what it sees of the log first, so that all keep their meaning.
-What an entry is, and what is read of several, is the rule of each kind: here are `SavedValues`, one value a number and
-in order, and `StoreGradient`, whose entries for one element add up; `part_sums` has the sums of parts of a value.
+newest is written to in place, and an older one first copies its part of the log, so that all keep their meaning. Each
+kind has its rule for entries and reads: here are `SavedValues`, one value a number and in order, and `StoreGradient`,
+whose entries for one element add up. `part_sums` has the sums of parts of a value.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StoreLog(list[Entry]):
 
 
 class MovingLog(StoreLog["Value"]):
-    """Saved values of which the large ones may leave the device's memory, and come back before they are read.
+    """A log of saved values; large values may leave the device's memory, and come back before their reads.
 
     Args:
         entries: with which it begins.
@@ -205,7 +205,7 @@ class SavedValues(StoreVersion["Value"]):
         return (log[0], self.nbytes * count // length, count) if count else (None, 0, 0)
 
     def read_last(self, index: int) -> Value:
-        """The same, where nobody reads it again: the store lets go of it."""
+        """Return the value and drop it from the store; for the last read."""
         return self.log.take(index)
 
 
@@ -242,7 +242,7 @@ class StoreGradient(StoreVersion[Reached]):
 
     @classmethod
     def of(cls, entries: Sequence[Reached]) -> StoreGradient:
-        """One with these entries alone."""
+        """Make a gradient of these entries alone."""
         return cls(_GradientLog(entries), len(entries), _nbytes(entries))
 
     def with_entries(self, entries: Sequence[Reached]) -> StoreGradient:
@@ -260,20 +260,20 @@ class StoreGradient(StoreVersion[Reached]):
         return [self.log[place][1] for place in self.log.positions.get(index, ()) if place < self.length]
 
     def take(self, index: int) -> list[Grad]:
-        """The same, where nobody reads them again: the store lets go of them."""
+        """Return the gradients and drop them from the store; for the last read."""
         found, log = self.read(index), self.log
         for place in log.positions.pop(index, ()):
             log[place] = index, None
         return found
 
     def total(self, index: int, shape: tuple[int, ...], xp: Namespace, *, is_last: bool = False) -> Array | None:
-        """The sum of the gradients of one element of this shape; None if there are none.
+        """Return the sum of the gradients of one element of this shape; None if there are none.
 
         Args:
             index: of the element.
             shape: of the element.
             xp: the namespace of its arrays.
-            is_last: nobody reads them again.
+            is_last: True for the last read.
 
         Raises:
             ValueError: one has another shape. It is not broadcast: the sum would be silently wrong.

@@ -47,7 +47,7 @@ class Sweep:
     """Gradients on their way to the values of one graph or body.
 
     Args:
-        nodes: of the graph, in its order: at least those behind what is given.
+        nodes: of the graph, in its order: at least the nodes behind the given tensors.
         wanted: values of it whose gradients are asked for.
         variables: variables whose gradients are asked for, wherever they are read.
         stopped: values that count as constants.
@@ -87,17 +87,19 @@ class Sweep:
                 self._step(node)
 
     def inside(self, nodes: Iterable[Node], wanted: Collection[Tensor], stands_for: Mapping[Tensor, Tensor]) -> Sweep:
-        """A sweep for the same variables over a copy of nodes, whose values stand for those of this sweep's."""
+        """Make a sweep for the same variables over a copy of nodes, whose values stand for the originals in this
+        sweep.
+        """
         stopped = [stands_for[x] for x in self.stopped if x in stands_for]
         return Sweep(nodes, wanted, list(self.variables.values()), stopped)
 
     def give(self, tensor: Tensor, grad: Tensor) -> None:
-        """Adds to what reaches a value."""
+        """Add a gradient to a value."""
         if tensor in self.connected and carries_gradient(tensor.spec):
             self._grads.setdefault(tensor, []).append(grad)
 
     def give_variable(self, serial: int, grad: Tensor) -> None:
-        """Adds to what reaches a variable."""
+        """Add a gradient to a variable."""
         self._of_variables.setdefault(serial, []).append(grad)
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
@@ -117,7 +119,7 @@ class Sweep:
         return self._grads.get(x, ()) if isinstance(x, Tensor) else self._of_variables.get(x.serial, ())
 
     def is_left(self, tensor: Tensor) -> bool:
-        """Whether the sweep has stopped at a value, which is one of `views`."""
+        """Return True if the sweep has stopped at a value, which is one of `views`."""
         return tensor in self.views and all(are_parts(grad, tensor.shape) for grad in self.contributions(tensor))
 
     def gradient_of_variable(self, variable: Variable) -> Tensor | None:
@@ -126,11 +128,11 @@ class Sweep:
         return sum_gradients(grads) if grads else None
 
     def reaches(self, tensor: Tensor) -> bool:
-        """Whether anything has reached a value."""
+        """Return True if a gradient has reached the value."""
         return tensor in self._grads
 
     def reaches_variable(self, variable: Variable) -> bool:
-        """Whether anything has reached a variable."""
+        """Return True if a gradient has reached the variable."""
         return variable.serial in self._of_variables
 
     def _leave(self, read: Node) -> None:
@@ -169,7 +171,9 @@ class Sweep:
 
 
 def value_of(x: Tensor | Variable) -> Tensor:
-    """Return a tensor, or a variable read where the user has placed the variable, not beside what is differentiated."""
+    """Return the tensor, or a read of the variable where the user has placed it, not beside the differentiated
+    nodes.
+    """
     if isinstance(x, Tensor):
         return x
     with device(None):

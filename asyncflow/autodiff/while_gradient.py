@@ -1,8 +1,8 @@
 """The gradient of `while`: a `while` that runs as many iterations as the forward one did, from the last to the first.
 
-Its loop variables are a counter, what reaches each loop variable of the forward loop, and what has reached each capture
-and variable so far (EuroSys '18 §5). Values of the forward body that it needs are saved, one store per value
-(`saved_values`); what is cheap is computed again from what is there: constants, captures, counters, casts and reshapes
+Its loop variables are a counter, the gradients of the forward loop variables, and the sums so far for each capture and
+variable (EuroSys '18 §5). Values of the forward body that it needs are saved, one store per value (`saved_values`).
+Cheap values are computed again from present ones: constants, captures, counters, casts and reshapes
 (docs/design/gradients.md).
 """
 
@@ -40,7 +40,7 @@ from asyncflow.state.variable import Variable
 _COUNT = Spec(int64, ())
 
 _MOST_VIEWS = 16
-"""Views of views that are told apart from what is computed in each iteration."""
+"""Maximum depth of views of views that are told apart from values computed in each iteration."""
 
 
 @sweep_rule(WHILE)
@@ -60,10 +60,10 @@ class _WhileGradient:
 
     Attributes:
         grads: what reaches each output of the loop.
-        active: places of the loop variables between what is wanted and what has a gradient, and that change.
-        fixed: places of those that do not change, and of the captures that are wanted and matter.
-        variables: those that are wanted and matter.
-        twins: what is made beside the forward loop, by what its body makes.
+        active: places of changing loop variables that lie between the wanted values and the outputs with gradients.
+        fixed: places of unchanging ones, and of the captures that are wanted and matter.
+        variables: variables that are wanted and matter.
+        twins: values made beside the forward loop, by the values of its body that they repeat.
     """
 
     def __init__(self, node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep) -> None:
@@ -100,7 +100,7 @@ class _WhileGradient:
         return active, fixed, [x for serial, x in sweep.variables.items() if read & sweep.bits[serial]]
 
     def is_fixed(self, place: int) -> bool:
-        """Whether a loop variable is the same in every iteration, as captures are."""
+        """Return True if a loop variable is the same in every iteration, as captures are."""
         return self.forward.results[place] is self.forward.inputs[place]
 
     def run(self) -> Sequence[Tensor | None]:
@@ -160,9 +160,9 @@ class _WhileGradient:
     # -- views that the body makes of what is the same in every iteration --------------------------------------------
 
     def views(self, fixed: Collection[Tensor]) -> list[Tensor]:
-        """The views that the forward body makes of `fixed`, which it is given, and of one another.
+        """Return the views that the forward body makes of `fixed` values, and of one another.
 
-        What reaches parts of one is added up as such, and goes through the view once, behind the loop. In each
+        Gradients of parts of a view are added up as such, and go through the view once, behind the loop. In each
         iteration it would be as large as the whole.
         """
         depths = {x: 0 for x in fixed if x.dtype.kind in "fc"}
@@ -190,7 +190,7 @@ class _WhileGradient:
         return self.twins[x]
 
     def give(self, target: Tensor, total: Tensor) -> None:
-        """Gives what has reached a value outside, or a view that is made there."""
+        """Pass a gradient on to an outside value, or through a view made outside."""
         if target not in set(self.twins.values()):
             self.sweep.give(target, total)
             return
@@ -206,7 +206,7 @@ class _WhileGradient:
         return ensure_shape(self.graph.import_tensor(zeros_if_none(grad, final)), final.shape)
 
     def add_loop(self, body: GradientBody, parameters: Sequence[Tensor], starts: Sequence[Tensor], label: str) -> Node:
-        """The gradient loop, once its body is built; `parameters` are those of the body that are loop variables."""
+        """Add the gradient loop, once its body is built; `parameters` are the body's inputs that are loop variables."""
         body.inputs = [*parameters, *body.captures.values()]
         condition = Subgraph(self.graph, f"{label}/cond")
         specs = [parameter.spec for parameter in parameters]
@@ -226,7 +226,7 @@ def _kept(node: WhileNode) -> _Kept:
 
 
 class _Kept:
-    """Values that a forward loop keeps for its gradients, and the way their bodies find them.
+    """Values that a forward loop keeps for its gradients, and their lookup in gradient bodies.
 
     Attributes:
         forward: the body of the loop.
@@ -302,7 +302,7 @@ class _Kept:
         return self.node.inputs[place] if is_fixed else None
 
     def is_there(self, tensor: Tensor) -> bool:
-        """Whether a value need not be saved for its own sake."""
+        """Return True if a value need not be saved for its own sake."""
         return (
             tensor is self.counted[0]
             or tensor in self.counters
@@ -373,7 +373,7 @@ def _home(store: Tensor) -> Node:
 
 
 def is_successor(result: Tensor, parameter: Tensor) -> bool:
-    """Whether a loop variable goes up by one: `result` is what `parameter` is in the next iteration."""
+    """Return True if a loop variable goes up by one: `result` is the next iteration's `parameter`."""
     node = result.node
     if node.op is not ADD or len(node.inputs) != 2:
         return False

@@ -1,1 +1,1 @@
-"""How are branches and loops written? `cond`, `while_loop`, TensorArray, folds, and the primitives they lower to."""
+"""Branches and loops: `cond`, `while_loop`, TensorArray, folds, and the primitives they lower to."""

@@ -1,4 +1,4 @@
-"""What is known of a TensorArray behind a loop or branch, read off the graph that made and wrote it.
+"""Facts on a TensorArray behind a loop or branch, read off the graph that made and wrote the array.
 
 A handle that comes out of a loop or branch is a new tensor, of which Python knows nothing yet. Its elements were
 written before the loop, or in its body: what the shapes of those writes have in common holds for every element. The
@@ -24,12 +24,13 @@ ElementRule: TypeAlias = "Callable[[Node], Shape]"
 
 
 def elements_of(handle: Tensor, declared: Shape, writers: Mapping[Op, ElementRule]) -> tuple[Common, Node | None]:
-    """Return the shape of the elements of an array, and the node that made it, as far as they are known.
+    """Return the shape of an array's elements, and the node that made the array, as far as known.
 
     Args:
         handle: carries the array.
         declared: the shape that each element has.
-        writers: the ops that write elements into the array that is their first input, and which.
+        writers: the ops that write elements into the array that is their first input, with the rules for these
+            elements.
     """
     written = _Written(declared, writers)
     if not written.follow(handle, None):

@@ -3,12 +3,12 @@
 A state of an array (`asyncflow.control.array_value`) never changes. All states reached from one creation by one write
 after another share a *store*; a state is the store and a version, and sees the elements written up to that version. A
 write through the newest state goes into the store itself; a write through an older one first copies the store's table
-(not the elements). So a loop writes in O(1), and yet each state holds exactly what was written on the way to it, in
+(not the elements). So a loop writes in O(1), and yet each state holds exactly the elements written on the way to it, in
 whatever order independent writes run.
 
-Where it can, a store of fixed size copies what is written into the rows of one *block*, so that a stack of the full
-array is the block itself, and whoever wrote an element may change its buffer afterwards. An element that does not
-fit in the block, and every element of an array that has none (`Store.new_block` says which), is kept as it was given.
+Where it can, a store of fixed size copies elements into the rows of one *block*, so that a stack of the full array is
+the block itself. The writer of an element may then change its buffer afterwards. An element that does not fit in the
+block, and every element of an array without one (`Store.new_block` says which), is kept as given.
 
 Elements are shared between such copies, so "read once" (`clear_after_read`) holds for an element and not for a
 state: which of two reads comes too late depends on the schedule, that one of them does does not.
@@ -74,10 +74,10 @@ class ArrayKind:
 
 @final
 class Block:
-    """Room for all elements of an array of fixed size, that are numbers of one shape.
+    """A block: memory for all elements of an array of fixed size, if these are numbers of one shape.
 
-    Nobody changes a row that is written, so rows are shared without a copy; they are read-only, because readers must
-    not change them either. The memory is freed with the last of the rows written.
+    Written rows are never changed, so rows are shared without a copy; they are read-only, because readers must not
+    change them either. The memory is freed with the last of the rows written.
 
     Attributes:
         fits: shape of the elements that can be written; None once one was taken, since no stack will come then.
@@ -118,7 +118,7 @@ class Block:
         return None if readable is None or self.left != len(readable) else readable
 
     def take_whole(self) -> Array | None:
-        """All rows, as from `whole`, for the last time: nobody else has any, so the reader may have them to itself."""
+        """Return all rows, as `whole` does, for the last time: the only reader may then own them."""
         array = None if self.whole() is None else self.array
         if array is not None:
             self.free()
@@ -291,7 +291,7 @@ class Store:
         return value
 
     def whole(self, size: int, version: int) -> Array | None:
-        """All elements in one array, if they are in one and none has been taken out."""
+        """Return all elements as one array, if they lie in one array and none has been taken out."""
         self.require_open()
         block = self.block
         if block is not None:

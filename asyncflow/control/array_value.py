@@ -25,10 +25,10 @@ from asyncflow.values import Array, Namespace
 
 
 class ArrayValue:
-    """One state of an array: what flows along the edges of a graph. Immutable; any thread may use it.
+    """One state of an array: the value on the edges of a graph. Immutable; any thread may use it.
 
-    Indices and sizes are Python ints. Every method checks what it is given and raises IndexError (an index outside
-    the array), TypeError (dtype) or ValueError (anything else).
+    Indices and sizes are Python ints. Every method checks its arguments and raises IndexError (an index outside the
+    array), TypeError (dtype) or ValueError (anything else).
 
     Attributes:
         size: number of elements, written or not.
@@ -63,7 +63,7 @@ class ArrayValue:
         return self._store.kind
 
     def one_by_one(self) -> ArrayValue:
-        """This array, to which nothing is written yet: it will keep each element by itself, as it is given."""
+        """Return this array, still empty, set to keep each element by itself, as given."""
         self._store.family.in_block = False
         return self
 
@@ -116,7 +116,7 @@ class ArrayValue:
         return ArrayValue(target, version, size, widen(self._common, values.shape[1:]))
 
     def split(self, values: Array, lengths: Array) -> ArrayValue:
-        """The state in which the elements are pieces of `values` along its first axis, of these lengths."""
+        """Return the state whose elements are pieces of `values` along its first axis, of these lengths."""
         self._check_dtype(values)
         if values.ndim == 0:
             raise ValueError("split cuts an array along its first axis; got a scalar")
@@ -136,7 +136,7 @@ class ArrayValue:
         return self._put(pieces, size, keep=True)
 
     def _put(self, items: Iterable[tuple[int, Array]], size: int, *, keep: bool = False) -> ArrayValue:
-        """The state with these elements; `keep` them as they are, without a copy."""
+        """Return the state with these elements; `keep` stores them without a copy."""
         store, common = self._store, self._common
         with store.family.lock:
             store.require_open()
@@ -238,7 +238,7 @@ class ArrayValue:
         return self._stacked(indices, keeps=True)
 
     def concat(self) -> tuple[Array, Array]:
-        """All elements, joined along their first axis; and how long each is along it, as int64 of NumPy's."""
+        """Return all elements joined along their first axis, and their lengths along it, as an int64 NumPy array."""
         xp, dtype = self._store.xp, self.kind.dtype
         pieces = [self.read(index) for index in range(self.size)]
         if not pieces:

@@ -20,13 +20,13 @@ _WEAK = (bool, int, float, complex)
 
 
 def user_function(function: object, role: str, n_arguments: int, arguments: str) -> Callable[..., Nest]:
-    """`function`, once it is known to take what it will be called with; what it returns is no coroutine.
+    """Check that `function` takes its future arguments and is no coroutine function, and return it.
 
     Args:
         function: what the user gave.
         role: what for, such as ``true_fn of cond``.
         n_arguments: how many it is called with, all by position.
-        arguments: what they are, such as ``2 loop variables``.
+        arguments: description of the arguments, such as ``2 loop variables``.
 
     Raises:
         GraphError: it is no function, is a coroutine function, or takes other arguments.
@@ -127,7 +127,7 @@ def join_captures(bodies: Sequence[Subgraph], n_parameters: int) -> list[Tensor]
 
 
 def add_outer_controls(node: Node) -> None:
-    """Makes a structured node wait for what its bodies named as control inputs outside themselves."""
+    """Make a structured node wait for the outside nodes that its bodies named as control inputs."""
     for body in node.subgraphs:
         for outer in body.outer_controls:
             add_control_input(node, outer)

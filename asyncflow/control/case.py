@@ -157,7 +157,7 @@ class _Branches:
         self.first_returned: Nest = None
 
     def choose(self, index: Tensor, name: str | None) -> Nest:
-        """The results of the branch that `index` says, the last one if it is too large."""
+        """Return the results of branch number `index`, or of the last branch if the index is too large."""
         if len(self.functions) == 1:
             return self.only(index, name)
         return self.between(0, len(self.functions), index, self.what if name is None else name)

@@ -48,10 +48,10 @@ def cond(
 def cond(
     pred: TensorLike, true_fn: Callable[[], Nest], false_fn: Callable[[], Nest], *, name: str | None = None
 ) -> Nest:
-    """The results of `true_fn` if `pred` holds, else those of `false_fn`; only that branch's nodes run.
+    """Return the results of `true_fn` if `pred` holds, else of `false_fn`; only that branch's nodes run.
 
-    Each function is called once, while the graph is built, and may use any tensor around it. Fetching one of several
-    results runs only what it needs, and, in a graph with ordered effects, all effects of the branch taken.
+    Each function is called once, while the graph is built, and may use any tensor around it. A fetch of one of several
+    results runs only the nodes it needs, and, in a graph with ordered effects, all effects of the branch taken.
 
     Args:
         pred: a boolean with one element. A Python bool is a constant: both branches are still built.
@@ -99,7 +99,7 @@ def add_cond(predicate: Tensor, branches: Sequence[Subgraph], label: str) -> Nod
 
 
 def effects_advice(returned: Sequence[Nest]) -> str:
-    """Advice on branches that differ, if one of them returns None."""
+    """Return advice on differing branches, if one of them returns None."""
     return "; for branches that only have effects return None from both" if any(x is None for x in returned) else ""
 
 

@@ -114,7 +114,7 @@ def _over_rows(
     reverse: bool,
     stacks: bool = False,
 ) -> tuple[_State, list[Tensor], list[Tensor]]:
-    """The kind of state, the last one, and, if it `stacks`, those after each row."""
+    """Return the kind of state, the last state, and, if it `stacks`, the states after each row."""
     with graph_for(*nest.flatten((elems, initializer))[0]):
         rows = RowOrder(what, elems, reverse=reverse)
         state, first = rows.start(initializer)

@@ -18,7 +18,7 @@ class Handle:
     __slots__ = ("__weakref__", "_handle", "_is_used", "_writes")
 
     _dropped: str
-    """What to say of a write whose result is dropped, with a place for its location."""
+    """Warning about a write whose result is dropped, with a placeholder for the location."""
 
     # Whether anything has taken the handle, in a list that outlives it; and the handles that writes to this one gave,
     # with that of each and the line of the write, to warn of those that were dropped.
@@ -40,7 +40,7 @@ class Handle:
         self._writes.append((ref(written), written._is_used, user_location()))
 
     def _warn_of_dropped_writes(self) -> None:
-        """Says of each write to this one, which is used now, that its result is gone and nothing has used it."""
+        """Warn of each write to this handle, which is used now, whose result is gone unused."""
         for written, is_used, location in self._writes:
             if written() is None and not is_used[0]:
                 warn_user(self._dropped.format(location))

@@ -33,7 +33,7 @@ class NamedTupleLike(Protocol):
 Tensors: TypeAlias = Union[
     "Tensor", "TensorArray", "RowStore", "tuple[Tensors, ...]", "Mapping[str, Tensors]", DataclassLike, AttrsLike
 ]
-"""A nest of tensors, TensorArrays and RowStores: what goes in has the type of what comes out. That cannot be said of
-one with numbers in it, which become tensors, and of a list, which may be one array."""
+"""A nest of tensors, TensorArrays and RowStores, for functions that return the type they are given. Excluded are nests
+with numbers, which become tensors, and lists, which may be one array."""
 
 N = TypeVar("N", bound=Tensors)

@@ -1,8 +1,8 @@
 """Memory for the rows of a RowStore while a graph runs, written in place when the store is used linearly.
 
-A state of a store is a *block* and a number of rows, and never changes: rows only join behind the newest state. Those
-of an older one go to a copy of the rows that it sees, as do those for which there is no room; a block's rows are never
-written twice, so views of them stay as they are.
+A state of a store is a *block* and a number of rows, and never changes: rows only join behind the newest state. Rows
+appended to an older state go to a copy of its rows, as do rows for which there is no room. A block's rows are never
+written twice, so views of them stay valid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RowBlock:
     Attributes:
         array: to write into.
         readable: the same to read from.
-        filled: number of rows written, which nobody changes.
+        filled: number of rows written; these do not change any more.
     """
 
     __slots__ = ("__weakref__", "array", "filled", "grown_from", "kind", "lock", "readable", "xp")
@@ -68,7 +68,7 @@ class RowBlock:
         self.lock = Lock()
 
     def since(self, count: int) -> Sequence[object]:
-        """Nothing: rows are in the buffer."""
+        """Return an empty sequence: rows are in the buffer."""
         return ()
 
     def buffers(self) -> Sequence[Array]:
@@ -141,11 +141,11 @@ class RowState:
 
 
 def even_rows(indices: Array) -> slice | None:
-    """The slice that names the same rows as `indices` of int64, where these ascend in even steps; None for others.
+    """Return the slice equal to int64 `indices` that ascend in even steps; None for other indices.
 
-    So do the children of a level in complete trees, and in sequences of one length. It takes half a microsecond to see,
-    or less where the first, the second and the last do not fit; what it saves is a copy, and in gradients adding at
-    positions.
+    The children of a level in complete trees are such indices, and so are sequences of one length. The check takes half
+    a microsecond, or less where the first, the second and the last do not fit. It saves a copy and, in gradients, an
+    addition at positions.
     """
     count = indices.size if indices.ndim and indices.dtype == _NUMBER else 0
     if not count:

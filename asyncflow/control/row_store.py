@@ -172,7 +172,7 @@ class RowStore(Handle):
 
     @property
     def kind(self) -> RowKind:
-        """The properties that this store shares with those appended to it."""
+        """Properties that this store shares with the stores appended to it."""
         return self._kind
 
     @property

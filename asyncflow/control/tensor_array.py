@@ -1,8 +1,8 @@
 """`TensorArray`: elements that a loop writes and reads one by one (EuroSys '18 §2.1).
 
 The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.array_value.ArrayValue`. A write
-gives a new handle; the old one still means what it meant. Nothing here has an effect but `close`, so arrays need no
-ordering of their own.
+gives a new handle; the old handle keeps its meaning. Nothing here has an effect but `close`, so arrays need no ordering
+of their own.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ ELEMENT_SHAPE = _array_op(
     host_inputs=(1,),
     traits=METADATA_UNCAPTURED,
 )
-"""The shape of what a read gives, without reading it: where only that is needed; see `compiler.shape_rules`."""
+"""Op that returns the shape of an element without reading it, for uses of the shape alone; see
+`compiler.shape_rules`.
+"""
 UNSTACK = _array_op("unstack", _unstack_spec, ArrayValue.unstack)
 STACK = _array_op("stack", _stack_spec, ArrayValue.stack, flops=None)
 SCATTER = _array_op(
@@ -178,7 +180,9 @@ GATHER = _array_op(
     "gather", _gather_spec, lambda array, indices: array.gather(_ints(indices)), flops=None, host_inputs=(1,)
 )
 PEEK = _array_op("peek", _gather_spec, lambda array, indices: array.peek(_ints(indices)), flops=None, host_inputs=(1,))
-"""A gather that frees nothing: of rows that read one array at places of their own, others may come back later."""
+"""Op that gathers without freeing elements: of rows that read one array at their own places, others may come back
+later.
+"""
 SPLIT = _array_op("split", _split_spec, ArrayValue.split, host_inputs=(2,))
 CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None)
 SIZE = _array_op("size", lambda: Spec(int64, ()), lambda array: np.int64(array.current_size()))
@@ -192,10 +196,10 @@ CLOSE = _array_op("close", lambda: (), _close, effects=lambda node: ((node, Acce
 class TensorArray(Handle):
     """An array of tensors, written and read element by element; a value like any other.
 
-    Methods that write return the new array and leave this one as it is. Each element is written once on the way to
-    any array; writing in a loop costs no copies. Arrays may be loop variables, branch results and parts of any nest.
-    In the body of a loop, what is known of them is `dtype` and `element_shape` as given here; behind the loop, also the
-    shape that all writes have in common, and the number of elements if `size` is a constant.
+    Methods that write return the new array and leave this one as it is. Each element is written once on the way to any
+    array; writing in a loop costs no copies. Arrays may be loop variables, branch results and parts of any nest. In the
+    body of a loop, only `dtype` and `element_shape` as given here are known. Behind the loop, the shape that all writes
+    have in common is known, too, and the number of elements if `size` is a constant.
 
     Args:
         dtype: of the elements.
@@ -211,8 +215,8 @@ class TensorArray(Handle):
         ValueError: a second write of an element, or a second read with `clear_after_read`; values that do not fit; a
             use after `close`.
 
-    Reading what is not written gives zeros if the shape of an element is known in full, from `element_shape` or from
-    the elements written on the way, and fails with a ValueError otherwise.
+    Reading an unwritten element gives zeros if the shape of an element is known in full, from `element_shape` or from
+    the elements written on the way. Otherwise it fails with a ValueError.
 
     >>> import asyncflow as af
     >>> with af.Graph():
@@ -274,7 +278,7 @@ class TensorArray(Handle):
 
     @property
     def kind(self) -> ArrayKind:
-        """The properties that this array shares with those written from it."""
+        """Properties that this array shares with the arrays written from it."""
         return self._kind
 
     @property
@@ -284,17 +288,17 @@ class TensorArray(Handle):
 
     @property
     def element_shape(self) -> Shape:
-        """Partial shape of the elements: what was declared, and what is known from the writes seen here."""
+        """Partial shape of the elements: the declared shape, refined by the writes seen here."""
         return element_shape(self._kind.element_shape, self._common)
 
     @property
     def dynamic_size(self) -> bool:
-        """Whether writes past the end make the array longer."""
+        """True if writes past the end make the array longer."""
         return self._kind.dynamic_size
 
     @property
     def clear_after_read(self) -> bool:
-        """Whether a read frees the element."""
+        """True if a read frees the element."""
         return self._kind.clear_after_read
 
     def __repr__(self) -> str:
@@ -369,7 +373,7 @@ class TensorArray(Handle):
         return self._apply(GATHER, self._vector(indices), name=name, element=self._element())[0]
 
     def concat(self, *, name: str | None = None) -> Tensor:
-        """All elements, joined along their first axis, in which they may differ."""
+        """Join all elements along their first axis, in which they may differ."""
         return self._apply(CONCAT, name=name, element=self._element())[0]
 
     def size(self, *, name: str | None = None) -> Tensor:
@@ -377,11 +381,10 @@ class TensorArray(Handle):
         return self._apply(SIZE, name=name)[0]
 
     def close(self, *, name: str | None = None) -> Node:
-        """Frees the elements; gives the node that does it.
+        """Free the elements; return the node that does so.
 
-        Ordering:
-            It runs after every use of this array, and of those it was written from, that stands before it in the same
-            body. Uses after it fail; order them with `control_dependencies`.
+        Ordering: the node runs after every earlier use, in the same body, of this array and of the arrays that it was
+            written from. Uses after it fail; order them with `control_dependencies`.
         """
         graph = graph_for(self.handle)
         handle = graph.import_tensor(self.handle)
@@ -398,7 +401,7 @@ class TensorArray(Handle):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _known_length(self) -> int | None:
-        """Return the size if it is known; from then on, a run that feeds it has to agree."""
+        """Return the size if it is known; every later run that feeds it must then agree."""
         if isinstance(self._length, Tensor):
             value = static_value(self._length)
             return None if value is None else int(value)
@@ -448,7 +451,7 @@ def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
 
 
 def _fixed_length(maker: Node) -> Tensor | None:
-    """Return the size that a node gives the array it makes, if it is a constant and the array does not grow."""
+    """Return the size of a new array as a tensor, if it is a constant and the array does not grow."""
     if maker.op is not TENSOR_ARRAY or maker.attrs["dynamic_size"]:
         return None
     fixed = default_value(maker.inputs[0])

@@ -82,7 +82,7 @@ def while_loop(
     pool: Pool | None = None,
     name: str | None = None,
 ) -> Nest:
-    """Repeats ``loop_vars = body(loop_vars)`` while ``cond(loop_vars)`` holds, and returns the last `loop_vars`.
+    """Repeat ``loop_vars = body(loop_vars)`` while ``cond(loop_vars)`` holds, and return the last `loop_vars`.
 
     Both functions are called once, while the graph is built. A tuple or list of loop variables is spread over the
     arguments; any other nest is passed as it is. Iterations overlap as far as data and effects allow; with ordered
@@ -95,22 +95,22 @@ def while_loop(
         shape_invariants: same nest, of partial shapes, for variables whose shape changes; None for a TensorArray.
             None for the whole: no shape changes.
         parallel_iterations: how many iterations may be live at once, at least 1. It never changes the result.
-        swap_memory: values of 64 KiB and more that are saved for gradients leave the device's memory as they are saved
-            and come back ahead of their reads, where there is a place for them: the host's memory, or with a
-            `memory_limit` on a CPU the file in `Session(spill_directory=)`. Else they do so once memory is short.
+        swap_memory: values of 64 KiB and more that are saved for gradients leave the device's memory as they are saved,
+            and come back ahead of their reads. They go to the host's memory, or with a `memory_limit` on a CPU to the
+            file in `Session(spill_directory=)`. With False they do so only once memory is short.
             Gradients are the same bits (EuroSys '18 §5.3).
-        maximum_iterations: stop after so many, at least 0; a number or an integer scalar.
+        maximum_iterations: number of iterations after which the loop stops, at least 0; a number or an integer scalar.
         pool: step the activations of this loop in different runs, and in iterations of a loop around it, together
-            (continuous batching): one may join while others go on, and leaves as soon as its predicate fails. A step
-            computes predicate and body once for all of them; variables that have become of different shapes, for
-            those that are of one shape. What the loop captures is one value for all if it depends on constants alone,
-            else each activation's own, and so are TensorArrays and RowStores among the loop variables; those with
-            equally many entries are stepped together where the body stacks or slices them. The loop may read variables,
-            which it does in each step. One that changes them, awaits, or is cut over devices is not pooled: a warning,
-            and `Plan.explain`, say why. Random numbers do not depend on who shares a step: each request draws the bits
-            that it would draw alone. No gradient goes through a pooled loop. Results are the same within rounding. What
-            `Session.stream` hands out of the body comes from each activation by itself: one whose consumer is
-            `parallel_iterations` behind is set aside, and the others go on.
+            (continuous batching). An activation may join while others go on, and leaves as soon as its predicate fails.
+            A step computes predicate and body once for all of them; if variables have come to differ in shape, once for
+            each shape. A capture that depends on constants alone is one value for all; any other is each activation's
+            own, and so are TensorArrays and RowStores among the loop variables. Activations with equally many entries
+            are stepped together where the body stacks or slices them. The loop may read variables, which it does in
+            each step. A loop that changes them, awaits, or is cut over devices is not pooled: a warning, and
+            `Plan.explain`, say why. Random numbers do not depend on the other members of a step: each request draws the
+            bits that it would draw alone. No gradient goes through a pooled loop. Results are the same within rounding.
+            Items that `Session.stream` hands out of the body come from each activation by itself. An activation whose
+            consumer is `parallel_iterations` behind is set aside, and the others go on.
         name: of the node.
 
     Raises:
@@ -222,19 +222,19 @@ class _Variables:
 
     @property
     def are_spread(self) -> bool:
-        """Whether each is an argument of its own."""
+        """True if each loop variable is an argument of its own."""
         return self.structure.kind in (tuple, list)
 
     @property
     def passed(self) -> tuple[int, str]:
-        """The number of arguments that the functions get, and what they are."""
+        """The number of arguments that the functions get, and their description."""
         if not self.are_spread:
             return 1, f"the loop variables, {nest.describe(self.structure)}"
         count = len(self.structure.children)
         return count, f"{count} loop variable{'s' * (count != 1)}"
 
     def arguments(self, body: Subgraph) -> tuple[Nest, ...]:
-        """The loop variables as `body` sees them, as the positional arguments of its function."""
+        """Return the loop variables as `body` sees them, as the positional arguments of its function."""
         inner = [body.add_input(spec, "var") for spec in self.specs]
         nested = self.structure.unflatten(inner)
         return tuple(nested) if self.are_spread else (nested,)

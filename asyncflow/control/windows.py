@@ -23,7 +23,8 @@ _OPEN = 1 << 40
 
 
 def of_whole_windows(x: Tensor, shape: Shape, what: str) -> Tensor:
-    """Return `x`, checked in the run to have this shape, if it has it where all windows are whole; else `x` itself.
+    """Return `x` with a check of its shape in the run, if it has `shape` whenever all windows are whole; else `x`
+    itself.
 
     Args:
         x: a value of the body that is being built.
@@ -73,7 +74,7 @@ def _needed(x: Tensor, body: Graph) -> set[Node]:
 
 
 def _indexed(inputs: list[Tensor], key: Key, shape: Shape) -> Shape:
-    """The shape of ``x[key]``, of an `x` of this shape, if its windows are whole."""
+    """Return the shape of ``x[key]``, for an `x` of this shape, if its windows are whole."""
     x, *indices = inputs
     entries = []
     for entry in key:

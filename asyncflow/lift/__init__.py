@@ -1,1 +1,1 @@
-"""How a body over one row becomes a body over many."""
+"""Lifting: a body over one row becomes a body over many."""

@@ -43,13 +43,13 @@ from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 P = ParamSpec("P")
 
 Join: TypeAlias = Callable[[Namespace, Sequence[Array]], Array]
-"""``join(xp, rows)`` makes one array of those of all members."""
+"""Function ``join(xp, rows)`` that makes one array of the rows of all members."""
 
 
 _SAME_BYTES = 4096
 
 NO_TEXT = "{} is code of this process, built for many members: build the graph anew where it is to run"
-"""Why what several runs share is not in the text of a graph."""
+"""Reason why code shared by several runs is not in the text of a graph."""
 
 
 class BodyProgram(NamedTuple):
@@ -86,19 +86,21 @@ class SharedCode:
 
     @property
     def origin(self) -> Self:
-        """The code that this is a version of: itself, if it has none."""
+        """The code that this is a version of; without one, the code itself."""
         return self if self._origin is None else self._origin
 
     def programs(self) -> tuple[BodyProgram, ...]:
-        """The graphs that it consists of."""
+        """Return the graphs that the code consists of."""
         raise NotImplementedError
 
     def node_specs(self) -> Spec | tuple[Spec, ...]:
-        """Of what its node gives."""
+        """Return the specs of the node's outputs."""
         return self.specs
 
     def add_to(self, graph: Graph, op: Op, inputs: Sequence[Tensor], name: str, controls: Iterable[Node] = ()) -> Node:
-        """Adds its node, under a name reserved for it; attributes beside `shared` are the variables that it reads."""
+        """Add the node of this code, under a reserved name; its attributes beside `shared` are the variables that
+        the code reads.
+        """
         node = graph.add_node(op, inputs, {"shared": self, **self._resources}, self.node_specs(), reserved_name=name)
         for control in controls:
             add_control_input(node, control)
@@ -149,14 +151,15 @@ class SharedBody(SharedCode):
         location: where the call was built.
         has_rows: of each input, whether each member has one of its own; else it is the same for all that share a call.
         specs: of the results of one member.
-        stays: places of inputs of a node that may be on a device; what is the same for all is compared on the host.
+        stays: places of inputs of a node that may be on a device; values common to all members are compared on the
+            host.
         is_repeatable: computing a member again does no harm.
         has_loop: how long a call takes depends on its members; it may never end.
     """
 
     why_no_text = NO_TEXT.format("the function of a batched call")
     may_be_asked_anywhere = True
-    """Its kernel may be called on any thread: who gathers members looks at one when it is waited for."""
+    """True, as the kernel may be called on any thread: members are gathered when one is awaited."""
 
     def __init__(
         self, body: Subgraph, batch: Batch, has_rows: Mapping[Tensor, bool], label: str, ragged: RaggedRows | None
@@ -210,7 +213,7 @@ class SharedBody(SharedCode):
         return self.one, self.many
 
     def _shapes_with(self, lengths: Mapping[OpenExtent, int], members: int) -> list[Shape]:
-        """The shapes of the results for these extents of arguments; None for one that is not known then."""
+        """Return the shapes of the results for these extents of arguments; None for a shape not known then."""
         shapes = [x.shape for x in self._inputs]
         assert self._ragged is not None
         for place, given in enumerate(shapes[: self._ragged.told + 1] if self.is_packed else ()):
@@ -238,11 +241,11 @@ class SharedBody(SharedCode):
         return tuple([(value.dtype, value.shape) for value in inputs])
 
     def inside(self, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The inputs of the body, of those of a node."""
+        """Return the inputs of the body, given the inputs of a node."""
         return inputs if self._ragged is None else self._ragged.with_told(inputs)
 
     def rows_inside(self, inputs: Sequence[LiftedValue], node: Node) -> Sequence[LiftedValue]:
-        """The inputs of the body, where those of a node have rows."""
+        """Return the inputs of the body, where the node's inputs have rows."""
         if self._ragged is None:
             return inputs
         if self.is_packed:
@@ -267,13 +270,13 @@ class SharedBody(SharedCode):
         ]
 
     def is_for_many(self, count: int) -> bool:
-        """Whether `many` is what is run for so many members, or else `one`."""
+        """Return True if `many` is run for this number of members, else `one`."""
         return count > 1 or self.is_packed
 
     def parts(
         self, results: Sequence[Array], fed: Sequence[Array], members: Sequence[Sequence[Array]]
     ) -> Iterable[Sequence[Array]]:
-        """The results of each member, of those of a call.
+        """Return the results of each member, given the results of a call.
 
         Raises:
             ValueError: a result is not as long as it has to be.
@@ -321,7 +324,7 @@ def _stacked(place: int, xp: Namespace, rows: Sequence[Array]) -> Array:
 
 
 def shared_constants(captured: Mapping[Tensor, Tensor]) -> dict[Tensor, Node]:
-    """Return the constants among what a body captures, by what stands for them in it.
+    """Return the constants among a body's captures, by their inner tensors.
 
     They are constants of each program, too. Runs with another value cannot share it, so that none may be fed.
     """
@@ -340,7 +343,9 @@ _gatherers: dict[type[SharedCode], Callable[..., Value]] = {}
 
 
 def install_gatherer(code: type[SharedCode], gather: Callable[..., Value]) -> None:
-    """Tells who computes such code, and gives places in line; the runtime does, which nothing here may know."""
+    """Register the function that computes such code and gives places in line; the runtime does so, as rooms below it
+    may not know it.
+    """
     _gatherers[code] = gather
 
 
@@ -400,37 +405,38 @@ def batched(
     bucket: Sequence[int] | Callable[[int], int] | None = None,
     ragged: str | None = None,
 ) -> Callable[..., Nest]:
-    """Makes a function whose calls in graphs may be computed together with others: request batching.
+    """Make a function whose calls in graphs may be computed together with others: request batching.
 
     Each firing of such a call waits until nothing else in its session can go on, or for half of the time until its
-    deadline, half a second at most; then those that have gathered, of any
-    runs, iterations and branches, are computed as the rows of one call. They share one if they are calls of one place
-    in the program, and their arguments have equal dtypes and shapes. Variables are read once for all members of a call.
-    What else the function captures is one value for all of them if it depends on constants and variables alone, and
-    only members that have the very same one share a call; else each member has its own.
+    deadline, half a second at most. Then the gathered firings, of any runs, iterations and branches, are computed as
+    the rows of one call. They share one if they are calls of one place in the program, and their arguments have equal
+    dtypes and shapes. Variables are read once for all members of a call. Any other capture is one value for all members
+    if it depends on constants and variables alone, and only members with the same value share a call. Otherwise each
+    member has its own value.
 
-    A member that is cancelled or late leaves. Where the function has branches or loops, a member that never ends does
-    not keep others for ever once it has left: if the call has taken twice what such calls take, and twice what it had
-    when the first one left, those who stay are computed again in halves. So they are after half of the time that the
-    first of its members had, so that those that can still end before their deadline do. If the function calls an op of
-    the user's that is not ``pure``, nothing is computed again: who stays waits for the call, and only those that come
-    later do not.
+    A member that is cancelled or late leaves. If the function has branches or loops, a member that never ends does not
+    hold up the others for ever once it has left. The remaining members are computed again in halves if the call has
+    taken twice the usual time, and twice the time until the first member left. The same happens after half of the time
+    that the first of its members had, so that members that can still meet their deadline do. If the function calls a
+    user-defined op that is not ``pure``, nothing is computed again: the remaining members wait for the call, and only
+    later ones do not.
 
     If a call fails, its members are computed again in halves, until the one at fault is alone: its run fails, and the
-    others go on. Results are those of the member by itself, within rounding, as a product of one row and of many take
-    different kernels. No gradient goes through a call.
+    others go on. Results equal the member's own, within rounding, as a product of one row and of many take different
+    kernels. No gradient goes through a call.
 
     Args:
         fn: takes tensors, or nests of them, and returns a tensor or a nest. It may have branches and loops, read
-            variables, and check with `assert_that`, which fails only the members at fault. It may not change
-            variables or await. What it draws by `af.random` does not depend on who shares the call.
+            variables, and check with `assert_that`, which fails only the members at fault. It may not change variables
+            or await. Its numbers from `af.random` do not depend on the other members of the call.
         max_size: most members of a call.
-        max_delay_s: seconds that a member may wait for others although nothing else is left to do, but no more than
-            half of the time until its deadline.
+        max_delay_s: seconds that a member may wait for others although nothing else is left to do; at most half of the
+            time until its deadline.
         max_bytes: most bytes of arguments of a call; a member that has more is alone.
-        cost: "learned": how many share a call is chosen from what calls took; "none": as many as there are.
-        pad: what arguments are padded with that differ in extents which the graph leaves open, so that they share
-            calls; the function takes ``lengths`` then, and honours them. See `Batch`.
+        cost: "learned": the size of a call is chosen by the durations of earlier calls; "none": all waiting members
+            join.
+        pad: padding for arguments that differ in extents which the graph leaves open, so that they share calls; the
+            function takes ``lengths`` then, and honours them. See `Batch`.
         bucket: extents to pad to, or a function of a length that gives one.
         ragged: "packed": the function gets such arguments side by side, and ``offsets``.
 
@@ -438,9 +444,9 @@ def batched(
         A function that takes and returns the same; without `fn`, a decorator.
 
     Raises:
-        GraphError: an option is out of its range; or, from the function: what it does cannot be computed for several
-            members at once (the message names it), it has no argument that is a tensor, or with `pad`, `bucket` or
-            `ragged` nobody knows whose part of a result is whose.
+        GraphError: an option is out of its range; or, from the function: it cannot be computed for several members at
+            once (the message says why), or has no argument that is a tensor. With `pad`, `bucket` or `ragged`, also:
+            the owner of each part of a result is not known.
 
     >>> import asyncflow as af
     >>> classify = batched(lambda x: af.argmax(x @ af.ones((4, 3))), max_size=32)
@@ -499,7 +505,7 @@ def _signature_of(fn: Callable[..., Nest]) -> inspect.Signature | None:
 
 
 def _require_told(fn: Callable[..., Nest], batch: Batch) -> None:
-    """Raises GraphError if a function does not take what tells it of its rows."""
+    """Raise GraphError if a function lacks the parameter that describes its rows."""
     shown = None if batch.tells is None else _signature_of(fn)
     if shown is None:
         return
@@ -559,7 +565,7 @@ def _trace(
     ragged: RaggedRows | None,
     tells: str | None,
 ) -> tuple[Subgraph, nest.Structure]:
-    """The body, and the nest of its results."""
+    """Trace the body, and return it with the nest of its results."""
     body = Subgraph(graph, label)
     with body:
         specs = [x.spec for x in given] if ragged is None else [*(x.spec for x in given), ragged.told_spec]
@@ -604,7 +610,7 @@ def why_not_shareable(nodes: Iterable[Node]) -> str | None:
 
 
 def is_same_for_all(x: Tensor) -> bool:
-    """Whether all runs see the same value, but for writes to variables."""
+    """Return True if all runs see the same value, but for writes to variables."""
     seen: set[Node] = set()
     stack = [x]
     while stack:
@@ -638,12 +644,12 @@ def identity_of(value: Array) -> Hashable:
 
 
 def is_repeatable(nodes: Iterable[Node]) -> bool:
-    """Whether computing them again does no harm: they call nothing of the user's that is not said to be pure."""
+    """Return True if the nodes may be computed again: they call no user-defined op that is not pure."""
     return not any(node.op.is_user and not node.op.is_repeatable for node in nodes)
 
 
 def variables_of(*bodies: Subgraph) -> dict[str, Resource]:
-    """Attributes that name the variables that bodies read, for those who look for them."""
+    """Return attributes that name the variables read by bodies, for passes that look for them."""
     found = dict.fromkeys(resource for body in bodies for resource in body.resources)
     return {f"variable_{index}": resource for index, resource in enumerate(found)}
 

@@ -1,4 +1,4 @@
-"""Branches over rows: each branch runs on the rows that take it, and what they give goes back to its places."""
+"""Branches over rows: each branch runs on the rows that take it, and its results go back to their places."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def _join_kernel(xp: Namespace, *, extent: int | None, absent: bool) -> Kernel:
 
 
 JOIN_ROWS = define("join_rows", _join_spec, _join_kernel, host_inputs=(0,), flops=moving, traits=OPAQUE)
-"""Rows from two places, in the order of their numbers; `absent`: those of one have nothing, whatever their shape."""
+"""Op that joins rows of two places in the order of their numbers; with `absent`, the rows of one place have no
+value.
+"""
 
 
 @derivative(JOIN_ROWS)
@@ -108,13 +110,13 @@ def split_rows(predicate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def some_rows(rows: RowAxis, numbers: Tensor) -> RowAxis:
-    """The axis of the rows with these numbers."""
+    """Return the axis of the rows with these numbers."""
     some = rows.among(size(numbers), lambda: gather(rows.numbers(), numbers))
     return some if rows.part is None else some.part_of(rows.part[1], gather(rows.part[0], numbers))
 
 
 def taken(values: Sequence[LiftedValue], numbers: Tensor) -> list[LiftedValue]:
-    """Values for the rows with these numbers alone; stores stay as they are."""
+    """Return values of the rows with these numbers only; stores stay as they are."""
     return [
         LiftedValue(gather(x.tensor, numbers), True) if x.has_rows and x.tensor.dtype != VARIANT else x for x in values
     ]

@@ -1,7 +1,7 @@
-"""Which values of a body have rows, found before anything is built: loops need to know it of their variables.
+"""Values of a body that have rows, found before anything is built: loops need this for their variables.
 
-A TensorArray has rows if a value with rows is written to it, in a loop or branch too. The array is made before that, so
-its rows are *demanded* by what uses it, and nodes are looked at again until no further array is.
+A TensorArray has rows if a value with rows is written to it, in a loop or branch too. The array is made before that. So
+its users *demand* its rows, and nodes are looked at again until no further array is demanded.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from asyncflow.ops.rows.rule import has_rows_on_demand, outputs_with_rows
 
 
 class RowFlow(NamedTuple):
-    """The flow of rows through some nodes: their values that have rows, and arrays that get some.
+    """The flow of rows through some nodes: values with rows, and arrays that get rows.
 
     Attributes:
         known: True for each value that has rows, and False for each other one.
-        sources: of each array, those that it is made of by writes: given ones, and new ones.
-        demanded: arrays without rows that are to have some, as values with rows are written to them.
+        sources: for each array, the given and new arrays that it is made of by writes.
+        demanded: arrays without rows that must get some, as values with rows are written to them.
     """
 
     known: dict[Tensor, bool]
@@ -32,11 +32,11 @@ class RowFlow(NamedTuple):
 
 
 Memo: TypeAlias = "dict[tuple[Subgraph, tuple[bool, ...]], RowFlow]"
-"""What was found of bodies, by which of their inputs have rows; for one question, as gradients add to bodies."""
+"""Findings on bodies, keyed by the inputs with rows; valid for one question, as gradients add to bodies."""
 
 
 def find_rows(nodes: Iterable[Node], given: Mapping[Tensor, bool], memo: Memo | None = None) -> RowFlow:
-    """Return which values that `nodes` make have rows, as far as these depend on what is given."""
+    """Return which values made by `nodes` have rows, given the values that do."""
     arrays: set[Tensor] = set()
     memo = {} if memo is None else memo
     while True:
@@ -107,7 +107,9 @@ def _arrays_inside(
 
 
 def _closed(made: Sequence[set[int]]) -> list[set[int]]:
-    """Return of which inputs each loop variable is made in any iteration, given those of one; variables come first."""
+    """Return the inputs that each loop variable depends on after any iteration, given the ones for a single
+    iteration.
+    """
     while True:
         wider = [of.union(*(made[place] for place in of if place < len(made))) for of in made]
         if wider == list(made):
@@ -116,7 +118,7 @@ def _closed(made: Sequence[set[int]]) -> list[set[int]]:
 
 
 def _of_body(body: Subgraph, inputs: Sequence[bool], memo: Memo) -> RowFlow:
-    """Return what is known of the values of a body, given which inputs have rows."""
+    """Return the flow of rows in a body, given which inputs have rows."""
     key = body, tuple(inputs)
     if key not in memo:
         memo[key] = find_rows(body.nodes, dict(zip(body.inputs, inputs, strict=True)), memo)

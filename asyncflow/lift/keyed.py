@@ -79,10 +79,10 @@ def _inside(node: Node) -> Iterator[Node]:
 
 
 def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int) -> None:
-    """Change what draws among nodes; `inside`: how many loops are around them since the key was taken.
+    """Change the nodes that draw random numbers; `inside`: the number of loops around them since the key was taken.
 
     Raises:
-        CannotLift: they are of a branch or loop of rows, which is lifted anew, as it was written for one of them.
+        CannotLift: they belong to a branch or loop of rows, which is lifted anew, as it was written for one of them.
     """
     for node in nodes:
         parted = node.graph.parted.get(node)
@@ -103,7 +103,7 @@ def _draw_by_key(nodes: Sequence[Node], key: Tensor, inside: int) -> None:
 
 @contextmanager
 def left_as_written(outer: Graph, *bodies: Subgraph) -> Iterator[None]:
-    """Undo what `carry_key` did to bodies, and nodes added to `outer`, if they cannot be lifted."""
+    """Undo the changes of `carry_key` to bodies, and remove nodes added to `outer`, if the bodies cannot be lifted."""
     parts = [part for body in bodies for part in (body, *(x for node in body.walk() for x in node.subgraphs))]
     nodes = [(node, node.op, node.attrs, list(node.inputs)) for part in parts for node in part.nodes]
     lists = [(part, list(part.nodes), list(part.inputs), list(part.results), dict(part.captures)) for part in parts]

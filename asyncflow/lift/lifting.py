@@ -50,7 +50,7 @@ def in_rows(x: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _counts(count: int | Tensor, x: Tensor) -> bool:
-    """Whether `count` was read off the shape of `x`."""
+    """Return True if `count` was read off the shape of `x`."""
     return not isinstance(count, int) and any(y is x for each in count.node.inputs for y in each.node.inputs)
 
 
@@ -63,16 +63,16 @@ def lift(
     *,
     owns_stores: bool = False,
 ) -> list[Tensor]:
-    """Values of `body`, computed for all rows in the current graph, each with a row axis in front.
+    """Return values of `body`, computed for all rows in the current graph, each with a row axis in front.
 
-    What has effects in the body runs before any of them is there. The body is left as it is.
+    Effects in the body run before any of the values is there. The body is left as it is.
 
     Args:
         body: what a function of one row has built; what it captures is the same for every row.
         known: its values that are given.
         wanted: its values that are asked for.
         count: how many rows there are.
-        label: a name reserved for what is built.
+        label: a name reserved for the new nodes.
         owns_stores: see `RowAxis`.
 
     Raises:
@@ -91,9 +91,9 @@ def lift(
 
 
 def lift_one(body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor], label: str) -> list[Tensor]:
-    """Return values of `body` as it was written, for one row without an axis, once its checks have passed; see `lift`.
+    """Return values of `body` as written, for one row without an axis, once its checks have passed; see `lift`.
 
-    What comes out of a TensorArray has a row axis although nothing that is given has one, and loses it here.
+    Values from a TensorArray have a row axis although no given value has one, and lose it here.
     """
     lifting = Lifting(RowAxis(as_tensor(1), 1, lambda: as_tensor([0]), label=label), label)
     found = lifting.checked_values(body, known, wanted)
@@ -111,7 +111,7 @@ class Lifting:
 
     Args:
         rows: the axis.
-        label: a name reserved for what is lifted, under which its nodes stand.
+        label: a name reserved for the lifted nodes.
     """
 
     def __init__(self, rows: RowAxis, label: str) -> None:
@@ -125,7 +125,7 @@ class Lifting:
         self._extent: int | None = None
 
     def over(self, rows: RowAxis) -> Lifting:
-        """The same over other rows, such as some of these."""
+        """Return the same lifting over other rows, such as some of these."""
         other = Lifting(rows, self.label)
         other._made, other._stores, other.prepared = self._made, self._stores, self.prepared
         return other
@@ -137,7 +137,7 @@ class Lifting:
         ]
 
     def results(self, body: Subgraph, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
-        """The results of `body` for all rows; what has effects in it is built too.
+        """Return the results of `body` for all rows; its effects are built too.
 
         Args:
             body: all of whose inputs are given.
@@ -155,11 +155,11 @@ class Lifting:
         wanted: Sequence[Tensor],
         among: Collection[Node] | None = None,
     ) -> list[LiftedValue]:
-        """Values of `body`, some of which are known, and what has effects in it; see `results`.
+        """Return values of `body`, some of which are known, and build its effects; see `results`.
 
         Args:
             body: as it was built.
-            known: gets what is built, too.
+            known: gets the built values, too.
             wanted: the values.
             among: the nodes that may be built; None: all of the body's.
         """
@@ -188,14 +188,14 @@ class Lifting:
     def checked_values(
         self, body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]
     ) -> list[LiftedValue]:
-        """Return `values` that are there once what has effects in the body has run: a check may fail before."""
+        """Return `values` that are available once the effects of the body have run: a check may fail before."""
         found = self.values(body, known, wanted)
         effects = self.effects()
         with control_dependencies(effects):
             return [value._replace(tensor=identity(value.tensor)) for value in found] if effects else found
 
     def _prepare(self, needed: Iterable[Node | PartedRows]) -> bool:
-        """Call what row rules of nodes and of those inside of them prepare; return False if there is nothing to do."""
+        """Call the preparations of row rules, for nodes and the nodes inside them; return False without any."""
         found = []
         for node in needed:
             inside = () if isinstance(node, PartedRows) else (each for body in node.subgraphs for each in body.walk())
@@ -218,7 +218,7 @@ class Lifting:
             graph.extents[x] = self._extent, *others
 
     def effects(self) -> list[Node]:
-        """The nodes of this graph that were built for those that have effects, and not those inside of branches."""
+        """Return the nodes of this graph built for effects, without the nodes inside branches."""
         graph = current_graph()
         found = (made for node, each in self._made.items() if _writes(node) for made in each if made.graph is graph)
         return list(dict.fromkeys(found))
@@ -273,7 +273,7 @@ class Lifting:
         return [LiftedValue(y.tensor if y.tensor in self._stores else folded.unfold(y.tensor), True) for y in outputs]
 
     def _of_own_stores(self, node: Node, inputs: list[LiftedValue]) -> list[LiftedValue] | None:
-        """The outputs of a node that makes, or looks into, what each row has of its own; None for any other."""
+        """Return the outputs of a node that makes or reads stores of each row's own; None for other nodes."""
         made = any(y.dtype == VARIANT for y in node.outputs)
         if not (made or any(value.has_rows and value.tensor.dtype == VARIANT for value in inputs)):
             return None
@@ -353,9 +353,9 @@ def _writes(node: Node) -> bool:
 def _needed(
     body: Subgraph, known: Collection[Tensor], wanted: Iterable[Tensor], among: Collection[Node]
 ) -> list[Node | PartedRows]:
-    """The nodes behind what is wanted and what has effects, in order, as far as they are not known.
+    """Return the unknown nodes behind the wanted values and the effects, in order.
 
-    Those that were made of a branch or loop over rows are one, but for values of them that others look at.
+    The nodes made of one branch or loop over rows count as one, unless other nodes use their inner values.
     """
     needed = {x.node for x in wanted if x not in known}
     wholes: dict[Node, PartedRows] = {}

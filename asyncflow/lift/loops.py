@@ -76,7 +76,9 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
 
 
 def _goes_back(node: WhileNode, inputs: Sequence[LiftedValue]) -> bool:
-    """Whether a loop counts down from a number of each row, and reads what the same row saved in another loop."""
+    """Return True if a loop counts down from a number of each row, and reads the values that the row saved in
+    another loop.
+    """
     end, step, count = node.predicate.results[0].node, node.body.results[0].node, inputs[0]
     return (
         count.has_rows
@@ -136,10 +138,10 @@ def _counts_iterations(body: Subgraph, depth: int = 0) -> bool:
 
 
 class _RowsLoop:
-    """A loop that each row leaves for itself: what it carries is for the rows that go on.
+    """A loop that each row leaves by itself: it carries the values of the rows that go on.
 
-    Beside the loop variables it carries the captures that have rows, the places of its rows, and for each output what
-    rows left behind, piece by piece.
+    Beside the loop variables it carries the captures that have rows, the places of its rows, and the arrays of finished
+    rows' outputs, piece by piece.
     """
 
     def __init__(self, lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flags: Sequence[bool]) -> None:
@@ -213,7 +215,7 @@ class _RowsLoop:
         ]
 
     def _parted(self, inner: Lifting, state: Nest, *, is_step: bool = False) -> Nest:
-        """The state without the rows that leave, which are written to the arrays of what is left behind."""
+        """Return the state without the rows that leave, whose values are written to the output arrays."""
         pieces, places, live, left_places, arrays = state
         (goes_on,) = inner.results(self.node.predicate, self._values(live))
 

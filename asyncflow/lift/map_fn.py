@@ -42,12 +42,12 @@ def map_fn(
     parallel_iterations: int = 32,
     name: str | None = None,
 ) -> Nest:
-    """``fn(row)`` for each row of `elems`, stacked.
+    """Compute ``fn(row)`` for each row of `elems`, and stack the results.
 
-    Where it can be, `fn` is *lifted*: its operations are built for all rows at once, a branch runs on the rows that
-    take it, and a loop on those that go on. Else, as where `fn` awaits or changes a variable, it is a loop over the
-    rows, of which up to `parallel_iterations` are worked on at the same time. The results are the same but for
-    rounding, random numbers are equal, and `plan.explain()` says which of the two it is and why.
+    If possible, `fn` is *lifted*: its operations are built for all rows at once, a branch runs on the rows that take
+    it, and a loop on the rows that go on. Otherwise, as when `fn` awaits or changes a variable, a loop goes over the
+    rows and works on up to `parallel_iterations` at the same time. The results are the same but for rounding, random
+    numbers are equal, and `plan.explain()` says which of the two it is and why.
 
     Args:
         fn: takes one row, a nest like `elems`; returns any nest.

@@ -1,7 +1,7 @@
-"""Branches and loops that rows go through in ways of their own, kept as they were, to be lifted over rows of rows.
+"""Branches and loops whose rows take ways of their own, kept as written, to be lifted over rows of rows.
 
-What they are lifted to takes rows apart, as many as the run says: that cannot be done for each row of another axis. So
-lifting what was lifted goes back to the branch or loop itself, over the rows of both axes as one.
+Their lifted form takes rows apart, in numbers known only in the run, which cannot be done for each row of another axis.
+So lifting a lifted branch or loop goes back to the original, over the rows of both axes as one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class PartedRows:
     Attributes:
         node: the branch or loop over one row.
         around: the graph that it stands in, which notes what its gradient needs; lifting drops that graph.
-        inputs: what it was given for the rows: tensors of the body.
+        inputs: given values for the rows: tensors of the body.
         rows: the axis.
         count: how many rows there are.
-        numbers: those of the rows.
-        outputs: what was made of its outputs.
-        made: all nodes of the body that were made of it, behind those of what it depends on.
+        numbers: the numbers of the rows.
+        outputs: the lifted outputs.
+        made: all nodes of the body made for it, behind the nodes that it depends on.
     """
 
     node: StructuredNode
@@ -46,7 +46,7 @@ class PartedRows:
         return [*(value.tensor for value in self.inputs), self.count, self.numbers]
 
     def gives_rows(self, has_rows: Sequence[bool]) -> bool:
-        """Whether its outputs have rows of another axis, given which of what it needs have."""
+        """Return True if its outputs get rows of another axis, given which needed values have them."""
         return any(has_rows) or any(
             each.op.is_random and each.op.needs_context  # others make stores, or hold back
             for body in self.node.subgraphs
@@ -58,7 +58,9 @@ class PartedRows:
 def parting(
     node: StructuredNode, inputs: Sequence[LiftedValue], rows: RowAxis
 ) -> Callable[[Sequence[LiftedValue]], None]:
-    """Call it before a branch or loop is lifted, and what it gives with the outputs: in a body, that notes both."""
+    """Return a function to call with the outputs after a branch or loop was lifted: in a body, it notes inputs and
+    outputs.
+    """
     graph = graph_for()
     if not graph.is_subgraph:
         return lambda outputs: None

@@ -1,9 +1,9 @@
 """``while_loop(pool=)``: a loop whose activations, of any runs, are the rows of one state that is stepped together.
 
 A pooled loop is one node, which waits as a coroutine does. Predicate and body are built over many activations, as two
-graphs of their own: `check` gives which of those that join go on at all, and `steps` makes a number of steps with
-them, or as many as come before one of them ends. One activation that has the pool to itself is stepped by `alone`, the
-same over its own values, so that it costs what the loop costs by itself.
+graphs of their own. `check` tells which joining activations go on at all, and `steps` makes a number of steps, or stops
+before one of them ends. One activation that has the pool to itself is stepped by `alone`, the same over its own values,
+so that it costs as much as the loop by itself.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ from asyncflow.ops.shape import shape
 from asyncflow.ops.utility import all as all_of
 
 SEVERAL = 8
-"""So many steps are one launch where nobody comes or goes."""
+"""Number of steps in one launch while no activation joins or leaves."""
 
 _LARGEST = 64
-"""Nodes of a body beside which a launch of its own costs next to nothing, and several of which take long to compile."""
+"""Number of nodes of a body beside which one launch costs next to nothing, and several copies of which take long to
+compile.
+"""
 
 STEPS = "steps_together"
 """The name of the loop inside that makes steps."""
@@ -64,17 +66,18 @@ class SharedLoop(SharedCode):
         label: its name.
         loop: the same, and where it was built.
         pool: how many activations are stepped together.
-        ahead: how many steps may have handed out what nobody has taken yet.
+        ahead: number of steps whose items may wait to be taken.
         bodies: predicate and body, as they were built.
         n_vars: how many of its inputs are loop variables; the others are captures.
         has_rows: of each input, whether each activation has one of its own.
         specs: of the loop variables of one activation.
         is_repeatable: computing a step again does no harm.
-        by_size: it stacks or slices stores: those of activations that are stepped together have equally many entries.
+        by_size: True if it stacks or slices stores: activations that are stepped together then have equally many
+            entries.
         has_several: `several` pays.
         check: from all inputs to whether each activation goes on.
-        steps: from the most steps to make, flags for as many activations, and all inputs, to the next loop variables,
-            flags of activations that go on, and how many steps were made.
+        steps: from the most steps to make, a flag for each activation, and all inputs, to the next loop variables,
+            flags of activations that go on, and the number of steps made.
         alone: the same of one activation, from the most steps and its inputs; it may not go on at all.
     """
 
@@ -133,7 +136,7 @@ class SharedLoop(SharedCode):
         return BodyProgram(graph, (keep, *slabs, *fresh), tuple(found), self.states)
 
     def taking(self, most: int) -> BodyProgram:
-        """From places, and slabs of the first so many inputs, to the rows there."""
+        """Return the program from places, and slabs of the first `most` inputs, to the rows at these places."""
         program = self._taking.get(most)
         if program is None:
             with Graph() as graph:
@@ -147,7 +150,7 @@ class SharedLoop(SharedCode):
 
     @property
     def is_static(self) -> bool:
-        """Whether rows keep their shapes, and are arrays."""
+        """True if rows are arrays that keep their shapes."""
         own = [self._body.inputs[place] for place, own in zip(self._places, self.has_rows, strict=True) if own]
         return all(is_static(x.shape) and x.dtype != VARIANT and x.dtype.kind != "T" for x in own)
 
@@ -165,7 +168,9 @@ class SharedLoop(SharedCode):
 
     @built_once
     def several(self) -> BodyProgram:
-        """`emitting` nothing, with `SEVERAL` steps: whoever ends with one of them keeps its variables in the others."""
+        """The program of `SEVERAL` steps without items: an activation that ends in one of them keeps its variables
+        in the others.
+        """
         with Graph() as graph:
             given, feeds, count = self._many()
             following: list[Tensor] = []
@@ -183,13 +188,15 @@ class SharedLoop(SharedCode):
         return BodyProgram(graph, feeds, (*following, again), self.states)
 
     def _many(self) -> tuple[dict[int, LiftedValue], tuple[Tensor, ...], Tensor]:
-        """The inputs of many activations by their places, what feeds them, and how many activations there are."""
+        """Return the inputs of many activations by place, their placeholders, and the number of activations."""
         given = self._given()
         feeds = tuple(value.tensor for value in given.values())
         return given, feeds, shape(feeds[0])[0]
 
     def _given(self, *, is_one: bool = False, is_lent: bool = False) -> dict[int, LiftedValue]:
-        """Placeholders for the inputs, by their places; whether variables are in slabs that may be written to."""
+        """Return placeholders for the inputs, by place; `is_lent` lets the variables lie in slabs that may be
+        written to.
+        """
         given = {}
         for place, has_rows in zip(self._places, self.has_rows, strict=True):
             x = self._body.inputs[place]
@@ -238,7 +245,7 @@ class SharedLoop(SharedCode):
     def _goes_on(
         self, given: dict[int, LiftedValue], following: Sequence[Tensor], count: Tensor | None, label: str = ""
     ) -> list[Tensor]:
-        """Whether activations go on with these variables, which `given` gets."""
+        """Return which activations go on with these variables, which are added to `given`."""
         given.update({k: LiftedValue(x, count is not None) for k, x in enumerate(following)})
         return self._values(self._condition, given, count, label=f"{label}/again")
 
@@ -250,7 +257,9 @@ class SharedLoop(SharedCode):
         more: Sequence[Tensor] = (),
         label: str = "",
     ) -> list[Tensor]:
-        """The results of predicate or body, and `more` values of it, for so many activations; None: for one alone."""
+        """Return the results of predicate or body, and `more` of its values, for `count` activations; None: for a
+        single one.
+        """
         label = f"{self.label}{label}"
         known, wanted = self._known(part, given), [*part.results, *more]
         if count is not None:

@@ -36,10 +36,10 @@ class OpenExtent(NamedTuple):
 
 
 class RaggedRows:
-    """How arguments that differ from member to member share a call, and what of the results is whose.
+    """Arguments of different extents that share a call, and each member's part of the results.
 
     Args:
-        batch: what was asked for.
+        batch: the options.
         given: the arguments of one member.
         label: the name of the call.
 
@@ -49,7 +49,7 @@ class RaggedRows:
         told: the place of one more argument, which tells a member's extents, and all members' offsets.
 
     Raises:
-        GraphError: no extent differs, or one that may not.
+        GraphError: no extent differs, or a differing extent is not allowed.
     """
 
     def __init__(self, batch: Batch, given: Sequence[Tensor], label: str) -> None:
@@ -98,7 +98,7 @@ class RaggedRows:
         return LiftedValue(found[0] if len(found) == 1 else stack(found), has_rows=False)
 
     def spec_inside(self, place: int, spec: Spec) -> Spec:
-        """The spec of an argument, or of what tells its extents, as the function sees it."""
+        """Return the spec of an argument, or of the extra argument, as the function sees it."""
         if not self.is_packed:
             return spec
         if place == self.told:
@@ -111,15 +111,15 @@ class RaggedRows:
         shapes_with: Callable[[dict[OpenExtent, int], int], list[Shape]],
         side_by_side: Sequence[bool],
     ) -> None:
-        """Finds which extents of the results are those of which arguments.
+        """Find the argument extents that determine the extents of the results.
 
         Args:
             specs: of the results, as the function gives them.
-            shapes_with: gives their shapes for these extents of the arguments, and so many members.
+            shapes_with: gives their shapes for these extents of the arguments, and a number of members.
             side_by_side: which results are, as far as it was said.
 
         Raises:
-            GraphError: an extent of a result depends on the arguments' in another way, or nobody can say.
+            GraphError: an extent of a result depends on the arguments' extents in another way, or in an unknown way.
         """
         unlike = list(islice(_unlike(), len(self.extents) + 1))
         of = dict(zip(unlike[1:], self.extents, strict=True))
@@ -153,7 +153,7 @@ class RaggedRows:
     # -- running -------------------------------------------------------------------------------------------------
 
     def with_told(self, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The inputs of a member, with its extents."""
+        """Return the inputs of a member, with its extents."""
         lengths = np.array([inputs[place].shape[axis] for place, axis in self.extents], np.int64)
         return (*inputs[: self.told], lengths[0] if len(lengths) == 1 else lengths, *inputs[self.told :])
 
@@ -180,7 +180,7 @@ class RaggedRows:
         return int(edge)
 
     def joined(self, place: int, xp: Namespace, rows: Sequence[Array]) -> Array:
-        """One input of all members; what tells their extents is on the host."""
+        """Join one input of all members; the argument that holds extents is on the host."""
         if self.is_packed and place == self.told:
             lengths = np.stack(rows, axis=-1)
             offsets = np.zeros((*lengths.shape[:-1], len(rows) + 1), np.int64)
@@ -260,7 +260,7 @@ class RaggedRows:
 
 
 def _unlike() -> Iterator[int]:
-    """Extents that hardly anything else has, and of which none comes of another by what functions do to them."""
+    """Yield unusual extents, none of which results from another by the usual operations on extents."""
     length = 193
     while True:
         yield length

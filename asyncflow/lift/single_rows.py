@@ -1,4 +1,4 @@
-"""Warnings of functions that are called once for each row where somebody asked for all rows at once."""
+"""Warnings about functions called once for each row although all rows were asked for at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 def warn_of_single_rows(graph: Graph, label: str, asked: str, each: str, nodes: Iterable[Node]) -> None:
-    """Warn, and leave a remark, if nodes call a function of the user's that takes one row.
+    """Warn, and leave a remark, if nodes call a user's function that takes one row.
 
     Args:
         graph: gets the remark.
-        label: of what was built.
+        label: of the lifted code.
         asked: the argument by which it was asked for.
         each: what a row stands for.
         nodes: of the body over one row.

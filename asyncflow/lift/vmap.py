@@ -22,15 +22,15 @@ from asyncflow.ops.shape import shape
 from asyncflow.values import Nest
 
 InAxes: TypeAlias = "int | Sequence[InAxes] | dict[str, InAxes] | None"
-"""The axis along which rows stand, None for what is the same for all; or a nest of these as far as it goes."""
+"""The axis of the rows, None for an argument common to all rows; or a nest of these as far as it goes."""
 
 
 def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> Callable[..., Nest]:
-    """The function that computes ``fn`` for each row of its arguments, all at once.
+    """Return the function that computes ``fn`` for each row of its arguments, all at once.
 
-    `fn` is called once for each call, with the rows of one number; its operations are built for all rows together: a
-    branch runs on the rows that take it, a loop on those that go on, and random numbers are each row's own. It nests,
-    and gradients go through it and stand in it.
+    `fn` is called once for each call, with the rows of one number. Its operations are built for all rows together: a
+    branch runs on the rows that take it, a loop on the rows that go on, and random numbers are each row's own. It
+    nests, and gradients go through it and stand in it.
 
     Args:
         fn: takes nests of tensors, all by position; returns a nest.
@@ -42,9 +42,9 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
         A function of the same arguments, which adds nodes to the current graph.
 
     Raises:
-        GraphError: `fn` is no function; or (when called) no argument has rows, or `fn` does something that is not
-            computed for several rows at once, such as awaiting, or changing a variable: the message names it. `map_fn`
-            makes a loop of that.
+        GraphError: `fn` is no function; or (when called) no argument has rows, or `fn` cannot be computed for several
+            rows at once, as it awaits or changes a variable: the message names the cause. `map_fn` makes a loop of
+            that.
         ShapeError: numbers of rows that differ, or a rank that is not known.
 
     >>> import asyncflow as af

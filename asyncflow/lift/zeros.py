@@ -1,6 +1,6 @@
 """Values of a body for many rows where some are 0 for every row, as states of missing children are.
 
-Terms that are 0 are left out, with what would multiply them. That is right but for what is not finite: 0 times
+Terms that are 0 are left out, with what would multiply them. That is right except for infinities and NaN: 0 times
 infinity counts as 0 here.
 """
 
@@ -25,7 +25,7 @@ _OF_ZEROS: Final = frozenset({CONCAT, EXPAND_DIMS, GETITEM, NEGATIVE, RELU, RESH
 
 
 def without_zeros(node: Node, inputs: Sequence[LiftedValue]) -> LiftedValue | None:
-    """The output of a node for all rows, if it is 0, or one of its inputs, because others are 0; None else."""
+    """Return a node's output for all rows if other inputs' zeros make it 0 or one of its inputs; None otherwise."""
     if not any(value.is_zero for value in inputs) or not is_static(node.outputs[0].shape):
         return None
     output = node.outputs[0]

@@ -1,7 +1,7 @@
-"""The policy for vertices of several types: of those that are ready it takes all of one type (DyNet's agenda).
+"""The policy for vertices of several types: a set takes all ready vertices of one type (DyNet's agenda).
 
-The type whose vertices are lowest on average goes first: what is far above the leaves had better wait for more of its
-kind. Without types this is the policy of activated sets.
+The type whose vertices are lowest on average goes first: vertices far above the leaves had better wait for more of
+their type. Without types this is the policy of activated sets.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def initial_state(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
 
 
 class NoChildren:
-    """Those of vertices that have none: what is gathered is the same for all of them."""
+    """No children: the gathered state is the same for all vertices."""
 
     def __init__(self, initial: Sequence[LiftedValue]) -> None:
         self.initial = initial
@@ -90,7 +90,7 @@ class NoChildren:
 
 
 class SlottedChildren:
-    """Those that are told apart by number; `table` has a row of ranks for each vertex."""
+    """Children told apart by number; `table` has a row of ranks for each vertex."""
 
     def __init__(self, states: Sequence[RowStore], table: Tensor) -> None:
         self.states = states
@@ -111,7 +111,7 @@ class SlottedChildren:
 
 
 class TakenChildren:
-    """Those that are told apart by number, whose states are there: of each part ``[vertices, children, ...]``."""
+    """Children told apart by number, with their states at hand: of each part ``[vertices, children, ...]``."""
 
     def __init__(self, states: Sequence[Tensor]) -> None:
         self.states = states
@@ -127,14 +127,14 @@ class TakenChildren:
 
 @dataclass(frozen=True, slots=True)
 class AllChildren:
-    """Those of vertices that have any number, one after the other.
+    """Children of vertices with any number of them, one after the other.
 
     Attributes:
         states: of all vertices so far.
         ranks: of the children.
         owners: for each the row of its vertex.
         starts: where the children of each vertex begin, and where the last ones end.
-        taken: the children's own states, once somebody has asked for them.
+        taken: the children's own states, once they have been read.
     """
 
     states: Sequence[RowStore]
@@ -154,7 +154,7 @@ class AllChildren:
         return self.taken
 
     def spread(self, x: Tensor) -> Tensor:
-        """The row of its vertex for each child."""
+        """Return, for each child, the row of its vertex."""
         return apply(SPREAD_SEGMENTS, x, self.starts, self.owners)[0]
 
 
@@ -189,7 +189,7 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
 
 
 def _edge_numbers(rows: VertexAxis, children: AllChildren) -> Tensor:
-    """The numbers of each child's vertex, and which of its children it is."""
+    """Return for each child the number of its vertex, and its place among the vertex's children."""
     own = gather(rows.numbers(), children.owners)
     place = subtract(arange(size(children.owners), dtype=int64), gather(children.starts, children.owners))
     return concat([own, expand_dims(place, axis=1)], axis=1)
@@ -256,11 +256,13 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
 _MANY: Final = 64
 """Rows from which on `reduceat`, which goes down each column of each segment by itself, is slower than whole rows."""
 _FEW: Final = 2
-"""Segments that are left are reduced one by one."""
+"""Number of remaining segments that are reduced one by one."""
 
 
 def _in_turns(operation: np.ufunc, x: Array, starts: Array) -> Array:
-    """All first rows of segments, with all second ones, and so on: those with most rows stand in front."""
+    """Reduce segments turn by turn: all first rows, with all second rows, and so on; the longest segments stand in
+    front.
+    """
     counts = starts[1:] - starts[:-1]
     order = (-counts).argsort(kind="stable")
     first, counts = starts[:-1].take(order), counts.take(order)

@@ -1,4 +1,4 @@
-"""The edges of a batch of graphs as arrays: what is wrong with them is found here, and said by sample and vertex."""
+"""The edges of a batch of graphs as arrays; faults are found here, and reported by sample and vertex."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _LAST_TYPE = 65535
 
 @dataclass(frozen=True)
 class Edges:
-    """The arrays of an `InputGraph`, which fit one another; cycles are found by whoever orders the vertices.
+    """The arrays of an `InputGraph`, consistent with each other; cycles are found when the vertices are ordered.
 
     Attributes:
         offsets: where the children of each vertex begin, and where the last ones end.
         children: vertex numbers within the batch.
         samples: where the vertices of each sample begin, and where the last ones end.
         types: of the vertices; None: there are none.
-        heights: of the vertices, at most their number; None: they are to be found. That they are above those of
-            children is seen once vertices are in their order.
+        heights: of the vertices, at most their number; None: they are to be found. The order of the vertices later
+            checks that they are above the heights of children.
         counts: number of children of each vertex.
-        first_sample: the number in the batch of what is sample 0 here.
-        first_vertex: the number in the batch of what is vertex 0 here.
+        first_sample: the number in the batch of this part's sample 0.
+        first_vertex: the number in the batch of this part's vertex 0.
     """
 
     offsets: Array
@@ -52,7 +52,8 @@ class Edges:
         return owners(self.offsets)
 
     def part(self, number: int, count: int) -> Edges:
-        """One of several parts of a batch, one behind the other: whole samples, and as many vertices as in the others.
+        """Return one of several consecutive parts of a batch: whole samples, and about equally many vertices in each
+        part.
 
         They differ by up to the largest sample, and may be empty.
         """
@@ -111,14 +112,14 @@ class Edges:
             raise self.error(self.parents[starts[sample] + edge], wrong)
 
     def error(self, vertex: int, wrong: str) -> GraphError:
-        """The error that says what is wrong with a vertex."""
+        """Return the error for a vertex."""
         sample = np.searchsorted(self.samples, vertex, side="right") - 1
         first, in_batch = self.samples[sample], self.first_vertex + vertex
         batch = "" if in_batch == vertex - first else f" ({in_batch} in the batch)"
         return GraphError(f"vertex {vertex - first} of sample {self.first_sample + sample}{batch} {wrong}")
 
     def too_low(self) -> GraphError:
-        """The error of a vertex whose height is not above those of its children."""
+        """Return the error for a vertex whose height is not above the heights of its children."""
         assert self.heights is not None
         edge = (self.heights[self.children] >= self.heights[self.parents]).argmax()
         vertex, child = int(self.parents[edge]), self.children[edge]

@@ -11,7 +11,7 @@ from asyncflow.values import Array
 
 
 def are_equal_chains(offsets: Array, children: Array, samples: Array) -> bool:
-    """Whether the arrays are those of ``InputGraph.chain([n, n, ...])``; they may as well be no graph at all."""
+    """Return True if the arrays are equal to ``InputGraph.chain([n, n, ...])``; they need not be a valid graph."""
     count, size = len(samples) - 1, len(offsets) - 1
     if count < 1 or size < count or size % count or len(children) != size - count:
         return False

@@ -64,7 +64,7 @@ class TracedFunction:
 
 
 class Vertex:
-    """The vertex that a vertex function is called with: what it reads, and what it gives."""
+    """A vertex, as its vertex function sees it: reads children and pulls, gives a state and pushes."""
 
     def __init__(self, function: VertexFunction, traced: TracedFunction, pulls: Mapping[str, Spec]) -> None:
         self._function = function
@@ -72,10 +72,10 @@ class Vertex:
         self._pulls = pulls
 
     def gather(self, child: int) -> Nest:
-        """The state of a child, by its number; `initial` where the vertex has no such child.
+        """Return the state of a child, by its number; `initial` where the vertex has no such child.
 
         Raises:
-            GraphError: the function does not say that vertices have so many children.
+            GraphError: the function declares fewer children.
         """
         arity = self._function.children
         if arity is None:
@@ -91,11 +91,11 @@ class Vertex:
         return self._function.structure.unflatten(gathers[child])
 
     def gather_all(self, fn: Callable[[Nest], Nest] | None = None, *, reduce: str = "sum") -> Nest:
-        """The states of all children, reduced to one; zeros where there are none.
+        """Return the states of all children, reduced to one; zeros where there are none.
 
         Args:
-            fn: computed for each child's state before they are reduced, of that and of values of the vertex; such as a
-                forget gate for each child. None: the state itself.
+            fn: computed from each child's state, and values of the vertex, before the reduction; such as a forget gate
+                for each child. None: the state itself.
             reduce: ``"sum"``, ``"mean"`` or ``"max"``. A sum of integers is int64 or uint64, as that of `af.sum`, and
                 their mean is float64.
 
@@ -130,11 +130,11 @@ class Vertex:
         return structure.unflatten(node.outputs)
 
     def scatter(self, state: Nest) -> None:
-        """Gives the state of the vertex, which its parents gather.
+        """Give the state of the vertex, which its parents gather.
 
         Raises:
             GraphError: it is given a second time, or is another nest than was declared.
-            DTypeError, ShapeError: it does not fit what was declared.
+            DTypeError, ShapeError: it differs from the declared state.
         """
         body = self._here("scatter")
         function, traced = self._function, self._traced
@@ -159,7 +159,7 @@ class Vertex:
         return pulls[name]
 
     def push(self, value: TensorLike, name: str = "y") -> None:
-        """Gives a result of the vertex, by name; `vertex_map` returns those of all vertices.
+        """Give a result of the vertex, by name; `vertex_map` returns the results of all vertices.
 
         Raises:
             GraphError: something was pushed under that name.
@@ -171,7 +171,7 @@ class Vertex:
 
     @property
     def is_leaf(self) -> Tensor:
-        """Whether the vertex has no children: a boolean scalar."""
+        """Return True, as a boolean scalar, if the vertex has no children."""
         if not self._traced.is_leaf:
             self._traced.is_leaf.append(self._traced.body.add_input(Spec(bool_, ()), "is_leaf"))
         return self._traced.is_leaf[0]
@@ -208,7 +208,7 @@ class VertexFunction:
     """A function of a vertex; made by the decorator `vertex_function`.
 
     Attributes:
-        function: what was decorated.
+        function: the decorated function.
         children: how many a vertex may have; None for any number.
         specs: of the parts of a state.
         structure: their nest.

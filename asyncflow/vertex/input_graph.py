@@ -26,10 +26,10 @@ class DirectedGraph(Protocol):
     """A graph of NetworkX, as far as it is read here."""
 
     def is_directed(self) -> bool:
-        """Whether its edges have a direction."""
+        """True if the edges have a direction."""
 
     def nodes(self) -> Iterable[object]:
-        """Its nodes, in order."""
+        """The nodes, in order."""
 
     def edges(self) -> Iterable[tuple[object, object]]:
         """Pairs of nodes."""
@@ -49,9 +49,9 @@ class InputGraph:
         children: vertex numbers within the batch.
         samples: the vertices of sample ``i`` are ``samples[i]`` up to ``samples[i + 1]``; there may be none.
         types: of the vertices, from 0 on; None: they are all alike.
-        heights: of the vertices: the length of the longest path down to a leaf. None: they are found, and with arrays
-            they always are, once for all batches that a graph is in, so that a run has only to sort by them. Where
-            tensors are given, it may be any numbers below the number of vertices, each above those of the children.
+        heights: of the vertices: the length of the longest path down to a leaf. None: they are computed. With arrays
+            that happens always, once for all batches that a graph is in, so that a run has only to sort by them. As
+            tensors, they may be any numbers below the number of vertices, each above the heights of the children.
 
     Raises:
         GraphError: the arrays are no such graph, or there is a cycle; the message names sample and vertex.
@@ -165,7 +165,7 @@ class InputGraph:
 
     @classmethod
     def batch(cls, graphs: Iterable[InputGraph]) -> InputGraph:
-        """The samples of several graphs in one; either all of them have types, or none."""
+        """Join the samples of several graphs in one; either all graphs have types, or none."""
         graphs = list(graphs)
         for number, graph in enumerate(graphs):
             if not isinstance(graph, InputGraph):
@@ -191,7 +191,8 @@ class InputGraph:
 
     @classmethod
     def placeholder(cls, *, types: bool = False, heights: bool = True, name: str = "graph") -> InputGraph:
-        """One whose tensors every run that needs them has to feed: ``feeds={**graph.feeds(data), x: rows}``.
+        """Make a graph of placeholders, to be fed by every run that needs them: ``feeds={**graph.feeds(data), x:
+        rows}``.
 
         Args:
             types: whether vertices have types.
@@ -203,7 +204,7 @@ class InputGraph:
 
     @classmethod
     def spec(cls, *, types: bool = False, heights: bool = True) -> InputGraph:
-        """One of specs, to trace a function for: ``f.trace(af.InputGraph.spec())``."""
+        """Make a graph of specs, to trace a function for: ``f.trace(af.InputGraph.spec())``."""
         return cls(**dict.fromkeys(_names(types, heights), cast("Tensor", Spec(int64, (None,)))))
 
     def feeds(self, data: InputGraph) -> Mapping[Tensor, Array]:
@@ -268,7 +269,7 @@ class InputGraph:
 
     @classmethod
     def _of(cls, *arrays: Array | None) -> InputGraph:
-        """Of arrays that are checked, and that nobody writes to."""
+        """Make a graph of checked, immutable arrays."""
         graph = object.__new__(cls)
         graph._keep(*arrays)
         return graph
@@ -303,7 +304,7 @@ def named_parts(graph: InputGraph) -> dict[str, Array | Tensor]:
 
 
 def _starts(counts: Array) -> Array:
-    """Where each of so many begins, and the last ones end."""
+    """Return the start of each group of these sizes, and the end of the last one."""
     return np.concatenate([[0], counts.cumsum()])
 
 

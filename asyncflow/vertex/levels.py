@@ -1,4 +1,4 @@
-"""Paths in trees, by doubling their length; steps in which the vertices of any graph can be computed."""
+"""Paths in trees, by doubling their length; sets of vertices, for any graph, in the order of computation."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def find_heights(edges: Edges) -> Array:
 
 
 def jumps(edges: Edges, above: Array, vertices: Array) -> Iterator[int]:
-    """1, 2, 4 and so on, with `above` leading so far up, until it leads out of all trees: a pass for each doubling.
+    """Yield 1, 2, 4 and so on, with `above` leading that far up, until it leads out of all trees: a pass for each
+    doubling.
 
     Among `vertices` these are places, and their number is out of all trees.
 
-    Passes over all vertices, of which a batch of depth 50 has 6 and a chain of 10,000 has 14, cost less than one step
+    A batch of depth 50 takes 6 passes over all vertices, and a chain of 10,000 takes 14. That costs less than one step
     a level, in which NumPy's calls cost more than their work.
 
     Raises:
@@ -99,13 +100,13 @@ def steps(edges: Edges, before: Array, after: Array, turns: Array | None = None)
 
 
 def ranges(starts: Array, lengths: Array) -> Array:
-    """The numbers from each start on, so many as its length says, one behind the other."""
+    """Return ranges of numbers, each from a start on and of a given length, one behind the other."""
     ends = lengths.cumsum()
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _on_cycle(before: Array, after: Array, left: Array) -> int:
-    """A vertex on a cycle among those that are left, each of which waits for another of them."""
+    """Return a vertex on a cycle among the remaining ones, each of which waits for another of them."""
     awaited = np.arange(len(left))
     inner = left[before] & left[after]
     awaited[after[inner]] = before[inner]

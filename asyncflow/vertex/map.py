@@ -1,8 +1,8 @@
 """`vertex_map`: vertex functions over the vertices of input graphs, many at once (Cavs §3).
 
 It has no executor of its own: it builds eager operations over all vertices, a loop over sets of vertices whose children
-are done, and lazy operations over all vertices. States stand in row stores in execution order, behind a row 0 that
-stands for children that are missing, so that a set's states are written behind the others, and read by number.
+are done, and lazy operations over all vertices. States stand in row stores in execution order, behind a row 0 for
+missing children. So a set's states are appended, and read by number.
 """
 
 from __future__ import annotations
@@ -71,38 +71,38 @@ def vertex_map(
     share: bool = False,
     name: str | None = None,
 ) -> VertexResults:
-    """Runs a vertex function over all vertices of a batch of graphs, set by set: children before their parents.
+    """Run a vertex function over all vertices of a batch of graphs, set by set: children before their parents.
 
-    All vertices of a set are computed at once, whatever graphs they are of. What a gather does not reach is computed
-    once for all vertices before the sets, and what no state needs once after them. Results do not depend on the policy,
-    nor, but for rounding, on what else is in the batch.
+    All vertices of a set are computed at once, whatever graphs they are of. Work that does not depend on children is
+    computed once for all vertices before the sets, and work that no state needs once after them. Results do not depend
+    on the policy, nor, but for rounding, on what else is in the batch.
 
     Args:
-        function: what each vertex computes. With a mapping, vertices of type 0 compute the first, those of type 1 the
-            second, and so on; their states are alike.
+        function: what each vertex computes. With a mapping, vertices of type 0 compute the first function, vertices of
+            type 1 the second, and so on; their states are alike.
         graph: the structure of the batch: data, or tensors that are fed.
         pulls: what vertices pull, by name: a row for each vertex, in the order of their numbers. A single tensor goes
             by the name "x".
-        initial: the state of a child that is not there: a nest like a state, or one number for all of it. Where it is
-            the number 0, what it is multiplied by is left out of the first set, infinities included.
+        initial: the state of a child that is not there: a nest like a state, or one number for all of it. If it is the
+            number 0, its products are left out of the first set, infinities included.
         policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types. With
             `share` it is always the first.
         lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
             the same with less memory and more time.
-        streams: into how many parts of about as many vertices the batch is cut, between samples. Each has a loop of
-            its own, so that they overlap on a device with so many compute streams (``Session(compute_streams=2)``),
-            or on several devices. It pays for large products, on a CPU with a core for each; one thread launches for a
-            card, which loses by it.
-        share: whether sets of this run are computed with those of other runs of the session that are under way, set 7
-            of one and set 0 of another as rows of one call: for many requests of one graph or a few each. It takes one
-            function and one stream, and no gradient goes through it. What the functions of ``gather_all`` compute for
-            each child may not draw random numbers then.
+        streams: into how many parts of about as many vertices the batch is cut, between samples. Each part has a loop
+            of its own, so that they overlap on a device with equally many compute streams
+            (``Session(compute_streams=2)``), or on several devices. It pays for large products, on a CPU with a core
+            for each; one thread launches for a card, which loses by it.
+        share: True computes sets of this run together with sets of other runs of the session, set 7 of one and set 0 of
+            another as rows of one call. It is meant for many requests of one graph or a few each. It takes one function
+            and one stream, and no gradient goes through it. What the functions of ``gather_all`` compute for each child
+            may not draw random numbers then.
         name: what names of its nodes begin with.
 
     Raises:
-        GraphError: a function does not scatter, pulls what is not given, or does what cannot be computed for several
-            vertices at once, such as awaiting or changing a variable; the message names it and its line.
-        DTypeError, ShapeError: what a function scatters, or `initial`, does not fit the state that is declared.
+        GraphError: a function does not scatter, pulls a name that is not given, or cannot be computed for several
+            vertices at once, as it awaits or changes a variable; the message names it and its line.
+        DTypeError, ShapeError: a scattered state, or `initial`, does not fit the declared state.
         GraphError: (in the run, as the cause of a KernelError) the graph has a cycle, too many children, or a type that
             there is not; the message names sample and vertex.
     """
@@ -168,11 +168,11 @@ def _joined(parts: Sequence[VertexResults]) -> VertexResults:
 
 @dataclass(frozen=True, slots=True)
 class _VertexKind:
-    """One of the functions, and the vertices that compute it, in execution order.
+    """One of the functions, with its vertices in execution order.
 
     Attributes:
         number: of the type.
-        function: what they compute.
+        function: the vertex function.
         traced: the same as a body over one vertex.
         parts: its eager, core and lazy nodes.
         vertices: their numbers.
@@ -198,7 +198,7 @@ class _VertexKind:
 
 
 _Stores = tuple[list[RowStore], list[list[RowStore]]]
-"""Of each part of a state, and for each kind of what its core gives to its lazy part."""
+"""Stores for each part of a state, and for each kind of values that its core passes to its lazy part."""
 
 
 @dataclass(slots=True)
@@ -214,7 +214,7 @@ class _VertexMap:
     is_shared: bool
     """Sets are put in order elsewhere: here all vertices are one, in the order of their numbers."""
     is_permuted: bool
-    """They are in execution order, all of the batch."""
+    """True if all vertices of the batch are computed, so that a permutation takes rows to execution order and back."""
     liftings: list[Lifting] = field(default_factory=list)
     size: Tensor = field(init=False)
     n_sets: Tensor = field(init=False)
@@ -234,7 +234,7 @@ class _VertexMap:
     def kinds(
         self, functions: Sequence[VertexFunction], traced: Sequence[tuple[TracedFunction, FunctionParts]]
     ) -> list[_VertexKind]:
-        """The functions, each with its vertices."""
+        """Return the functions, each with its vertices."""
         plan = self.schedule
         if len(functions) == 1:
             vertices = arange(self.size, dtype=int64) if self.is_shared else plan.order
@@ -251,7 +251,7 @@ class _VertexMap:
         return _VertexKind(number, function, *traced, gather(plan.order, places), places, starts, starts[1:])
 
     def build(self, kinds: Sequence[_VertexKind]) -> VertexResults:
-        """Adds the sets and what stands before and after them."""
+        """Add the sets, and the nodes before and after them."""
         before = [self._before(kind) for kind in kinds]
         remarks = graph_for().root.remarks
         for kind, known in zip(kinds, before, strict=True):
@@ -294,7 +294,7 @@ class _VertexMap:
         return self._lifting(kind, rows, is_inside=False)
 
     def _lifting(self, kind: _VertexKind, rows: RowAxis, *, is_inside: bool) -> Lifting:
-        """Lifts over some vertices; what has effects runs by itself inside a branch or loop, and is kept elsewhere."""
+        """Make a lifting over some vertices; outside of branches and loops its effects are noted."""
         lifting = Lifting(rows, f"{self.label}/{kind.function.name}")
         if not is_inside:
             self.liftings.append(lifting)
@@ -354,7 +354,7 @@ class _VertexMap:
         return {name: lifting.rows.spread(x) for name, x in zip(traced.pushes, found, strict=True)}
 
     def _in_order(self, kinds: Sequence[_VertexKind], values: Sequence[Tensor | None]) -> Tensor:
-        """Pushed values in the order of the vertices; zeros for those that push nothing by that name."""
+        """Return pushed values in the order of the vertices; zeros for vertices without a push of that name."""
         if kinds[0].places is None:
             assert values[0] is not None
             if self.is_shared:
@@ -490,7 +490,7 @@ def _store(kind: _VertexKind, x: Tensor) -> RowStore:
 
 
 def _arity(functions: Sequence[VertexFunction]) -> int | None:
-    """How many children a vertex may have, if they are told apart."""
+    """Return the number of children of a vertex, if children are told apart."""
     first = functions[0]
     for other in functions:
         if (other.structure, other.specs) != (first.structure, first.specs):

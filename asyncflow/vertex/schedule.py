@@ -1,7 +1,7 @@
-"""The order in which the vertices of a batch are computed, in sets, and where each finds its children: one host op.
+"""The order in which the vertices of a batch are computed, in sets, and the places of their children: one host op.
 
-Results are kept in a store with a row a vertex, in the order in which they are made, behind a row 0 that stands for
-children that are missing. So the *rank* of a vertex, the number of its row, is its position in that order plus 1.
+Results are kept in a store with a row a vertex, in the order in which they are made, behind a row 0 for missing
+children. So the *rank* of a vertex, the number of its row, is its position in that order plus 1.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ With types, each is then cut into sets of one type.
 """
 
 BY_NUMBER: Final = "by_number"
-"""No policy: all vertices are one set, in the order of their numbers. For what is told of them, but not when they are
+"""No policy: all vertices are one set, in the order of their numbers. For uses that do not depend on when a vertex is
 computed."""
 
 
 class VertexSchedule(NamedTuple):
-    """Vectors of int64, of a batch or a part of it; those that another arity or graph does not need are None."""
+    """Vectors of int64, of a batch or a part of it; vectors that only other arities or graphs need are None."""
 
     order: Tensor
-    """Vertices in execution order: set by set, and by number within a set. The numbers are those of the batch."""
+    """Vertices in execution order: set by set, and by number within a set. The numbers refer to the batch."""
     positions: Tensor
     """The position of each vertex in that order."""
     set_starts: Tensor
-    """Where each set begins in that order, and where the last one ends."""
+    """Start of each set in that order, and the end of the last one."""
     root_ranks: Tensor
-    """Ranks of the roots, by their numbers."""
+    """Ranks of the roots, ordered by vertex number."""
     child_ranks: Tensor
     """For each vertex in execution order, ``[vertices, arity]``, the rank of each of its children, 0 where there is
     none; where the arity is None, a vector of the ranks of all children of all vertices in execution order."""
     child_starts: Tensor | None
-    """Where the children of each vertex, in execution order, begin in that vector, and where the last ones end."""
+    """Start of each vertex's children, in execution order, in that vector, and the end of the last ones."""
     child_positions: Tensor | None
     """For each entry of that vector the position of the vertex whose child it is."""
     set_types: Tensor | None

@@ -1,8 +1,8 @@
 """``vertex_map(share=True)``: sets of vertices of different runs are computed together, as the rows of one call.
 
 The sets of one run's vertices are one node, which waits in line as a pooled loop does. The core of the function is
-built as a graph of its own over vertices of any runs; who is computed next is up to the runtime
-(`asyncflow.runtime.run.vertex_pools`), where the states of all runs stand in one place.
+built as a graph of its own over vertices of any runs. The runtime (`asyncflow.runtime.run.vertex_pools`) chooses the
+next vertices; the states of all runs stand in one place there.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from asyncflow.vertex.split import FunctionParts
 
 
 class InputCounts(NamedTuple):
-    """How many inputs of the node are what, in this order.
+    """Numbers of inputs of the node, by kind, in this order.
 
     Attributes:
         graph: its arrays.
         states: the state of a child that is not there, in parts.
         own: rows that each vertex has of its own, by number.
-        common: what is the same for all vertices of all runs that share a call.
+        common: values that are the same for all vertices of all runs that share a call.
     """
 
     graph: int
@@ -59,7 +59,7 @@ class InputCounts(NamedTuple):
 
 
 class SharedSets(SharedCode):
-    """The code of one vertex function whose sets are computed with those of other runs.
+    """The code of one vertex function whose sets are computed together with sets of other runs.
 
     Attributes:
         label: its name.
@@ -70,9 +70,9 @@ class SharedSets(SharedCode):
         pulls: of what each vertex has of its own, where that is pulled, the name.
         is_repeatable: computing a set again does no harm.
         order: from the arrays of a graph to what the schedule of its sets is; see `asyncflow.vertex.schedule`.
-        program: from the inputs behind the graph and initial states, for some vertices, and what there is of their
-            children, to the rows of `specs`. Of children there are the parts of their states: of each slot, or of all,
-            with the row of the vertex that each belongs to, and where those of each vertex begin.
+        program: from the inputs behind the graph and initial states, for some vertices, and the states of their
+            children, to the rows of `specs`. Children are given by the parts of their states: of each slot, or of all
+            children, with the row of the vertex that each belongs to, and the start of each vertex's children.
     """
 
     why_no_text = NO_TEXT.format("a vertex_map that is shared")
@@ -123,7 +123,7 @@ class SharedSets(SharedCode):
         return f"<shared {self.label}>"
 
     def node_specs(self) -> tuple[Spec, ...]:
-        """Of what its node gives."""
+        """Return the specs of the node's outputs."""
         return (*self.specs[: self.counts.states], *(self.specs if self.gives_rows else ()))
 
     def programs(self) -> tuple[BodyProgram, ...]:
@@ -198,14 +198,14 @@ def add_shared_sets(
     spread: Callable[[LiftedValue], Tensor],
     numbers: Callable[[], Tensor],
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Adds the node that computes all sets.
+    """Add the node that computes all sets.
 
     Args:
         shared: its code.
         graph: of the run.
         initial: the parts of the state of a child that is not there.
         spread: gives a row for each vertex, by number.
-        numbers: those of all vertices, likewise.
+        numbers: gives the numbers of all vertices, likewise.
 
     Returns:
         The states of the roots, and, where the node gives them, rows of all vertices, both by number.

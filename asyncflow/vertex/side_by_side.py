@@ -1,7 +1,7 @@
-"""Products of children that become one: ``v.gather(0) @ u + v.gather(1) @ w`` is both states in a row, times both.
+"""Products of children joined into one: ``v.gather(0) @ u + v.gather(1) @ w`` is both states in a row, times both.
 
-A set then takes the states of all those children at once, and multiplies once; so does its gradient. What is added up
-in another order differs within rounding.
+A set then takes the states of all those children at once, and multiplies once; so does its gradient. The order of
+additions changes, so results differ within rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def join_products(traced: TracedFunction) -> None:
 
 
 class _Joining:
-    """A function while its products are joined.
+    """A vertex function whose products are being joined.
 
     Attributes:
         places: for each vector that is gathered, which part of the state it is, and of which child.
@@ -69,7 +69,7 @@ class _Joining:
             yield from self.terms(term, seen) if is_sum else (term,)
 
     def _is_free(self, node: Node) -> bool:
-        """Whether only the sum that it is a term of knows a node."""
+        """Return True if only the sum uses a node, as one of its terms."""
         return self.uses[node.outputs[0]] == 1 and not node.control_inputs and node not in self.awaited
 
     def _key(self, term: Tensor) -> tuple[int, DType] | None:

@@ -71,7 +71,7 @@ def _behind_gathers(traced: TracedFunction, nodes: Sequence[Node]) -> set[Node]:
 
 
 def _core(nodes: Sequence[Node], behind: set[Node], wanted: set[Node]) -> set[Node]:
-    """Nodes that the state needs, and those that read a store that is filled in a set."""
+    """Return the nodes that the state needs, and the nodes that read a store filled in a set."""
     core = behind & _needed(nodes, wanted)
     while late := {node for node in behind - core if not core.isdisjoint(_makers_of_stores(node))}:
         core |= behind & _needed(nodes, late)
@@ -111,7 +111,7 @@ def _needed(nodes: Sequence[Node], wanted: set[Node]) -> set[Node]:
 
 
 def _sources(node: Node) -> Iterable[Node]:
-    """Nodes that a node depends on; what was made of one branch or loop over rows is one."""
+    """Return the nodes that a node depends on; the nodes made of one branch or loop over rows count as one."""
     parted = node.graph.parted.get(node)
     return node.sources if parted is None else [*node.sources, *(x.node for x in parted.needs)]
 
@@ -123,7 +123,7 @@ def _read_by(nodes: Collection[Node], results: Iterable[Tensor]) -> list[Tensor]
 
 
 def explained(parts: FunctionParts, kept: Mapping[str, Iterable[Tensor]]) -> str:
-    """The ops of each part for `Plan.explain`, and what is `kept` of each vertex."""
+    """Describe the ops of each part for `Plan.explain`, and the values `kept` of each vertex."""
     nodes = [("before the sets", parts.eager), ("in each set", parts.core), ("after the sets", parts.lazy)]
     ops = "; ".join(f"{where} {_counted(part)}" for where, part in nodes)
     return f"vertex_map computes {ops}. Bytes kept a vertex: {', '.join(f'{k} {_nbytes(x)}' for k, x in kept.items())}"

@@ -21,5 +21,5 @@ LOOP_COND = define("loop_cond", _infer, host_inputs=(0,))
 
 
 def loop_cond(pred: TensorLike, *, name: str | None = None) -> Tensor:
-    """`pred`, marked as the predicate of its loop."""
+    """Mark `pred` as the predicate of its loop, and return it."""
     return apply(LOOP_COND, pred, name=name)[0]
