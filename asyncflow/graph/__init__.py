@@ -1,1 +1,1 @@
-"""What is a program? `Graph`, `Node`, `Tensor`, `Op`, dtypes and shapes, scopes, text."""
+"""Programs: `Graph`, `Node`, `Tensor`, `Op`, dtypes and shapes, scopes, text."""

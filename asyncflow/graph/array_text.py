@@ -33,10 +33,10 @@ def encode(array: Array) -> str:
 
 
 def read_array(spec: Spec, data: object, *, is_encoded: bool) -> Array:
-    """The array of that spec whose elements are these nested lists, or this base64; read-only, like a constant's.
+    """Return the array of that spec from nested lists, or from base64; read-only, like a constant's.
 
     Raises:
-        GraphError: they do not make such an array exactly, or none can be written.
+        GraphError: the data do not make such an array exactly, or the spec cannot be written.
     """
     shape = tuple(extent for extent in spec.shape or () if extent is not None)
     if shape != spec.shape or spec.dtype == VARIANT or len(shape) > 64:

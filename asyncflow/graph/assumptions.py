@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One conclusion, and where it was drawn.
+    """A conclusion drawn while a graph was built, and its place.
 
     Attributes:
         rule: name of the rule that draws it from the values of `tensors`.

@@ -25,7 +25,7 @@ from asyncflow.values import Array
 
 
 class SupportsTensor(Protocol):
-    """Something that reads as a tensor, such as a `Variable`; `is_symbolic` asks for it."""
+    """A value that converts to a tensor, such as a `Variable`; `is_symbolic` tests for it."""
 
     def __asyncflow_tensor__(self) -> Tensor:
         """The tensor, built in the current graph."""
@@ -47,7 +47,7 @@ def graph_for(*values: object, outside: str = "") -> Graph:
 
     Args:
         values: among which there may be tensors.
-        outside: what may have been meant where there is no graph, for the error.
+        outside: advice for code without a graph, for the error.
 
     Raises:
         GraphError: there is neither.
@@ -98,7 +98,7 @@ def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) ->
 
 
 def _record_frame(graph: Graph, node: Node) -> None:
-    """Notes the frame of a node that was not built by `apply`, such as a group, and of those before it."""
+    """Note the frame of a node that was not built by `apply`, such as a group, and of earlier such nodes."""
     unknown = [node] if node not in graph.frames else []
     while unknown:
         latest = unknown[-1]
@@ -112,7 +112,7 @@ def _record_frame(graph: Graph, node: Node) -> None:
 
 
 def is_symbolic(value: object) -> TypeGuard[Tensor | SupportsTensor]:
-    """Whether `value` is a tensor or reads as one, such as a `Variable`."""
+    """Return True if `value` is a tensor or converts to one, such as a `Variable`."""
     # Its type is asked: isinstance of a protocol takes longer than all else that a constant needs.
     return isinstance(value, Tensor) or hasattr(type(value), "__asyncflow_tensor__")
 
@@ -211,7 +211,7 @@ def _as_array(value: TensorLike, dtype: DType | None) -> Array:
 
 
 def is_masked(value: object) -> bool:
-    """Whether it is a masked array, of which NumPy makes arrays that silently lose the mask."""
+    """Return True if `value` is a masked array, whose mask NumPy would silently lose."""
     # There is none before somebody has imported the module, which takes 10 ms.
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(value, masked.MaskedArray)
@@ -234,7 +234,7 @@ def _on_host(value: Any) -> object:
 
 
 def _explain_objects(value: TensorLike, array: Array) -> None:
-    """Raises the error that says what is wrong with `value`, if one of the usual things is."""
+    """Raise the error that explains a common mistake in `value`, if there is one."""
     items = list(array.flat)
     refuse_coroutines(*items)
     if items and all(isinstance(item, int) for item in items):
@@ -288,7 +288,7 @@ _RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
 
 
 def _same_values(array: Array, converted: Array) -> bool:
-    """Whether integers are unchanged, and floats finite where they were; rounding is what a smaller float is for."""
+    """Return True if integers are unchanged, and finite floats stay finite; rounding is expected of a smaller float."""
     if converted.dtype.kind in "biu":
         return bool((array == converted).all())
     return bool((np.isfinite(converted) | ~np.isfinite(array)).all())
@@ -301,7 +301,7 @@ def _only_strings(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Whether `value` is a list of nothing but strings."""
+    """Return True if `value` is a list of strings only."""
     return isinstance(value, list | tuple) and isinstance(_first(value), str) and _only_strings(value)
 
 
@@ -338,7 +338,7 @@ def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = No
 
 
 def identity(x: TensorLike, *, name: str | None = None) -> Tensor:
-    """`x` itself; a new node to hang control edges or a name on."""
+    """Return `x` through a new node, which can carry control edges or a name."""
     return apply(builtin.IDENTITY, x, name=name)[0]
 
 
@@ -353,9 +353,10 @@ def group(*items: Tensor | Node, name: str | None = None) -> Node:
 
 
 def awaited_node(item: object, graph: Graph) -> Node | None:
-    """The node that others of `graph` wait for to have `item`; None if an enclosing branch or loop waits instead.
+    """Return the node to wait for to have `item` in `graph`; None if an enclosing branch or loop waits instead.
 
-    For a result of a branch or loop it is an identity of that result: of a structured node, only what is used is run.
+    For a result of a branch or loop it is an identity of that result, as only the used results of a structured node
+    run.
     """
     if not isinstance(item, Tensor | Node):
         raise GraphError(f"{item!r} is neither a tensor nor a node, so that nothing can wait for it")

@@ -40,5 +40,5 @@ NO_OP = define("no_op", lambda *_: (), lambda xp: lambda *_: (), traits=OPAQUE)
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Whether the value is known while the graph is built, and there from the start of a run."""
+    """Return True if the value is known while the graph is built, and present from the start of a run."""
     return tensor.node.op is CONSTANT and not tensor.node.control_inputs

@@ -81,7 +81,7 @@ def as_dtype(dtype: DTypeLike | None) -> DType:
 
 
 def _require_dtype(given: object) -> None:
-    """Refuses what NumPy would take for a dtype only because it has one, such as a tensor."""
+    """Refuse objects that NumPy takes for a dtype only because they have one, such as a tensor."""
     if hasattr(given, "dtype"):
         raise DTypeError(f"a dtype is fixed when the graph is built; got {given!r}: use a name, or its .dtype")
     if not isinstance(given, np.dtype):
@@ -107,7 +107,7 @@ def bfloat16() -> DType:
 
 
 def is_supported(dtype: DType) -> bool:
-    """Whether tensors may have this dtype."""
+    """Return True if tensors may have this dtype."""
     return dtype.kind in _KINDS or dtype in (string, VARIANT) or dtype.name == "bfloat16"
 
 

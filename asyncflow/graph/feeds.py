@@ -1,4 +1,4 @@
-"""Which tensors a run is fed, and why a value does not fit one."""
+"""Feeds of a run: the tensors fed, and errors for values that do not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.values import Array
 
 Feeds: TypeAlias = Mapping[Any, Any]
-"""Values by the tensors, or their names, that they stand in for; nested tuples of these have nests like them.
+"""Values by tensor, or tensor name; nested tuples of tensors have nests of values.
 
 Any: the keys of a mapping are of one type alone."""
 
@@ -41,7 +41,7 @@ def as_feeds(feeds: object) -> Feeds:
 
 
 def _opened(feeds: Feeds) -> Feeds:
-    """`feeds` with an entry for each tensor of those keys that are tuples, whose values are nests like them."""
+    """Return `feeds` with an entry for each tensor in keys that are tuples."""
     opened: dict[Any, Any] = {}
     for key, value in feeds.items():
         keys, structure = nest.flatten(key) if isinstance(key, tuple) else ([key], nest.LEAF)
@@ -60,7 +60,7 @@ def feed_target(key: object, graph: Graph | None) -> Tensor:
     """The tensor a key of ``feeds`` names.
 
     Raises:
-        FeedError: it names none, or one that cannot be fed.
+        FeedError: the key names no tensor, or a tensor that cannot be fed.
     """
     if isinstance(key, str):
         if graph is None:

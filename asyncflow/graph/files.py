@@ -1,4 +1,4 @@
-"""Graphs in files: the text form, read with bounds, for what comes from elsewhere."""
+"""Graphs in files: the text form, read within bounds, as files may be untrusted."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DEFINITION: Final = re.compile(DEFINITION)
 
 
 def save_graph(graph: Graph, path: str | Path) -> None:
-    """Writes a graph to a file, from which `load_graph` reads an equal one.
+    """Write a graph to a file, from which `load_graph` reads an equal one.
 
     The file is text (see `print_graph`). Variables are written down with their initial values; what a session has in
-    them is not. The file appears when it is whole, in place of one that was there.
+    them is not. The file appears complete, and replaces an existing one.
 
     Args:
         graph: a root graph.
@@ -70,16 +70,16 @@ def load_graph(
     max_nbytes: int = 1 << 25,
     max_nodes: int = 100_000,
 ) -> Graph:
-    """Reads a graph that `save_graph` wrote; its variables are new ones, or those given.
+    """Read a graph that `save_graph` wrote; its variables are new, or taken from `resources`.
 
-    The file is not trusted: it is data, and reading it neither runs nor imports nor opens anything. What it holds is
-    bounded before it is read, and checked before it is given back.
+    The file is not trusted: it is data, and reading it neither runs nor imports nor opens anything. Its size is bounded
+    before it is read, and its content checked before the graph is returned.
 
     Args:
         path: of the file.
-        ops: ops of your own by their names, as ``{"my_op": my_op}``; those of the library are known.
-        resources: variables, queues or tables to use in place of those that the file names, by the names it has; it
-            has each of them.
+        ops: user-defined ops by name, as ``{"my_op": my_op}``; the library's own are known.
+        resources: variables, queues or tables to use in place of the file's, by their names in the file; the file must
+            have each of them.
         max_nbytes: refuse a larger file.
         max_nodes: refuse a graph of more nodes; reading takes about 50 µs and 1 KiB for each.
 
@@ -87,8 +87,8 @@ def load_graph(
         The graph; `Graph.resources` has its variables. Messages name lines of the file in place of the user's.
 
     Raises:
-        GraphError: it is no such file, or too large, or damaged, or names an op, attribute or resource that is not
-            known (the message has file and line), or has none of a name in `resources`.
+        GraphError: the file is too large, damaged or no graph file; or it names an unknown op, attribute or resource
+            (the message has file and line); or it lacks a name in `resources`.
         OSError: the file cannot be read.
     """
     text = _read(Path(path), max_nbytes)
@@ -106,7 +106,7 @@ def load_graph(
 
 
 def _read(path: Path, max_nbytes: int) -> str:
-    """The text of a file, if it is one."""
+    """Return the text of a file, if the path is a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -24,7 +24,7 @@ def frame_of(
         op_name: of the node.
         name: of the node, for messages.
         sources: its inputs and control inputs.
-        frames: those of `sources`; a back edge's may be missing.
+        frames: frames of `sources`; a back edge's may be missing.
         location: of the node, for messages.
 
     Raises:

@@ -66,7 +66,9 @@ def current_graph() -> Graph | None:
 
 
 leave_graphs = _current.leave_all
-"""Makes no graph current in this context: the user's kernels run in a copy of the context of whoever awaits."""
+"""Function that makes no graph current in this context: the user's kernels run in a copy of the awaiting code's
+context.
+"""
 
 
 _SHOWN: Final = frozenset({"effects", "named", "node", "nodes", "seed", "tensor", "version", "walk"})
@@ -81,14 +83,13 @@ class Graph(NotPickled):
     for itself. `lock` keeps others out while several nodes have to be added in one go, as by `gradients`.
 
     A graph is freed, with its plans, as soon as the last reference to it goes: a variable of yours, a `Session` made
-    for it, an `@af.function`. Its tensors and nodes do not count. A tensor that outlives its graph keeps what it is
-    computed from, and can still be run and built upon; names, gradients and nodes that it does not need went with the
-    graph.
+    for it, an `@af.function`. Its tensors and nodes do not count. A tensor that outlives its graph keeps the nodes it
+    is computed from, and can still be run and built upon. Names, gradients and all other nodes went with the graph.
 
     Args:
-        effects: ``"ordered"``: nodes that touch one resource run in the order they were written, and a branch or
-            loop that runs, runs all its effects. ``"unordered"``: only explicit edges order, and branches and loops
-            are pruned to what is needed (the MAPL '17 semantics).
+        effects: ``"ordered"``: nodes that touch one resource run in the order they were written, and a branch or loop
+            that runs, runs all its effects. ``"unordered"``: only explicit edges order nodes, and branches and loops
+            are pruned to the needed nodes (the MAPL '17 semantics).
         seed: seeds the graph's random ops. None: each session draws one, which its checkpoints keep; `Session(seed=)`
             is of the schedule alone.
 
@@ -188,7 +189,7 @@ class Graph(NotPickled):
 
     @contextmanager
     def scoped(self, **changes: object) -> Iterator[Scope]:
-        """Changes the scope, for what this task or thread adds inside."""
+        """Change the scope, for nodes that this task or thread adds inside the block."""
         scope = replace(self.scope, graph=self, **cast("Attrs", changes))
         _scopes.enter(scope)
         try:
@@ -294,11 +295,11 @@ class Graph(NotPickled):
         return candidate
 
     def has_name(self, name: str) -> bool:
-        """Whether `unique_name` would number `name`, outside all scopes."""
+        """Return True if `unique_name` would number `name`, outside all scopes."""
         return name in self.root._taken
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
-        """`tensor` as seen from this graph: itself, or a capture of an enclosing graph's tensor.
+        """Return `tensor` as seen from this graph: itself, or a capture of an enclosing graph's tensor.
 
         Raises:
             GraphError: it belongs to another graph, or to the body of a branch or loop that does not enclose this one.
@@ -314,13 +315,13 @@ class Graph(NotPickled):
         raise GraphError(_leak(node.outputs[0] if node.outputs else node, self))
 
     def can_use(self, graph: Graph) -> bool:
-        """Whether values of `graph` can be imported here."""
+        """Return True if values of `graph` can be imported here."""
         return graph is self
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
     def node(self, name: str) -> Node:
-        """The node of that name, in this graph or in any branch or loop of it.
+        """Return the node of that name, in this graph or in any branch or loop inside.
 
         Raises:
             GraphError: there is none; close names are suggested.
@@ -352,7 +353,7 @@ class Graph(NotPickled):
         return self.tensor(name) if ":" in _checked_name(name) or self.node(name).outputs else self.node(name)
 
     def walk(self) -> list[Node]:
-        """Every node, those of branches and loops included, outer before inner."""
+        """Return every node, also inside branches and loops, outer before inner."""
         return [node for graph in levels(self) for node in graph.nodes]
 
     @property
@@ -451,7 +452,7 @@ class Subgraph(Graph):
 
 
 def encloses(outer: Graph, inner: Graph) -> bool:
-    """Whether `inner` is `outer`, or a branch or loop somewhere inside it."""
+    """Return True if `inner` is `outer`, or a branch or loop somewhere inside it."""
     graph: Graph | None = inner
     while graph is not None:
         if graph is outer:
@@ -462,9 +463,9 @@ def encloses(outer: Graph, inner: Graph) -> bool:
 
 @contextmanager
 def reopened(graph: Graph) -> Iterator[Graph]:
-    """Makes `graph` current, be it a finished body: for what is added to a program later, such as gradients.
+    """Make `graph` current, even a finished body: for later additions to a program, such as gradients.
 
-    What is added belongs to no scope: neither its names nor its devices and control edges come from where `graph` was
+    Added nodes belong to no scope: neither names nor devices and control edges come from the place where `graph` was
     built.
     """
     prefix = f"{graph.label}/" if isinstance(graph, Subgraph) else ""
@@ -485,7 +486,7 @@ def node_effects(node: Node) -> Effects:
 
 
 def has_side_effect(node: Node) -> bool:
-    """Whether the node changes anything outside its outputs."""
+    """Return True if the node changes anything outside its outputs."""
     return any(access is Access.WRITE for _, access in node_effects(node))
 
 

@@ -5,9 +5,9 @@ bodies. The way back leads through a `Home`, which holds its graph weakly. So th
 and Python's collector has nothing to do.
 
 A node and its outputs refer to each other as long as their graph lives. When the graph goes, `Home.leave` puts
-`LeftOutputs` in place of the outputs, which are weak: a tensor that somebody still has then keeps exactly what it is
-computed from. If such a tensor is used, `Home.revived` makes a graph of the nodes that are left. They hold that graph,
-so the collector has to free it.
+`LeftOutputs` in place of the outputs, which are weak: a tensor that is still referenced then keeps exactly the nodes it
+is computed from. If such a tensor is used, `Home.revived` makes a graph of the nodes that are left. They hold that
+graph, so the collector has to free it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLAIN = ("_base", "_taken", "around", "effects", "label", "lock", "remarks", "s
 
 
 class Forgotten(dict[Node, Any]):
-    """Notes of a revived graph for nodes; those of nodes for which the graph before it kept some are refused."""
+    """Notes of a revived graph about nodes; a node that lost its notes with the former graph is refused."""
 
     def __init__(self, nodes: frozenset[int]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Left(NamedTuple):
 
     Attributes:
         kind: its class.
-        plain: its attributes, except those that lead to nodes.
+        plain: its attributes, except references to nodes.
         nodes: its nodes, which may be gone as well.
         annotated: ids of the nodes for which it kept what their gradients or rows need.
         assumed: the tensors (nodes, and which of their outputs) on whose values it was built.
@@ -136,7 +136,7 @@ class Home:
             node.outputs = cast("tuple[Tensor, ...]", LeftOutputs(node))
 
     def _encloses(self, home: Home) -> bool:
-        """Return True if `home` is this one, or that of a body somewhere in its graph, be it gone."""
+        """Return True if `home` belongs to this graph, or to a body somewhere in it, even if the graph is gone."""
         while home is not self:
             graph = home.ref()
             if graph is None:
@@ -169,7 +169,7 @@ class Home:
 
 
 def _assumed(graph: Graph) -> list[tuple[ref[Node], int, Assumption]]:
-    """Return all tensors on whose values a graph was built, weakly: a run must not feed those that are left."""
+    """Return all tensors on whose values a graph was built, weakly: a run must not feed the surviving ones."""
     found: dict[Tensor, Assumption] = {}
     for each in graph.assumptions.values():
         pending = list(each.tensors)
@@ -184,7 +184,7 @@ def _assumed(graph: Graph) -> list[tuple[ref[Node], int, Assumption]]:
 
 
 class LeftOutputs:
-    """The outputs of a node whose graph is gone; a tensor that nobody has any more is made again when asked for."""
+    """The outputs of a node whose graph is gone; a tensor without references is made again at the next access."""
 
     __slots__ = ("_node", "_tensors")
 

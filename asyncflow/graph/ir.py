@@ -27,11 +27,11 @@ PICKLE_GRAPHS = (
     "graphs hold Python functions; build the graph in the other process, or send its text, af.print_graph(graph), for "
     "af.parse_graph to read. Values are sent as NumPy arrays, which session.run gives"
 )
-"""Advice in place of pickling a graph or something in it."""
+"""Advice in place of pickling a graph or a part of one."""
 
 
 def is_name(name: object) -> bool:
-    """Whether nodes, scopes and resources may be called so."""
+    """Return True if a node, scope or resource may have this name."""
     return isinstance(name, str) and name != "" and ":" not in name
 
 
@@ -61,7 +61,7 @@ class Tensor(NotPickled, Operators):
 
     @property
     def device(self) -> str | None:
-        """The device asked for, such as ``"cpu"``; None where a session is to choose."""
+        """Requested device, such as ``"cpu"``; None if a session is to choose."""
         return self.node.device
 
     def to_device(self, device: str, /, *, stream: None = None) -> Tensor:
@@ -102,7 +102,7 @@ class Node(NotPickled):
     Attributes:
         id: its place in the build order of the root graph.
         name: unique in the root graph.
-        op: what it does.
+        op: the op that the node applies.
         inputs: tensors of the same graph.
         attrs: the op's static arguments.
         outputs: its tensors.
@@ -164,7 +164,7 @@ class Node(NotPickled):
 
     @property
     def graph(self) -> Graph:
-        """The graph or subgraph it stands in, which it does not keep alive."""
+        """The graph or subgraph of the node, which does not keep it alive."""
         return self._home.ref() or self._home.revived()
 
     @graph.setter
@@ -173,12 +173,12 @@ class Node(NotPickled):
 
     @property
     def specs(self) -> Spec | tuple[Spec, ...]:
-        """The specs of its outputs as its op's shape rule gives them: one, or a tuple of them."""
+        """Specs of the outputs, as the op's shape rule returns them: one, or a tuple."""
         return self.outputs[0].spec if self.single else tuple(output.spec for output in self.outputs)
 
     @property
     def sources(self) -> list[Node]:
-        """The nodes that it waits for: those of its inputs, and its control inputs; one may be there several times."""
+        """Nodes to wait for: makers of the inputs, and control inputs, with repetitions."""
         return [*map(_node_of, self.inputs), *self.control_inputs]
 
     def __repr__(self) -> str:

@@ -44,7 +44,7 @@ class StructureMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The shape of a nest without its leaves. ``kind is None`` for a leaf."""
+    """The structure of a nest without leaves. ``kind is None`` for a leaf."""
 
     kind: type | None
     keys: tuple[Hashable, ...] = ()
@@ -57,7 +57,7 @@ class Structure:
         return 1 if self.kind is None else sum(child.size for child in self.children)
 
     def unflatten(self, leaves: Sequence[object]) -> Nest:
-        """The nest of this structure with these leaves."""
+        """Return the nest of this structure with these leaves."""
         if len(leaves) != self.size:
             raise ValueError(f"{len(leaves)} leaves for a structure with {self.size}")
         return self._build(iter(leaves))
@@ -83,7 +83,7 @@ class Structure:
         return self.kind(**dict(zip(names, children, strict=True)))
 
     def paths(self, root: str = "") -> Iterator[str]:
-        """The path of each leaf, such as ``['state'].h[0]``."""
+        """Yield the path of each leaf, such as ``['state'].h[0]``."""
         if self.kind is None:
             yield root
             return
@@ -158,8 +158,8 @@ def _flatten(nest: Nest, leaves: list[Nest]) -> Structure:
 def flatten_like(structure: Structure, nest: Nest, *, nested_leaves: bool = False) -> list[Nest]:
     """Leaves of `nest` in the order of `structure`; dict keys match in any order.
 
-    With `nested_leaves`, what stands at a leaf of `structure` may itself be a container (a shape, say), and None in the
-    place of a registered container gives ``...`` for each of its leaves.
+    With `nested_leaves`, a container (a shape, say) may stand at a leaf of `structure`. None in the place of a
+    registered container gives ``...`` for each of its leaves.
 
     Raises:
         StructureMismatch: `nest` is built differently; the message says where.
@@ -212,7 +212,7 @@ def _prefix(path: str) -> str:
 
 
 def describe(structure: Structure) -> str:
-    """Says in words what a nest is: ``a tuple of 2 values``."""
+    """Describe a nest in words: ``a tuple of 2 values``."""
     kind = structure.kind
     if kind is None:
         return "one value"

@@ -16,7 +16,7 @@ FETCHING = frozenset({"cpu", "data", "detach", "eval", "get", "item", "numpy", "
 
 
 class NoValue:
-    """Refuses what cannot be done before a run: conversions, NumPy functions, assignment, formatting."""
+    """A base class that refuses uses of a value before a run: conversions, NumPy functions, assignment, formatting."""
 
     __slots__ = ()
 

@@ -24,7 +24,7 @@ class Access(enum.Enum):
 
 
 class Memory(enum.Enum):
-    """How a kernel treats the memory of its inputs."""
+    """Use of its inputs' memory by a kernel."""
 
     NEW = "results are in memory of their own, and no input is kept, so that its buffer may be written again"
     VIEW = "results may look into the memory of the first input, and nothing else of the inputs is kept"
@@ -36,14 +36,14 @@ class Memory(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Answers of an op to passes; every op has to give all of them, since one that is missing would only make it slow.
+    """Answers of an op to passes; every op must give all of them, since a missing answer would only make the op slow.
 
     Attributes:
-        memory: what kernels do with it.
-        is_capturable: kernels are launched and nothing else is done, so that a CUDA graph can hold it. What sorts or
-            waits for the device cannot be captured, nor what has CuPy call cuBLAS.
-        is_cheap: it costs next to nothing, most often as it only looks at its input in another way: gradients compute
-            it again rather than keep the value.
+        memory: the kernels' use of memory.
+        is_capturable: kernels are launched and nothing else is done, so that a CUDA graph can hold it. Kernels that
+            sort or wait for the device cannot be captured, nor kernels that make CuPy call cuBLAS.
+        is_cheap: it costs next to nothing, mostly as its result is a view of its input: gradients compute it again
+            rather than keep the value.
     """
 
     memory: Memory
@@ -56,7 +56,7 @@ NEW_UNCAPTURED: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 VIEW: Final = Traits(Memory.VIEW, is_capturable=True, is_cheap=True)
 WHOLE_VIEW: Final = Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=True)
 PARTS: Final = Traits(Memory.VIEW, is_capturable=False, is_cheap=False)
-"""Of an op that gives views of parts of its first input, and is not repeated for them."""
+"""Traits of an op that returns views of parts of its first input, and is not repeated for them."""
 METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)
 METADATA_UNCAPTURED: Final = Traits(Memory.METADATA, is_capturable=False, is_cheap=False)
 READS_STORE: Final = Traits(Memory.STORE, is_capturable=False, is_cheap=False)
@@ -117,19 +117,22 @@ class Op:
             "as found": it is not, as the results are as long as the run finds them, for each row.
         cuda: the rule of an elementwise op's CUDA expression, by which one kernel does the work of many ops; or a
             sentence that says why it has none.
-        is_composite: the kernel launches several of the device's, so one that is generated pays for this op alone.
+        is_composite: True if the kernel launches several kernels of the device, so that a generated one pays off for
+            this op alone.
         host_inputs: the inputs whose *values* the kernel reads, such as shapes and indices of tensor arrays: they have
             to be in host memory, as NumPy values, whatever `xp` is. To read one from the memory of a GPU would block.
-        runs_on_host: the kernel computes with NumPy on any device: its outputs' shapes depend on the data, it draws
-            NumPy's random numbers, it raises on what it finds, or it talks to the outside. A device with its own memory
-            binds it to NumPy, copies all inputs to host memory, and the outputs in.
-        traits: what passes ask. One that is not pure, or runs on the host, need not say: nothing is taken for granted.
-        node_type: what its nodes are.
+        runs_on_host: the kernel computes with NumPy on any device: the shapes of its outputs depend on the data, it
+            draws NumPy's random numbers, raises on certain values, or talks to the outside. A device with its own
+            memory binds it to NumPy, copies all inputs to host memory, and the outputs in.
+        traits: what passes ask. An op that is not pure, or runs on the host, need not answer: passes then assume
+            nothing.
+        node_type: class of its nodes.
         commutes: writes of such ops to one resource leave the same behind in any order, if its values are integers.
-        alone: whose state a user's kernel changes, where that is not safe on several threads: two firings of ops that
-            name the same object are never under way on two threads at once. None: nobody's.
-        is_undone: nothing that such a kernel does outlasts a run that ends early: what it took goes back to its place.
-        is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
+        alone: the object whose state a user's kernel changes, if that is not safe on several threads: two firings of
+            ops that name the same object are never under way on two threads at once. None: no such state.
+        is_undone: True if no effect of such a kernel outlasts a run that ends early: elements it took go back to their
+            place.
+        is_pure: True if its outputs depend on its inputs and attributes alone, and it has no other visible effect.
     """
 
     name: str = field(kw_only=False)
@@ -201,10 +204,9 @@ def host_inputs(node: Node) -> frozenset[int]:
 
 
 def runs_on_host(node: Node) -> bool:
-    """Whether the kernel of `node` computes with NumPy wherever it is placed.
+    """Return True if the kernel of `node` computes with NumPy wherever it is placed.
 
-    So do the functions of users, which are written for NumPy, and all that has to do with strings, which only NumPy
-    has.
+    Users' functions do, as they are written for NumPy, and all kernels on strings, which only NumPy has.
     """
     op = node.op
     if op.runs_on_host or op.is_async or (op.is_user and not op.takes_any_arrays):
@@ -223,7 +225,7 @@ class KernelContext(NamedTuple):
     seed: int
     """The session's or graph's seed."""
     run: int
-    """Number of the run within its session."""
+    """Number of the run within the session."""
     tag: tuple[int, ...]
     """Iteration numbers from the outermost loop inward."""
     at_end: MutableMapping[object, Callable[[], None]] | None = None
@@ -254,7 +256,7 @@ def _registering(make: Callable[_P, Op]) -> Callable[_P, Op]:
 
 
 define = _registering(Op)
-"""Makes an `Op` of these fields, and registers it."""
+"""Function that makes an `Op` of these fields, and registers it."""
 
 
 def find_op(name: str) -> Op:
@@ -278,7 +280,7 @@ def _import_all() -> None:
 
 
 def is_registered(op: Op) -> bool:
-    """Whether `find_op` finds it, in this process or another."""
+    """Return True if `find_op` finds the op, in this process or another."""
     return _ops.get(op.name) is op
 
 
@@ -288,8 +290,8 @@ Derivative: TypeAlias = "Callable[..., Sequence[Tensor | None]]"
 """``derivative(node, *grads)``: what reaches each input of `node`, given what reaches each of its outputs.
 
 A gradient is None where nothing reaches an output, but not for all of them; the result has one entry per input, None
-where nothing flows. It is asked only where an input can have a gradient. The rule adds nodes to the current graph and
-may use `node.inputs` and `node.outputs`, whose values are then kept for it; of what it needs only the shape it asks
+where nothing flows. It is asked only where an input can have a gradient. The rule adds nodes to the current graph. It
+may use `node.inputs` and `node.outputs`, whose values are then kept for it; for a mere shape it asks
 `asyncflow.ops.derivatives.shapes`.
 """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.spec import Spec
 
 API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
-"""Versions of the Array API standard, each of which has all that the ones before it have."""
+"""Supported versions of the Array API standard; each includes the earlier ones."""
 
 _Binary: TypeAlias = "Callable[[Operators, object], Tensor]"
 _functions: dict[str, Callable[..., Any]] = {}
@@ -60,7 +60,7 @@ _RENAMED = {
 
 
 class Operators(NoValue):
-    """Arithmetic, comparison and indexing operators of symbolic values, and what their `spec` says."""
+    """Arithmetic, comparison and indexing operators of symbolic values, and properties read off their `spec`."""
 
     __slots__ = ()
 

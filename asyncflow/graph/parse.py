@@ -45,7 +45,7 @@ def parse_graph(
     resources: Mapping[str, Resource] = NOTHING_GIVEN,
     file: str = "",
 ) -> Graph:
-    """The graph that a text such as `print_graph` makes stands for.
+    """Return the graph described by a text such as `print_graph` makes.
 
     The text is not trusted: nothing in it is evaluated, and time and memory are bounded by its length. A graph that
     can be parsed need not be sound; `asyncflow.graph.verify.verify` tells.
@@ -53,7 +53,7 @@ def parse_graph(
     Args:
         text: see `asyncflow.graph.text` for its form.
         ops: ops by name, or the functions that they were made of, looked up before the registered ones.
-        resources: the resources that the text names, by the names they have there, and no others; those that it
+        resources: the resources that the text names, by their names there, and no others; resources that the text
             describes need not be given.
         file: where the text is from, for messages.
 
@@ -89,7 +89,7 @@ def _op_of(name: str, given: Op | HasOp) -> Op:
 
 
 class _Reference(NamedTuple):
-    """``%name:output``, and where it stands in the text."""
+    """A reference ``%name:output``, and its position in the text."""
 
     name: str
     output: int

@@ -14,7 +14,7 @@ _kinds: dict[str, Callable[[Attrs], Resource]] = {}
 
 
 class Resource:
-    """A named thing that nodes refer to and whose state a session keeps.
+    """A named object that nodes refer to and whose state a session keeps.
 
     A resource belongs to no graph: any graph may use it. Its state lives in the session, or, when `container` is
     given, in the container of that name, which all sessions of the process share. A copy is the resource itself.
@@ -30,9 +30,9 @@ class Resource:
         noun: one of its kind, in a sentence.
         serial: what tells it from others.
         allows_races: whether its reads and writes are meant to have no order.
-        waits: its nodes wait in line for those of other runs (`asyncflow.state.waiting.lines`), and its state is on the
-            host: no device is the home of its nodes, and an atomic run does not keep others from it.
-        nodes: methods that make nodes, by those that do the same outside of graphs, for errors.
+        waits: True if its nodes wait in line for nodes of other runs (`asyncflow.state.waiting.lines`). Its state is
+            then on the host: no device is the home of its nodes, and an atomic run does not keep others from it.
+        nodes: methods that make nodes, by the equivalent methods outside of graphs, for errors.
     """
 
     noun: ClassVar[str] = "resource"
@@ -52,12 +52,12 @@ class Resource:
 
     @property
     def effect_key(self) -> Hashable:
-        """The key that tells states apart: those in a container may share one."""
+        """Key that tells states apart: resources in a container may share one."""
         return (self.noun, self.serial) if self.container is None else ("container", self.container, self.name)
 
     @property
     def signature(self) -> str:
-        """Its kind, equal for resources that may share a state in a container."""
+        """Kind of the resource, equal for resources that may share a state in a container."""
         return f"a {type(self).__name__}"
 
     def create_state(self) -> Any:
@@ -65,7 +65,7 @@ class Resource:
         raise NotImplementedError
 
     def described(self) -> Attrs | None:
-        """Gives what a text says of it, for the function that `revives` registered; None for nothing."""
+        """Return the description for a text, for the function that `revives` registered; None without one."""
         return None
 
     def __copy__(self) -> Self:
@@ -79,7 +79,7 @@ class Resource:
 
 
 def waits_in_line(node: Node) -> bool:
-    """Whether the kernel of `node` gives its result or, in place of it, a place in line, as of a resource's state."""
+    """Return True if the kernel of `node` may return a place in line instead of its result."""
     return node.op.waits_in_line or any(resource.waits for resource in resources_of(node))
 
 
@@ -94,7 +94,7 @@ def revives(kind: str, make: Callable[[Attrs], Resource]) -> None:
 
 
 def revived(kind: str, attrs: Attrs) -> Resource:
-    """A new resource as a text describes it.
+    """Make a resource from its description in a text.
 
     Raises:
         GraphError: there is no such kind, or there are other attrs to it.

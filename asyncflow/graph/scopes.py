@@ -48,7 +48,7 @@ def placed_on(spec: str | None) -> AbstractContextManager[None]:
 
 
 def _device_suggestion(spec: str) -> str:
-    """Guesses what ``CPU:0``, ``cpu0`` or ``/device:CPU:0`` mean."""
+    """Guess the meaning of ``CPU:0``, ``cpu0`` or ``/device:CPU:0``."""
     match = _LIKE_A_DEVICE.fullmatch(spec.strip().lower())
     if match is None:
         return ""
@@ -75,10 +75,10 @@ def colocate_with(x: Tensor | Node | SupportsTensor) -> Iterator[None]:
 
 @contextmanager
 def control_dependencies(items: Sequence[Tensor | Node | SupportsTensor] | None) -> Iterator[None]:
-    """Makes nodes built inside run after all `items`; None lifts the enclosing dependencies.
+    """Make nodes built inside run after all `items`; None lifts the enclosing dependencies.
 
-    An item built outside the branch or loop body that this stands in runs once, before the whole branch or loop, and
-    whether or not the branch is taken.
+    An item built outside the surrounding branch or loop body runs once, before the whole branch or loop, even if the
+    branch is not taken.
     """
     if items is not None and not _is_listing(items):
         raise GraphError(f"control_dependencies: pass a list of tensors and nodes, or None; got {items!r}")

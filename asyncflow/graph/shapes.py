@@ -1,4 +1,4 @@
-"""Partial shapes: what is known of a shape before the graph runs.
+"""Partial shapes: shapes as far as known before the graph runs.
 
 A shape is ``None`` (unknown rank) or a tuple whose items are ints, or ``None`` for an unknown extent. ``()`` is a
 scalar. Shapes are plain values; these functions are all there is to them.
@@ -38,7 +38,7 @@ def format_shape(shape: Shape) -> str:
 
 
 def is_static(shape: Shape) -> bool:
-    """Whether rank and every extent are known."""
+    """Return True if rank and every extent are known."""
     return shape is not None and None not in shape
 
 
@@ -48,7 +48,7 @@ def size_of(shape: Shape) -> int | None:
 
 
 def is_compatible(a: Shape, b: Shape) -> bool:
-    """Whether one value could have both shapes."""
+    """Return True if one value could have both shapes."""
     if a is None or b is None or a == b:
         return True
     if len(a) != len(b):
@@ -60,7 +60,7 @@ def is_compatible(a: Shape, b: Shape) -> bool:
 
 
 def is_subshape(specific: Shape, general: Shape) -> bool:
-    """Whether every value of shape `specific` also has shape `general`."""
+    """Return True if every value of shape `specific` also has shape `general`."""
     if general is None:
         return True
     if specific is None or len(specific) != len(general):
@@ -69,7 +69,7 @@ def is_subshape(specific: Shape, general: Shape) -> bool:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Everything known from both: the shape of a value that has both.
+    """Merge all facts of both: the shape of a value that has both.
 
     Raises:
         ShapeError: no value has both.

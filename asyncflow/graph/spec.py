@@ -77,7 +77,7 @@ def spec(dtype: DTypeLike, shape: ShapeLike = None) -> Spec:
 
 
 def specs_agree(inferred: Spec | tuple[Spec, ...], given: Spec | tuple[Spec, ...]) -> bool:
-    """Whether the outputs of a node can be what its op's shape rule says: same number and dtypes, fitting shapes."""
+    """Return True if the outputs of a node can match the op's shape rule: same number and dtypes, fitting shapes."""
     if isinstance(inferred, Spec) and isinstance(given, Spec):
         return inferred.dtype == given.dtype and is_compatible(inferred.shape, given.shape)
     if not isinstance(inferred, tuple) or not isinstance(given, tuple) or len(inferred) != len(given):
@@ -86,5 +86,5 @@ def specs_agree(inferred: Spec | tuple[Spec, ...], given: Spec | tuple[Spec, ...
 
 
 def show_specs(specs: Spec | tuple[Spec, ...]) -> str:
-    """Specs as an op's shape rule gives them: one, or a tuple in parentheses."""
+    """Format specs as an op's shape rule gives them: one, or a tuple in parentheses."""
     return f"({', '.join(map(str, specs))})" if isinstance(specs, tuple) else str(specs)

@@ -1,9 +1,9 @@
-"""`CondNode` and `WhileNode`, the nodes that hold bodies: how their inputs and those of the bodies belong together.
+"""`CondNode` and `WhileNode`, the nodes that hold bodies, and the relation of their inputs to the bodies' inputs.
 
 A `while` gives each input to its predicate and its body alike: loop variables first, then captures. A `cond` keeps its
 first input, the predicate, to itself, and gives the captures behind it to both branches.
 
-`Node.subgraphs` and `levels` lead into bodies; what is different for branches and loops asks for the class of a node.
+`Node.subgraphs` and `levels` lead into bodies; code that differs for branches and loops asks for the class of a node.
 The attrs behind these views are for the op's shape rule and for the text form.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PooledNode(Node):
-    """A loop whose iterations are made outside of the run that it is in, with the bodies that it was built of."""
+    """A loop whose iterations run outside of its own run, with the bodies that it was built of."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class PooledNode(Node):
 
 
 def bodies_in(node: Node) -> Sequence[Graph]:
-    """The bodies of a node, in whichever way it runs them."""
+    """Return the bodies of a node, in whichever way it runs them."""
     return node.attrs["shared"].bodies if isinstance(node, PooledNode) else node.subgraphs
 
 
@@ -101,7 +101,7 @@ class StructuredNode(Node):
             output.index = index
 
     def drop_inputs(self, positions: Collection[int]) -> None:
-        """Takes inputs (by their positions at the node) away from it and its bodies, and their parameters."""
+        """Remove inputs (by their positions at the node), together with the parameters of the bodies."""
         if not positions:
             return
         self.inputs = [tensor for place, tensor in enumerate(self.inputs) if place not in positions]
@@ -132,7 +132,7 @@ class CondNode(StructuredNode):
         return 1
 
     def keep_results(self, places: Collection[int]) -> None:
-        """Leaves the branches only these results, and the node their outputs, in this order."""
+        """Keep only these results of the branches and outputs of the node, in this order."""
         for branch in self.subgraphs:
             branch.results = [branch.results[place] for place in places]
         self._keep_outputs(places)
@@ -170,18 +170,18 @@ class WhileNode(StructuredNode):
 
     @property
     def carried(self) -> list[tuple[Tensor, Tensor]]:
-        """Each loop variable as the body sees it, and what it is in the next iteration."""
+        """Return each loop variable as the body sees it, paired with the next iteration's value."""
         return list(zip(self.body.inputs, self.body.results, strict=False))
 
     @property
     def parallel_iterations(self) -> int:
-        """At most so many iterations are live at a time."""
+        """Maximum number of live iterations."""
         window: int = self.attrs["parallel_iterations"]
         return window
 
     @property
     def swap_memory(self) -> bool:
-        """Whether values saved for gradients may move to host memory."""
+        """True if values saved for gradients may move to host memory."""
         swaps: bool = self.attrs["swap_memory"]
         return swaps
 
@@ -198,7 +198,7 @@ class WhileNode(StructuredNode):
         return self.body.inputs[position], self.add_output(initial.spec)
 
     def keep_variables(self, places: Collection[int]) -> None:
-        """Leaves the loop only these results and outputs, in this order; the caller moves or drops its inputs."""
+        """Keep only these results and outputs of the loop, in this order; the caller moves or drops its inputs."""
         self.body.results = [self.body.results[place] for place in places]
         self._keep_outputs(places)
         self.attrs["n_vars"] = len(places)
@@ -216,7 +216,7 @@ def levels(graph: Graph) -> Iterator[Graph]:
 
 
 def add_parameter(body: Subgraph, spec: Spec, name: str, location: SourceLocation, place: int) -> Tensor:
-    """A parameter of `body` at this place among its nodes, in front of all that may use it."""
+    """Add a parameter to `body` at this place among its nodes, in front of all nodes that may use it."""
     parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=location)
     parameter.control_inputs = []
     body.nodes.insert(place, body.nodes.pop())

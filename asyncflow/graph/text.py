@@ -18,9 +18,9 @@
       body ...
     }
 
-A node is one line: its name, op and inputs (``%split:1`` is output 1), attrs by name, nodes that run ``after`` it is
-to wait for, the device it is to be ``on``, the node it is placed ``with``, and the specs of its outputs: one, or a
-tuple. Branches and loops are blocks with their inputs, the nodes they run ``after``, and what they ``return``;
+A node is one line: its name, op and inputs (``%split:1`` is output 1), attrs by name, nodes to wait for behind
+``after``, its device behind ``on``, a node to be placed ``with``, and the specs of its outputs: one, or a tuple.
+Branches and loops are blocks with their inputs, the nodes they run ``after``, and the results behind ``return``;
 ``%inner = capture %outer`` is a parameter that stands for a tensor outside. A resource is given to the parser, or made
 anew where the text describes it. Behind the nodes, ``assume "value" (%n) = array(int64[], 3)`` is a conclusion that
 shapes are built on, so that no run may feed against it. Where the user built a node is not part of the text. Newlines
@@ -47,7 +47,7 @@ from asyncflow.graph.tokens import MAX_DEPTH, NAME, WORD
 from asyncflow.values import Array
 
 READABLE_SIZE = 32
-"""Arrays up to this many elements print as nested lists, larger ones as base64 of their bytes."""
+"""Size of the largest arrays printed as nested lists; larger ones are base64 of their bytes."""
 KEY_TYPES = (str, int, float, bool, type(None))
 """Types that the keys of a dict in an attr may have."""
 _LINE_WIDTH = 160
@@ -94,7 +94,7 @@ class Printer:
     """Prints the nodes of one graph and collects the resources they name.
 
     Args:
-        lenient: shorten large arrays and show what has no text form by its repr, rather than refuse it.
+        lenient: shorten large arrays, and show the repr of objects without a text form, rather than refuse them.
     """
 
     __slots__ = ("_captures", "_labels", "lenient", "resources")
@@ -116,7 +116,7 @@ class Printer:
             yield f"assume {quote(each.rule)} ({references(each.tensors)}) = {self.value(each.value)}"
 
     def node_lines(self, node: Node, indent: str) -> Iterator[str]:
-        """The node's line, and the blocks it holds."""
+        """Yield the node's line, and the lines of its blocks."""
         head = indent + self.head(node)
         blocks = [(name, value) for name, value in node.attrs.items() if is_subgraph(value)]
         if not blocks:
@@ -132,7 +132,7 @@ class Printer:
         yield indent + "}"
 
     def head(self, node: Node) -> str:
-        """The node's line, without the blocks it holds."""
+        """Return the node's line without its blocks."""
         parts = [f"%{quote_name(node.name)} = {self._call(node)}"]
         parts.append(_after(node.control_inputs).lstrip())
         parts.append("" if node.device is None else f"on {quote(node.device)}")
@@ -149,7 +149,9 @@ class Printer:
         return f"{quote_word(node.op.name)}({references(node.inputs)}){braced}"
 
     def _captured(self, node: Node) -> Tensor | None:
-        """The outer tensor that a parameter stands for, if it is one that `parse_graph` would build the same way."""
+        """Return the outer tensor that a parameter stands for, if `parse_graph` would build the parameter the same
+        way.
+        """
         body: Any = node.graph
         if node.op.name != "parameter" or not is_subgraph(body):
             return None
@@ -173,7 +175,7 @@ class Printer:
             ) from error
 
     def resource(self, resource: Resource) -> str:
-        """A resource by its kind and what is said of it; one of which nothing is, by its repr."""
+        """Format a resource by kind and description, or by its repr without a description."""
         attrs = resource.described()
         if attrs is None:
             return quote(repr(resource))
@@ -284,7 +286,7 @@ def quote_word(word: str) -> str:
 
 
 def is_subgraph(value: object) -> bool:
-    """Whether an attr's value is the body of a branch or loop."""
+    """Return True if an attr's value is the body of a branch or loop."""
     return getattr(value, "is_subgraph", False) is True
 
 
@@ -294,7 +296,7 @@ def reference(tensor: Tensor) -> str:
 
 
 def references(tensors: Iterable[Tensor]) -> str:
-    """References with commas between them."""
+    """Format references with commas between them."""
     return ", ".join(map(reference, tensors))
 
 

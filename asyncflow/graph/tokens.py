@@ -1,4 +1,4 @@
-"""The words of a graph's text, read one by one, and errors that point at them."""
+"""The tokens of a graph's text, read one by one, and errors that point at them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ WORD = r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*"
 # Unrolled, so that a string of megabytes (base64 data) costs no stack in the matcher.
 _STRING = r'"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"'
 DEFINITION = rf"%(?:{NAME}|{_STRING})(?>[ \t\r\n]+|\#[^\n]*)*+="
-"""How a node begins: as often in a text as it has nodes, or more often, if comments and strings look like it."""
+"""Pattern of a node's start: matches as often as a text has nodes, or more often, if comments and strings look like
+one.
+"""
 _TOKEN = re.compile(
     rf"""(?:[ \t\r\n]+|\#[^\n]*)*(?:
      (?P<tensor>%(?:{NAME}|{_STRING})(?::[0-9]{{1,6}})?)
@@ -35,7 +37,7 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\"}
 
 
 class Tokens:
-    """The tokens of a text. `kind` (a group of the pattern), `word`, `offset` and `line` are those of the next one."""
+    """The tokens of a text. `kind` (a group of the pattern), `word`, `offset` and `line` describe the next one."""
 
     def __init__(self, text: str, file: str = "") -> None:
         self.text = text
@@ -58,7 +60,7 @@ class Tokens:
         return word
 
     def skip(self, word: str) -> bool:
-        """Takes the next token if it is this mark or word; tells whether it was."""
+        """Take the next token if it is this mark or word; return True if it was."""
         return self.word == word and self.take() == word
 
     def expect(self, *words: str) -> None:
@@ -67,7 +69,7 @@ class Tokens:
             self.want(self.skip(word), repr(word))
 
     def name(self, kind: str, meaning: str) -> str:
-        """Takes a string in quotes, or a name behind its sign, and gives what it means."""
+        """Take a string in quotes, or a name behind its sign, and return its value."""
         start, word = self.offset, self.take(kind, meaning)
         return self.unquote(word.lstrip("@"), start)
 
@@ -92,7 +94,7 @@ class Tokens:
         return found, comma
 
     def deeper(self, what: str) -> None:
-        """Counts that what follows stands in something else of its kind; at the end of that `depth` goes down again."""
+        """Count one more level of nesting, checked against the limit; `depth` goes down again at its end."""
         self.depth += 1
         self.check(self.depth <= MAX_DEPTH, f"{what} are nested deeper than {MAX_DEPTH} levels", self.offset)
 
@@ -118,12 +120,12 @@ class Tokens:
             raise self.fault(message, offset)
 
     def want(self, holds: bool, what: str) -> None:
-        """Refuses the next token, as something else is expected, unless this holds."""
+        """Refuse the next token, as another one is expected, unless `holds`."""
         if not holds:
             raise self.expected(what)
 
     def expected(self, what: str, offset: int | None = None, word: str = "") -> GraphError:
-        """The error for a word, by default the next one, that is not what is expected."""
+        """Return the error for an unexpected word, by default the next one."""
         word, offset = word or self.word, self.offset if offset is None else offset
         found = repr(word if len(word) <= 40 else f"{word[:37]}...") if word else "the end of the text"
         return self.fault(f"expected {what}, found {found}", offset)

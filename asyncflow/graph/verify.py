@@ -1,4 +1,4 @@
-"""Is a graph sound? The rules that building keeps and that every rewriting of a graph has to keep.
+"""Soundness of a graph: the rules that building keeps and that every rewriting of a graph has to keep.
 
 In each graph or body: inputs and control inputs stand in the same graph, earlier (but for the back edges of loops
 written by hand, `next_iteration` to `merge`); outputs are what the op's shape rule says; bodies of branches and loops
@@ -130,7 +130,7 @@ def _owns(tensor: Tensor) -> bool:
 
 
 def _may_be_dead(node: Node) -> bool:
-    """Whether the node may be on a branch that is never taken: what is known of values may then contradict it."""
+    """Return True if the node may be on a branch that is never taken: known values may then contradict the graph."""
     return any(each.op.name == "switch" for each in node.graph.nodes)
 
 

@@ -1,1 +1,1 @@
-"""Which operations exist? One module a family; an op's shape rule and kernels stand side by side."""
+"""Operations: one module a family; an op's shape rule and kernels stand side by side."""

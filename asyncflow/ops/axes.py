@@ -1,4 +1,4 @@
-"""Arguments called ``axis``, and what they do to shapes."""
+"""Arguments called ``axis``, and their effect on shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 
 Axes: TypeAlias = int | tuple[int, ...] | None
-"""One axis, several, or None for all; negative ones count from the back."""
+"""One axis, several, or None for all; negative numbers count from the back."""
 
 
 def static_int(value: object, what: str) -> int:

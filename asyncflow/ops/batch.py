@@ -13,7 +13,7 @@ from asyncflow.errors import GraphError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How firings of one function, of any runs of a session and any iterations, become one call.
+    """A batch: options for firings of one function, of any runs of a session and any iterations, that become one call.
 
     No gradient goes through such a call.
 
@@ -23,15 +23,15 @@ class Batch:
             that is alone never waits, and batches grow as the device falls behind. No more than half of the time that
             it has until its deadline.
         max_bytes: most bytes of inputs that share a call; a firing that has more is alone. None for no limit.
-        cost: "learned": how many share a call is chosen from what calls of each size took, and those who were just
-            answered are waited for if they ask again so soon that it saves time; "none": as many as there are.
+        cost: "learned" chooses the size of a call by the durations of earlier calls, and waits briefly for clients that
+            usually send their next request at once; "none" takes all waiting firings.
         pad: a number or string. Firings whose arguments differ in extents that the graph leaves open share a call:
             each argument is padded with it, at its end, to the longest. The function takes one more argument,
             ``lengths``: the member's own extents, in the order of arguments and axes; a scalar if there is one.
             Results are cut to these again.
-        bucket: ascending extents, each for those that are no longer than it, or a function of a length that gives an
-            extent. As `pad` (0 without it), but to that extent, and only firings with equal ones share a call; what is
-            longer than the last keeps its own.
+        bucket: ascending extents, each for lengths up to that extent, or a function of a length that gives an extent.
+            Works as `pad` (0 without it), but to that extent, and only firings with equal ones share a call. A length
+            above the last extent stays as it is.
         ragged: "packed": such arguments differ in their first extent, and the function gets them side by side, with no
             padding: ``[total, ...]``, the others as ``[members, ...]``, and one more argument, ``offsets``: member k
             has the rows from ``offsets[k]`` to ``offsets[k + 1]``; several such arguments have a row of them each.
@@ -89,7 +89,8 @@ def _edges(bucket: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """How activations of one loop, in any runs of a session, are stepped together (continuous batching).
+    """A pool: options for activations of one loop, in any runs of a session, that are stepped together (continuous
+    batching).
 
     No gradient goes through such a loop.
 

@@ -43,7 +43,7 @@ PRINT = define("print", same, _print_kernel, effects=lambda node: (("stdout", Ac
 
 
 def print_(*values: TensorLike, message: str = "", summarize: int | None = 3) -> Tensor:
-    """Prints values to standard output when it runs, and gives back the first of them.
+    """Print values to standard output when the node runs, and return the first value.
 
     Lines come in the order they were written in the program. At the top level of a graph a print runs only if its
     result is used or fetched, or stands in `control_dependencies`; inside branches and loops it always runs.
@@ -91,7 +91,7 @@ CHECK_NUMERICS = define(
 
 
 def check_numerics(x: TensorLike, message: str = "") -> Tensor:
-    """`x` itself; the run fails with a FloatingPointError that counts them if it holds NaN or infinities.
+    """Return `x`; the run fails with a FloatingPointError that counts NaNs and infinities if `x` holds any.
 
     Only what uses the result is protected. Integers and booleans pass.
     """

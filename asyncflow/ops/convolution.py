@@ -42,7 +42,7 @@ def fftconvolve(
         x: numbers.
         y: numbers of the same rank.
         mode: ``"full"``: all ``n + m - 1`` elements along each axis; ``"same"``: as many as `x` has, from the middle;
-            ``"valid"``: only those that need no zeros around the larger array.
+            ``"valid"``: only elements that need no zeros around the larger array.
         axes: along which; None for all. The other axes broadcast.
 
     Returns:

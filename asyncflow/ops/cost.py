@@ -53,11 +53,11 @@ def moving_in(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object
 
 
 def moving_all(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    """Cost of ops that put the elements of their first input into their first output by index."""
+    """Return the cost of ops that move the elements of their first input into their first output by index."""
     return _MOVE * (elements(outputs[0]) + elements(inputs[0]))
 
 
 def sorting(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    """Cost of ops that sort their first input."""
+    """Return the cost of ops that sort their first input."""
     size = elements(inputs[0])
     return _COMPARE * size * math.log2(size + 1)

@@ -134,7 +134,7 @@ def zeros(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | N
 
 
 def ones(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """A tensor of ones.
+    """Return a tensor of ones.
 
     Args:
         shape: as for `full`.
@@ -169,7 +169,7 @@ def zeros_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str 
 
 
 def ones_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """Ones shaped like `x`.
+    """Return ones shaped like `x`.
 
     Args:
         x: any tensor; only its shape and dtype matter.
@@ -334,7 +334,7 @@ def eye(
     dtype: DTypeLike | None = None,
     device: str | None = None,
 ) -> Tensor:
-    """A matrix with ones on diagonal `k` (above the main one if positive) and zeros elsewhere.
+    """Return a matrix with ones on diagonal `k` (above the main one if positive) and zeros elsewhere.
 
     Args:
         n_rows: an int or an integer tensor of rank 0.
@@ -399,7 +399,7 @@ def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[
 def asarray(
     obj: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None, copy: bool | None = None
 ) -> Tensor:
-    """`obj` as a tensor, converted to `dtype` if given.
+    """Return `obj` as a tensor, converted to `dtype` if given.
 
     Arrays are copied when the graph is built, so later changes to them are not seen.
 
@@ -407,7 +407,7 @@ def asarray(
         obj: a tensor, an array, a number, or nested lists of numbers.
         dtype: of the result; None keeps that of `obj`.
         device: where to make it; None for no request.
-        copy: False refuses what has to be copied, which is all but a tensor of that dtype.
+        copy: False refuses objects that must be copied, which is all but a tensor of that dtype.
 
     Raises:
         DTypeError: a value that no tensor can hold, or that does not fit `dtype`.

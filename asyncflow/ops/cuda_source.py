@@ -1,9 +1,9 @@
-"""CUDA C++ expressions, with which one kernel does the work of many elementwise ops: what `cuda=` of an op is made of.
+"""CUDA C++ expressions, with which one kernel does the work of many elementwise ops: tools for `cuda=` of an op.
 
 An expression has the values, dtypes and special cases of NumPy's ufunc: it converts its operands to the dtypes of the
 ufunc's loop, integers wrap around, and division by an integer zero gives 0. Half-precision values are held as `float`
 and rounded after each op, as if they had been stored in between. The source names nothing but CUDA's math functions and
-those of `cuda_functions`, and means the same to a C++ compiler.
+the functions of `cuda_functions`, and means the same to a C++ compiler.
 
 On GPUs nothing is raised: an integer to a negative power is 0, but for 1 and -1. Subnormal floats are whatever the
 kernel's compiler makes of them.
@@ -45,7 +45,7 @@ HALVES = frozenset({"float16", "bfloat16"})
 
 
 def has_c_type(dtype: DType) -> bool:
-    """Whether values of this dtype can be in expressions; complex numbers, strings and variants cannot."""
+    """Return True if values of this dtype can be in expressions; complex numbers, strings and variants cannot."""
     return dtype.name in _C_TYPES
 
 
@@ -107,11 +107,11 @@ class UfuncLoop:
         return repr(float(value)) if self.type == "double" else f"{float(np.float32(value))!r}f"
 
     def wrap(self, text: str) -> str:
-        """An integer expression back in its own type."""
+        """Cast an integer expression back to its own type."""
         return f"static_cast<{self.type}>({text})"
 
     def bits(self, text: str) -> str:
-        """An integer as one that wraps around."""
+        """Cast an integer expression to a type that wraps around."""
         return f"static_cast<{self.unsigned}>({text})"
 
 
@@ -151,7 +151,7 @@ def ufunc_loop(ufunc: np.ufunc, inputs: Sequence[DType]) -> tuple[DType, ...] | 
 
 
 def write_ufunc(ufunc: np.ufunc, writer: Writer, inputs: Sequence[DType], operands: Sequence[str]) -> str | None:
-    """The expression for `ufunc`, of its result's dtype; None if it does not take `inputs`."""
+    """Return the expression for `ufunc`, of the result's dtype; None if `ufunc` does not take `inputs`."""
     dtypes = ufunc_loop(ufunc, inputs)
     if dtypes is None or not all(map(has_c_type, dtypes)):
         return None
@@ -174,7 +174,7 @@ def of_ufunc(ufunc: np.ufunc, writer: Writer) -> CudaRule:
 
 
 def arithmetic(sign: str, of_booleans: str) -> Writer:
-    """An operator of numbers, and the one that booleans have instead; integers wrap around."""
+    """Return a writer for an operator of numbers, and another operator for booleans; integers wrap around."""
 
     def write(loop: UfuncLoop, a: str, b: str) -> str:
         if loop.kind == "b":
@@ -238,5 +238,5 @@ def rounding(name: str) -> Writer:
 
 
 def rounded_once(writer: Callable[[UfuncLoop, str], str]) -> CudaRule:
-    """The rule of an op of one input that gives its dtype; halves are rounded at the end alone."""
+    """Return the rule of an op of one input that keeps the dtype; halves are rounded only at the end."""
     return lambda attrs, inputs, output, operands: rounded(writer(UfuncLoop(output), operands[0]), output)

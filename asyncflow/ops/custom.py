@@ -41,7 +41,9 @@ def install_batching(share: ShareCalls) -> None:
 
 
 Outputs: TypeAlias = object
-"""A `Spec`, any nest of them, or a function of the inputs' specs (and, by name, of static arguments) that gives one."""
+"""A `Spec`, any nest of specs, or a function of the inputs' specs (and, by name, of static arguments) that returns
+one.
+"""
 
 Cost: TypeAlias = "float | Callable[[Sequence[Shape], Sequence[Shape]], float]"
 """Arithmetic operations per call: a number, or a function of the inputs' and the outputs' shapes."""
@@ -54,9 +56,9 @@ class CustomOp(Generic[P]):
     """A user's function as an op; made by the decorator `op`.
 
     Attributes:
-        function: what was decorated.
+        function: the decorated function.
         op: its definition, which nodes refer to.
-        gradient: what was given as ``gradient=``.
+        gradient: the argument ``gradient=``.
         device: constraint that its nodes carry; None for none.
         limits: of its calls; None for none.
     """
@@ -192,7 +194,7 @@ class CustomOp(Generic[P]):
         return declared
 
     def _has_effects(self, stateful: bool | None) -> bool:
-        """Whether calls have effects: as asked for; without outputs there is nothing else to call the function for."""
+        """Return True if calls have effects: as asked for; a function without outputs is only called for effects."""
         if callable(self.outputs) or nest.flatten(self.outputs)[0]:
             return bool(stateful)
         if stateful is False:
@@ -214,7 +216,7 @@ class CustomOp(Generic[P]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Calls:
-    """The calls of a user's function: its kernels, and what they change. An op has them, and they have no op."""
+    """The calls of a user's function: kernels and effects. An op has them, and they have no op."""
 
     function: Callable[..., Any]
     is_async: bool
@@ -225,7 +227,7 @@ class _Calls:
         return f"<op {self.name}>"
 
     def effects(self, node: Node) -> Effects:
-        """Each call may change what only calls of this function do."""
+        """Return the effect that orders calls of this function with one another only."""
         return ((self, Access.WRITE),)
 
     def kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
@@ -317,7 +319,7 @@ def op(
     max_concurrency: int | None = None,
     rate: Rate | None = None,
 ) -> CustomOp[...] | Callable[[Callable[..., object]], CustomOp[...]]:
-    """Turns a function or coroutine function into an op.
+    """Turn a function or coroutine function into an op.
 
     In a graph, values passed by position become inputs, and the function gets them as read-only NumPy arrays (or
     scalars, for rank 0); values passed by name are static and arrive as they are. Outside any graph, with plain values,
@@ -333,31 +335,32 @@ def op(
         gradient: ``gradient(inputs, outputs, grads)`` builds the op's gradient: nodes of the graph, as its arguments
             are tensors. `inputs` is a tuple; `outputs` is what a call gives; `grads` is what reaches each output, in
             the same nest: zeros where nothing does, None for integers. It returns one gradient for each input, of its
-            dtype and shape, in a tuple (of a single one, itself); None where nothing flows. Of the call's static
-            arguments, it gets those it names. None: an op without a derivative, which `gradients` refuses.
+            dtype and shape, in a tuple (of a single one, itself); None where nothing flows. It gets the static
+            arguments of the call that it has parameters for. None: an op without a derivative, which `gradients`
+            refuses.
         device: constraint that nodes carry, such as ``"cpu"``.
         cost: arithmetic operations per call, or a function of input and output shapes that gives them. It gets guesses
             for extents and ranks that are not known; where it fails, the time is guessed without it.
-        stateful: calls have side effects: they run in the order they were written, and always in branches, loops and
-            an `af.function`. Calls of a plain function that belong to different runs take turns. Those of a coroutine
-            function overlap: one may wait for what another does. Without `stateful`, calls with equal inputs may be
-            merged, and several runs, or iterations that overlap, may be inside the function at once, on several
-            threads. None: only if there are no outputs.
+        stateful: calls have side effects: they run in the order they were written, and always in branches, loops and an
+            `af.function`. Calls of a plain function that belong to different runs take turns. Calls of a coroutine
+            function overlap: one may wait for another. Without `stateful`, calls with equal inputs may be merged, and
+            several runs, or iterations that overlap, may be inside the function at once, on several threads. None: only
+            if there are no outputs.
         rows: the function works on rows: each input has one more axis in front, and so have the results; one call does
-            for all rows of `map_fn` and `vmap`, and where there are none it gets a single one. What is declared is one
-            row. False: it is called for each row.
-        pure: calls with equal inputs give the same and change nothing, so that a gradient may call the function once
-            more in place of keeping what it gave (`recompute`), and members of a batch that failed may be tried apart.
-        batch: firings of several runs, iterations and branches share a call, as with `batched`; the function works on
-            rows then, those of all members. Unless it is `pure`, a call that fails fails for all of them. With `pad`
-            or `bucket` it gets their lengths as one more argument, and with ``ragged="packed"`` their offsets: a result
+            for all rows of `map_fn` and `vmap`, and where there are none it gets a single one. The declared outputs
+            describe one row. False: it is called for each row.
+        pure: True if calls with equal inputs give the same and have no effect. A gradient may then call the function
+            once more instead of keeping its results (`recompute`), and members of a failed batch may be tried apart.
+        batch: firings of several runs, iterations and branches share a call, as with `batched`; the function then works
+            on the rows of all members. Unless it is `pure`, a call that fails fails for all of them. With `pad` or
+            `bucket` it gets their lengths as one more argument, and with ``ragged="packed"`` their offsets: a result
             declared with an open first extent is then side by side, as the argument is. Coroutine functions have
             neither `batch` nor `rows`.
         timeout: seconds that one attempt of a call may take, without the time it waits for its turn. A coroutine
             function is cancelled then. A plain function cannot be stopped: its thread goes on, and its result is
             dropped. The same happens when its run is cancelled. None: any time.
-        retries: further attempts after one that raised. The last error tells how many there were, and its traceback
-            goes on with those of up to seven before it.
+        retries: number of further attempts after a failed one. The last error tells the number of attempts, and its
+            traceback continues with the tracebacks of up to seven before it.
         retry_on: errors that are worth another attempt: a class, a tuple of classes, or a function of the error. None:
             any `Exception` but what this library raises of the program itself, such as `GraphError`. A cancellation is
             never retried.
@@ -416,7 +419,7 @@ def _leaves_of(outputs: Outputs) -> list[Spec]:
 
 
 def _of_members(spec: Spec) -> Spec:
-    """The spec of what a function of packed rows gives, of that of what a member gets."""
+    """Return the spec of a packed function's result, given the spec of a member's result."""
     return spec if spec.shape is None or spec.shape[:1] == (None,) else Spec(spec.dtype, (None, *spec.shape))
 
 
@@ -452,7 +455,7 @@ def _declared(name: str, function: Callable[..., object], outputs: Outputs) -> O
 
 
 def _return_annotation(function: Callable[..., object]) -> Outputs:
-    """The return annotation if it is a spec or a nest of specs, ``()`` if it is None; else None."""
+    """Return the return annotation if it is a spec or a nest of specs, ``()`` if it is None; else None."""
     annotations = getattr(inspect.unwrap(function), "__annotations__", {})
     found = annotations.get("return", type)
     if isinstance(found, str):
@@ -477,7 +480,7 @@ def _check_specs(what: str, declared: Outputs) -> None:
 
 
 def declared_specs(*inputs: Spec, outputs: Outputs, **attrs: object) -> Spec | tuple[Spec, ...]:
-    """The shape rule of an op whose nodes say in an attribute what they give."""
+    """Return the specs that a node has in an attribute; a shape rule."""
     return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
 
 
@@ -539,11 +542,13 @@ def _references(value: object) -> int:
 
 
 _FRESH = _references(np.empty(0))
-"""The reference count of an array that a call has just returned, and nobody has kept."""
+"""Reference count of an array that a call has just returned, without further references."""
 
 
 def _given_up(result: Nest) -> Nest:
-    """The results of a function, with copies of the arrays that it, or anybody, has kept and may write to later."""
+    """Return the results of a function, with copies of the arrays that are still referenced and may be written to
+    later.
+    """
     if type(result) is np.ndarray:
         return result.copy() if getrefcount(result) > _FRESH or _is_window(result) else result
     if isinstance(result, np.generic | int | float | complex | str):
@@ -559,7 +564,7 @@ def _given_up(result: Nest) -> Nest:
 
 
 def _is_window(array: Array) -> bool:
-    """Whether it looks into an array that somebody has kept."""
+    """Return True if the array is a view of an array with further references."""
     return array.base is not None and array.flags.writeable and getrefcount(array.base) > _FRESH
 
 

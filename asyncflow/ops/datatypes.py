@@ -96,7 +96,7 @@ def astype(x: TensorLike, dtype: DTypeLike, /, *, copy: bool = True, device: str
 
 
 def in_dtype(x: Tensor, dtype: DType) -> Tensor:
-    """Return `x` converted to `dtype`, or `x` itself if it has that dtype."""
+    """Convert `x` to `dtype`, or return `x` itself if it has that dtype."""
     return x if x.dtype == dtype else astype(x, dtype)
 
 
@@ -118,7 +118,7 @@ BROADCAST_ARRAYS = define(
 
 
 def broadcast_arrays(*arrays: TensorLike) -> list[Tensor]:
-    """The tensors, each broadcast to their common shape; dtypes stay."""
+    """Return the tensors, each broadcast to the common shape; dtypes stay."""
     return list(apply(BROADCAST_ARRAYS, *arrays)) if arrays else []
 
 

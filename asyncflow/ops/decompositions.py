@@ -189,7 +189,7 @@ def eigvalsh(x: TensorLike, /) -> Tensor:
 
 
 def matrix_power(x: TensorLike, n: int, /) -> Tensor:
-    """Square matrices multiplied with themselves `n` times; below 0, their inverses; 0 gives identity matrices."""
+    """Return the `n`-th power of square matrices; below 0, of their inverses; 0 gives identity matrices."""
     count = static_int(n, "n")
     with graph_for(x):
         factor = as_tensor(x)
@@ -238,11 +238,11 @@ SOLVE = define("solve", _solve_spec, _solve_kernel, flops=_cubic(2 / 3), traits=
 
 
 def solve(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """The `y` of ``x1 @ y = x2``.
+    """Return the `y` of ``x1 @ y = x2``.
 
     Args:
         x1: square matrices.
-        x2: one vector (rank 1), or matrices whose columns are solved for; stacks broadcast with those of `x1`.
+        x2: one vector (rank 1), or matrices whose columns are solved for; stacks broadcast with the stacks of `x1`.
 
     Raises:
         ShapeError: rows differ, or the rank of `x2` is not known while the graph is built.
@@ -348,14 +348,14 @@ def qr(x: TensorLike, /, *, mode: Literal["reduced", "complete"] = "reduced") ->
 
 
 def svd(x: TensorLike, /, *, full_matrices: bool = True) -> SVDResult:
-    """Singular vectors `U` and `Vh`, and singular values `S` in descending order, of ``x = U @ diag(S) @ Vh``.
+    """Return singular vectors `U` and `Vh`, and singular values `S` in descending order, of ``x = U @ diag(S) @ Vh``.
 
     Args:
         x: any matrices.
         full_matrices: `U` and `Vh` are square; else they have as many columns and rows as there are values.
 
-    Gradients through vectors need distinct values other than 0, square or not `full_matrices`, and, of complex
-    matrices, a loss that does not depend on the vectors' phases.
+    Gradients through vectors need distinct values other than 0, whether or not `x` is square or `full_matrices` is set.
+    For complex matrices they also need a loss that does not depend on the vectors' phases.
     """
     return SVDResult(*apply(SVD, x, full_matrices=bool(full_matrices)))
 

@@ -1,4 +1,4 @@
-"""Diagonals of matrices and stacks of them: taken, summed, and made matrices of."""
+"""Diagonals of matrices and stacks: taken, summed, and turned into matrices."""
 
 from __future__ import annotations
 
@@ -115,14 +115,15 @@ def trace(x: TensorLike, /, *, offset: int = 0, dtype: DTypeLike | None = None) 
 
 
 def diag(x: TensorLike, /, *, k: int = 0) -> Tensor:
-    """A square matrix with the vector `x` on diagonal `k`, and zeros elsewhere; of a matrix `x`, its diagonal `k`.
+    """Return a square matrix with the vector `x` on diagonal `k`, and zeros elsewhere; of a matrix `x`, its diagonal
+    `k`.
 
     Args:
         x: a vector or a matrix of numbers; `asyncflow.linalg.diagonal` takes stacks of matrices.
         k: which diagonal: 0 is the main one, and positive ones lie above it.
 
     Raises:
-        ShapeError: another rank, or one that is not known while the graph is built.
+        ShapeError: another rank, or a rank that is not known while the graph is built.
     """
     offset = static_int(k, "k")
     with graph_for(x):

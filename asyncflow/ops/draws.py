@@ -28,10 +28,10 @@ _WORD = 2**64 - 1
 
 
 class _Restarted:
-    """A generator whose state is set before it is used, which takes a tenth of making one.
+    """A random generator whose state is set before each use, which takes a tenth of making a new one.
 
-    NumPy takes a state as a dict, and longer to read it than to draw a number. Where its generator lies in memory as we
-    know it, and that is seen in what NumPy itself writes there, the same words are written in place.
+    NumPy takes a state as a dict, and longer to read it than to draw a number. If the generator lies in memory in the
+    known layout, which a comparison with NumPy's own writing shows, the same words are written in place.
     """
 
     __slots__ = ("bits", "restart", "rng")
@@ -75,7 +75,7 @@ _STATE_AT = 16
 """Before it are pointers to the counter and to the key."""
 
 _idle: list[_Restarted] = []
-"""Those that nobody draws with."""
+"""Generators that are not in use."""
 
 
 def _taken() -> _Restarted:
@@ -103,7 +103,7 @@ class RowContexts(NamedTuple):
     """The contexts of rows: of each what a `KernelContext` says of one firing."""
 
     seeds: Array | int
-    """int64, one a row; a number is that of all rows."""
+    """Seeds as int64, one a row; a number is the seed of all rows."""
     runs: Array | int
     """Likewise."""
     tags: Array

@@ -232,7 +232,7 @@ def clip(x: TensorLike, /, min: TensorLike | None = None, max: TensorLike | None
 
 
 def _within(bound: TensorLike | None, dtype: DType, *, lowest: bool) -> TensorLike | None:
-    """`bound`, or the end of the range of an integer `dtype` where a Python integer beyond it limits nothing."""
+    """Return `bound`, or the end of an integer `dtype`'s range for a Python integer beyond it."""
     if dtype.kind not in "iu" or type(bound) is not int:
         return bound
     end = int(np.iinfo(dtype).min if lowest else np.iinfo(dtype).max)

@@ -1,7 +1,7 @@
 """Shapes given as arguments: ints where known, tensors where only a run knows them.
 
-Such an argument becomes a plain attribute, the *template*, and inputs for what it leaves open: ``(2, n)`` is the
-template ``(2, None)`` with the input `n`; a whole shape in one vector is the template None with that vector as input.
+Such an argument becomes a plain attribute, the *template*, and inputs for its open extents: ``(2, n)`` is the template
+``(2, None)`` with the input `n`. A whole shape in one vector is the template None with that vector as input.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
 
 
 def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:
-    """The shape that a template and its inputs stand for, as far as it is known."""
+    """Return the shape that a template and its inputs describe, as far as known."""
     if template is not None:
         rest = iter(sizes)
         return tuple(known_int(next(rest)) if extent is None else extent for extent in template) if sizes else template
@@ -70,7 +70,7 @@ def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:
 
 
 def in_given_shape(x: Spec, *sizes: Spec, shape: Shape, **attrs: object) -> Spec:
-    """The shape rule of ops of one value that are told the shape of their result, which has its dtype."""
+    """Return the spec of an op of one value whose result has a given shape and the value's dtype; a shape rule."""
     return Spec(x.dtype, template_shape(shape, sizes))
 
 

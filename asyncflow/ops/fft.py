@@ -2,8 +2,7 @@
 
 ``n`` and ``s`` crop the transformed axes, or pad them with zeros, before the transform. ``norm`` says which of a
 transform and its inverse divides by the number of elements: ``"backward"`` the inverse, ``"forward"`` the other, and
-``"ortho"`` both, by the root. Single precision gives single precision; real values count as complex ones where a
-function takes those.
+``"ortho"`` both, by the root. Single precision gives single precision; functions of complex values also take real ones.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ IRFFT = _transform("irfft", _whole_spec)
 
 
 def _operand(name: str, x: TensorLike, *, is_complex: bool) -> Tensor:
-    """`x` as the transform takes it: real, or complex, in single or double precision."""
+    """Return `x` as the transform takes it: real, or complex, in single or double precision."""
     tensor = as_tensor(x)
     kind = kind_of(tensor.dtype)
     if kind not in "fc" or tensor.dtype.itemsize < float32.itemsize:
@@ -174,7 +173,7 @@ def irfft(x: TensorLike, /, *, n: int | None = None, axis: int = -1, norm: Norm 
 
 
 def hfft(x: TensorLike, /, *, n: int | None = None, axis: int = -1, norm: Norm = "backward") -> Tensor:
-    """`fft` of what has Hermitian symmetry, of which `x` is the first half; real, `n` elements as in `irfft`.
+    """Return the `fft` of values with Hermitian symmetry, given their first half `x`; real, `n` elements as in `irfft`.
 
     Args:
         x: complex or real floats.
@@ -255,12 +254,12 @@ def ifftn(
 def rfftn(
     x: TensorLike, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: Norm = "backward"
 ) -> Tensor:
-    """`fftn` of real floats: `rfft` along the last of the axes, `fft` along the others.
+    """Return the `fftn` of real floats: `rfft` along the last of the axes, `fft` along the others.
 
     Args:
         x: real floats.
         s: how many elements to take along `axes`; None for all.
-        axes: those to transform; None for the last ones, as many as `s` has, or all.
+        axes: the axes to transform; None for the last ones, as many as `s` has, or all.
         norm: as for `fft`.
     """
     with graph_for(x):
@@ -275,12 +274,13 @@ def rfftn(
 def irfftn(
     x: TensorLike, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: Norm = "backward"
 ) -> Tensor:
-    """The inverse of `rfftn`: `ifft` along all axes but the last, and `irfft` along that.
+    """Return the inverse of `rfftn`: `ifft` along all axes but the last, and `irfft` along the last.
 
     Args:
         x: complex or real floats.
-        s: extents of the result along `axes`; None for those of `x`, the last of them the even number that fits.
-        axes: those to transform; None for the last ones, as many as `s` has, or all.
+        s: extents of the result along `axes`; None for the extents of `x`, and along the last axis the even number that
+            fits.
+        axes: the axes to transform; None for the last ones, as many as `s` has, or all.
         norm: as for `fft`.
     """
     with graph_for(x):
@@ -295,10 +295,10 @@ def irfftn(
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """The frequencies of the `n` elements of `fft`, in cycles per unit of the sample distance `d`.
+    """Return the frequencies of the `n` elements of `fft`, in cycles per unit of the sample distance `d`.
 
     Args:
-        n: length of what is transformed, 1 or more.
+        n: length of the transformed axis, 1 or more.
         d: distance between samples; not 0.
         dtype: of the result; None for float64.
         device: where to make it; None for no request.
@@ -307,10 +307,10 @@ def fftfreq(n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, device
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """The frequencies of the elements of `rfft` of `n` real ones, see `fftfreq`.
+    """Return the frequencies of the elements of `rfft` for `n` real samples, see `fftfreq`.
 
     Args:
-        n: length of what is transformed, 1 or more.
+        n: length of the transformed axis, 1 or more.
         d: distance between samples; not 0.
         dtype: of the result; None for float64.
         device: where to make it; None for no request.

@@ -126,9 +126,9 @@ class TorchOp:
             The nest of tensors that was declared or inferred.
 
         Raises:
-            GraphError: no graph is being built, `params` does not fit, a tensor of the module that is not among them
-                has no data or is on a device of another kind than CPUs and cards of CUDA's, or outputs are not
-                declared and cannot be inferred.
+            GraphError: no graph is being built, `params` does not fit, or outputs are not declared and cannot be
+                inferred. Or a tensor of the module that is not among `params` has no data, or is on a device other than
+                CPUs and CUDA cards.
         """
         given = dict(params or {})
         self._check_names(given)
@@ -259,7 +259,7 @@ class TorchOp:
         return call(self.module, replaced, tuple(tensors[:count]), dict(arguments))
 
     def _with_rows(self, tensors: Sequence[TorchTensor], names: tuple[str, ...], rows: int) -> list[TorchTensor]:
-        """The same inputs in so many rows; parameters stay as they are."""
+        """Return the same inputs repeated for `rows` rows; parameters stay as they are."""
         count = len(tensors) - len(names)
         return [x.expand(rows, *x.shape) if place < count else x for place, x in enumerate(tensors)]
 
@@ -423,7 +423,7 @@ class TorchOp:
 def from_torch(
     module: Callable[..., object], *, outputs: Outputs = None, name: str | None = None, rows: bool | None = None
 ) -> TorchOp:
-    """Turns a `torch.nn.Module`, or a function on torch's tensors, into an op: ``f = af.from_torch(module)``, ``f(x)``.
+    """Turn a `torch.nn.Module`, or a function on torch's tensors, into an op: ``f = af.from_torch(module)``, ``f(x)``.
 
     Values and tensors share memory, in and out. On a CPU device the module runs on the event loop if it is short and on
     the device's thread if not; torch's own threads are as many as `torch.set_num_threads` says. On a CUDA device it is
@@ -439,24 +439,24 @@ def from_torch(
         step = af.optim.minimize(loss, params, partial(af.optim.sgd, learning_rate=0.1))
 
     All other parameters are the module's own, as they are when a node runs, and get no gradient. The gradient runs the
-    module again and needs the same outputs: one that draws random numbers (dropout in training) fails with a
+    module again and needs the same outputs: a module that draws random numbers (dropout in training) fails with a
     `KernelError`. Buffers that a module updates (batch normalisation in training) are updated once a run, in the order
-    in which nodes happen to run. Not covered: second derivatives, complex gradients, autocast, hooks that want a
-    gradient of the module's own parameters, and modules that write to their inputs (refused) or that wait for the card
-    (they block the event loop).
+    in which nodes happen to run. Not covered: second derivatives, complex gradients, autocast, and hooks that need a
+    gradient of the module's own parameters. Modules that write to their inputs are refused, and modules that wait for
+    the card block the event loop.
 
     Rows of `map_fn` and `vmap`, members of `batched` calls and rows of pooled loops are one call of the module. With
-    ``rows=True`` it is called with one more axis in front of each input, as modules are that take batches. Else
-    `torch.vmap` maps it over rows: that gives what each row gives for itself, takes longer, and leaves what it cannot
-    map to calls for each row. So does a module that draws random numbers or updates buffers.
+    ``rows=True`` it is called with one more axis in front of each input, as modules are that take batches. Otherwise
+    `torch.vmap` maps it over rows: each row gets the result it would get alone, which takes longer. Modules that cannot
+    be mapped are called for each row. So does a module that draws random numbers or updates buffers.
 
     Args:
         module: on the CPU, or on the card of the CUDA device that its nodes run on.
-        outputs: a `Spec`, or a nest of them, for what it returns. None: found when the op is called, by running it on
-            tensors of torch's "meta" device, which have no data; unknown extents stay unknown.
+        outputs: a `Spec`, or a nest of them, for the module's results. None: found when the op is called, by running it
+            on tensors of torch's "meta" device, which have no data; unknown extents stay unknown.
         name: of the op and its nodes; None takes the function's or the class's.
-        rows: True: the module works on rows, as for `op`: what a node is given, and what is declared, is a single row.
-            Parameters have no such axis. False: each row is a call. None: `torch.vmap` maps the module.
+        rows: True: the module works on rows, as for `op`; a node's inputs and the declared outputs describe a single
+            row. Parameters have no such axis. False: each row is a call. None: `torch.vmap` maps the module.
 
     Raises:
         ImportError: torch is not installed (``pip install 'asyncflow-runtime[torch]'``).
@@ -477,13 +477,13 @@ def _check_specs(name: str, outputs: Outputs) -> None:
 
 
 def _of_many(outputs: Outputs) -> Outputs:
-    """The specs of rows, of those of a single one."""
+    """Return the specs of rows, given the specs of a single row."""
     many: Outputs = nest.map_leaves(lambda x: Spec(x.dtype, None if x.shape is None else (None, *x.shape)), outputs)
     return many
 
 
 def _has_own(x: TorchTensor) -> bool:
-    """Return True if rows may be different; what is the same for all has no step from one to the next."""
+    """Return True if rows may be different; a value common to all rows has no step from one to the next."""
     return len(x) > 1 and x.stride(0) != 0
 
 
@@ -502,7 +502,7 @@ def _spec_of(leaf: TorchTensor) -> Spec:
 
 
 def _row_spec_of(rows: int) -> Callable[[TorchTensor], Spec]:
-    """Gives the spec of a row of what a module of rows gives for so many."""
+    """Return a function that derives the spec of a row from the results for `rows` rows."""
 
     def spec_of(leaf: TorchTensor) -> Spec:
         found = _spec_of(leaf)

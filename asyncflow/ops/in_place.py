@@ -1,4 +1,4 @@
-"""Writing to an array where it stands, in a loop that nobody else sees it in; see `RegionGenerator.put_while`."""
+"""Writes to an array in place, in a loop that has the only reference to it; see `RegionGenerator.put_while`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from asyncflow.values import Array, Index, Namespace
 
 
 class OwnBuffer:
-    """An array that was given to a loop to write to, which gets its values back if the loop fails.
+    """An array lent to a loop for writing, whose values are restored if the loop fails.
 
     Attributes:
-        array: what was given.
+        array: the lent array.
     """
 
     __slots__ = ("_overwritten", "array")
@@ -21,11 +21,11 @@ class OwnBuffer:
         self._overwritten: list[tuple[Index, Array]] = []
 
     def note(self, index: Index) -> None:
-        """Keeps what stands at an index."""
+        """Keep the values at an index."""
         self._overwritten.append((index, np.array(self.array[index])))
 
     def restore(self) -> None:
-        """Writes back what was there."""
+        """Write the kept values back."""
         while self._overwritten:
             index, values = self._overwritten.pop()
             self.array[index] = values

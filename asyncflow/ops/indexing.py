@@ -172,7 +172,7 @@ def gather(x: TensorLike, indices: TensorLike, /, *, axis: int = 0) -> Tensor:
 
 
 def _key_along(x: Tensor, axis: int, positions: Tensor) -> tuple[object, ...]:
-    """The key that indexes one axis."""
+    """Return the key that indexes one axis."""
     if x.ndim is not None:
         axis = normalize_axis(axis, x.ndim)
     if axis < 0:

@@ -1,4 +1,4 @@
-"""Index keys: what stands between the brackets of ``x[...]``, as plain data.
+"""Index keys: the items between the brackets of ``x[...]``, as plain data.
 
 A key is a tuple of entries, one per item; tensors in it become inputs of the node, named by number:
 
@@ -48,7 +48,7 @@ def along(axis: int, entry: Entry) -> Key:
 
 
 def encode(key: object) -> tuple[Key, tuple[Tensor, ...]]:
-    """`key` as entries, and the tensors in it, in the order of their numbers.
+    """Encode `key` as entries, and return the tensors in it, in the order of their numbers.
 
     Raises:
         GraphError: an item that is no index.
@@ -188,7 +188,7 @@ def device_index(xp: Namespace, index: Index) -> Index:
 
 
 def is_flag(value: Array | Tensor) -> bool:
-    """Whether a tensor in a key is a single boolean."""
+    """Return True if a tensor in a key is a single boolean."""
     return bool(value.ndim == 0 and value.dtype.kind == "b")
 
 
@@ -196,7 +196,9 @@ def is_flag(value: Array | Tensor) -> bool:
 
 
 def is_basic(key: Key, indices: Sequence[Spec]) -> bool:
-    """Whether the key holds only ints, slices, new axes and scalar integer tensors: no element is named twice."""
+    """Return True if the key holds only ints, slices, new axes and scalar integer tensors: no element is named
+    twice.
+    """
     named = [indices[entry[1]] for entry in key if entry[0] == "input"]
     return all(x.shape == () and x.dtype.kind in "iu" for x in named)
 
@@ -218,7 +220,7 @@ def indexed_shape(x: Shape, key: Key, indices: Sequence[Spec]) -> Shape:
 
 
 def place_of_positions(x: tuple[int | None, ...], key: Key, indices: Sequence[Spec]) -> tuple[int, bool]:
-    """Where the axes of the positions in a key stand in ``x[key]``, and whether other entries stand between them.
+    """Return the place of the positions' axes in ``x[key]``, and True if other entries stand between them.
 
     Scalars among them count as arrays do. The key fits `x`.
     """
@@ -269,9 +271,9 @@ class _Walk:
         self.at: int | None = None
         """Place in `dims` of the axes of the advanced indices."""
         self.broken = False
-        """Something else stood behind an advanced index."""
+        """True after another entry behind an advanced index."""
         self.apart = False
-        """And behind that another one."""
+        """True after one more advanced index behind that."""
 
     def take(self, entry: Entry, span: int) -> None:
         """Adds what `entry`, which uses up `span` axes, gives to the result."""

@@ -1,4 +1,4 @@
-"""Values that are known while a graph is built, and feeds that contradict what was built on them.
+"""Values known while a graph is built, and feeds that contradict the conclusions drawn from them.
 
 A rule draws a conclusion from the values of some tensors, such as the length of ``arange``. `assumed` draws it while
 the graph is built, and records it in the graph; `refuse_contradictions` draws it again with the values of a run.
@@ -32,7 +32,7 @@ _NOTHING_FED: Mapping[Tensor, Array] = MappingProxyType({})
 
 
 class KnownValues:
-    """The values that are known without a run: constants, what is computed from small ones, and what is `fed`."""
+    """Values known without a run: constants, results computed from small ones, and `fed` values."""
 
     def __init__(self, fed: Mapping[Tensor, Array] = _NOTHING_FED) -> None:
         self.fed = fed
@@ -116,7 +116,9 @@ def static_value(x: Tensor) -> Array | None:
 
 
 def default_value(x: Tensor) -> Array | None:
-    """Return what `static_value` does, for checks alone: nothing may be built on it, as a run may feed another one."""
+    """Return the value as `static_value` does, for checks only: nothing may be built on it, as a run may feed
+    another value.
+    """
     return KnownValues().value(x)
 
 
@@ -142,7 +144,7 @@ def _origins(tensors: Iterable[Tensor]) -> set[Tensor]:
 
 
 def empty_body(body: Subgraph) -> None:
-    """Remove every node of a body that is replaced, and keep its assumptions for the tensors that it captures.
+    """Remove every node of a body that is replaced, and keep its assumptions for the captured tensors.
 
     A conclusion from values that the body computes becomes one about each captured value that leads there.
     """
@@ -160,10 +162,11 @@ def empty_body(body: Subgraph) -> None:
 
 
 def refuse_contradictions(assumptions: Iterable[Assumption], fed: Mapping[Tensor, Array]) -> None:
-    """Check the values of a run against what its graph was built on.
+    """Check the values of a run against the assumptions of its graph.
 
     Raises:
-        FeedError: they lead to another conclusion; the message names the fed tensor, the node, and the lines of both.
+        FeedError: the values lead to another conclusion; the message names the fed tensor, the node, and the lines of
+            both.
     """
     for each in assumptions:
         rule = _RULES.get(each.rule)

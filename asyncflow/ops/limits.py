@@ -1,6 +1,6 @@
-"""`CallLimits`: how long a call of a user's function may take, how often it is tried again, how many there may be.
+"""`CallLimits`: timeout, retries and number of calls of a user's function.
 
-This module says what was declared. `asyncflow.runtime.scheduler.limited_calls` keeps it, as that takes an event loop.
+This module holds the declaration. `asyncflow.runtime.scheduler.limited_calls` enforces it, as that takes an event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncflow.errors import (
 from asyncflow.values import Nest, Value
 
 RetryOn: TypeAlias = "type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool]"
-"""Which errors are worth another attempt: a class, a tuple of classes, or a function of the error."""
+"""Errors that deserve another attempt: a class, a tuple of classes, or a function of the error."""
 
 Backoff: TypeAlias = "float | Callable[[int, Exception], float]"
 """Seconds before the first retry, or a function of the number of failed attempts and the last error."""
@@ -41,7 +41,7 @@ MOST_BACKOFF_S = 60.0
 """Delays grow up to a minute."""
 
 CallLimited: TypeAlias = Callable[["CallLimits", Callable[..., Nest], bool, Sequence[Value]], Awaitable[Nest]]
-"""``call(limits, function, is_async, values)`` calls a function as its limits say."""
+"""Function ``call(limits, function, is_async, values)`` that calls a function within its limits."""
 
 _call_limited: list[CallLimited] = []
 
@@ -65,9 +65,9 @@ class CallLimits:
     Args:
         name: of the function.
         timeout: seconds that one attempt may take; None for any time.
-        retries: number of further attempts after one that failed.
+        retries: number of further attempts after a failed one.
         retry_on: errors that are worth another attempt.
-        backoff: seconds before the first retry, 0.1 for None; a function gives those before any.
+        backoff: seconds before the first retry, 0.1 for None; or a function that returns the seconds before any retry.
         max_concurrency: number of calls at once; None for no limit.
         rate: calls per second, or calls and seconds; None for no limit.
 
@@ -141,7 +141,7 @@ class CallLimits:
         return bool(retry_on(error))
 
     def delay_s(self, failed: int, error: Exception, random: Random) -> float:
-        """Return the seconds between a failed attempt and the next, after so many that failed.
+        """Return the seconds before the next attempt, after `failed` failed ones.
 
         Raises:
             GraphError: the user's function gives no number of seconds.
@@ -158,7 +158,7 @@ class CallLimits:
 
 
 _TEMPORARY = (KernelError, OverloadedError, DeadlineExceeded)
-"""Errors of this library that may be over the next time: those of another run, and of a session that is busy."""
+"""Errors of this library that may not occur the next time: errors of another run, and of a busy session."""
 
 
 def _is_positive(value: object) -> TypeGuard[float]:

@@ -109,7 +109,7 @@ MATRIX_TRANSPOSE = view_op(
 
 
 def matrix_transpose(x: TensorLike, /) -> Tensor:
-    """`x` with its last two axes swapped.
+    """Return `x` with the last two axes swapped.
 
     Raises:
         ShapeError: `x` has fewer than two axes.
@@ -166,7 +166,7 @@ def tensordot(x1: TensorLike, x2: TensorLike, /, *, axes: int | tuple[Sequence[i
         x2: right operand.
         axes: how many of the last axes of `x1` pair with the first of `x2`; or which axes of both, in two sequences.
 
-    Shapes: the axes of `x1` that are not summed, then those of `x2`.
+    Shapes: the remaining axes of `x1`, then the remaining axes of `x2`.
     """
     if isinstance(axes, tuple | list):
         if len(axes) != 2:
@@ -343,11 +343,11 @@ EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, tra
 
 
 def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:
-    """Einstein summation, such as ``af.einsum("bik,bkj->bij", x, y)``.
+    """Return an Einstein summation, such as ``af.einsum("bik,bkj->bij", x, y)``.
 
     Args:
         subscripts: a letter per axis of each operand, and ``...`` for all that have none, which broadcast. Without
-            ``->`` those are kept first, then the letters that occur once, sorted.
+            ``->`` the result has the unnamed axes first, then the letters that occur once, sorted.
         operands: one tensor per comma-separated term; with ``...``, of known rank.
 
     Raises:

@@ -87,7 +87,7 @@ STACK = define("stack", _stack_spec, lambda xp, axis: lambda *xs: xp.stack(xs, a
 
 
 def concat(arrays: Sequence[TensorLike], /, *, axis: int | None = 0) -> Tensor:
-    """`arrays` joined along an axis they have; None flattens them first. Their dtypes promote.
+    """Join `arrays` along an existing axis; None flattens them first. Their dtypes promote.
 
     Raises:
         ShapeError: other axes differ in extent.
@@ -231,7 +231,7 @@ PERMUTE_DIMS = view_op("permute_dims", _permute_spec, lambda xp, axes: operator.
 
 
 def permute_dims(x: TensorLike, /, axes: Sequence[int]) -> Tensor:
-    """`x` with its axes reordered: axis ``i`` of the result is axis ``axes[i]`` of `x`."""
+    """Return `x` with the axes reordered: axis ``i`` of the result is axis ``axes[i]`` of `x`."""
     return apply(PERMUTE_DIMS, x, axes=tuple(static_int(axis, "an axis") for axis in axes))[0]
 
 

@@ -29,7 +29,7 @@ def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, 
         x: numbers; integers count as float64.
         axis: over which one vector extends; several, or None for all.
         keepdims: leave `axis` with an extent of 1.
-        ord: which norm: infinity takes the largest magnitude, -infinity the smallest, 0 counts what is not 0.
+        ord: kind of norm: infinity takes the largest magnitude, -infinity the smallest, 0 counts non-zero elements.
 
     The gradient of norms above 1 is 0 where the norm is.
     """

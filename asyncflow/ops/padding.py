@@ -47,18 +47,18 @@ PAD = define("pad", _pad_spec, _pad_kernel, traits=OPAQUE)
 
 
 def inner_key(widths: Widths) -> tuple[slice, ...]:
-    """The key of the value itself within the padded one."""
+    """Return the key of the value within the padded one."""
     return tuple(slice(before, -after if after else None) for before, after in widths)
 
 
 def pad(x: TensorLike, widths: int | Sequence[int | Sequence[int]], /, *, value: TensorLike | None = None) -> Tensor:
-    """`x` with more elements before and behind its own along each axis.
+    """Return `x` with more elements before and behind its own along each axis.
 
     Args:
         x: any tensor.
-        widths: how many: an int for both ends of every axis, a pair ``(before, after)`` for every axis, or a sequence
-            with an int or a pair for each axis.
-        value: of them: a scalar of the dtype of `x`; None for zeros (false, empty strings).
+        widths: number of added elements: an int for both ends of every axis, a pair ``(before, after)`` for every axis,
+            or a sequence with an int or a pair for each axis.
+        value: a scalar of the dtype of `x` for the added elements; None for zeros (false, empty strings).
 
     Raises:
         ShapeError: the rank of `x` is not known and `widths` does not say it either, or they differ.

@@ -1,6 +1,6 @@
 """Promotion of operands of different dtypes, and the dtype and shape rules that follow from it.
 
-NEP 50: Python scalars are weak, they take the dtype of what they meet; everything else is strong. A weak operand
+NEP 50: Python scalars are weak, so they take the dtype of the other operand; everything else is strong. A weak operand
 becomes a constant of the promoted dtype when the graph is built, so kernels only ever see typed values.
 """
 
@@ -31,11 +31,13 @@ _Published = TypeVar("_Published", bound=Callable[..., Tensor])
 
 
 _UFUNCS: dict[Op, np.ufunc] = {}
-"""The ufunc that an op is, if it is one."""
+"""The ufuncs of ops that are ufuncs."""
 
 
 def is_weak(value: TensorLike) -> TypeGuard[WeakScalar]:
-    """Whether `value` is a Python scalar, which takes the dtype of what it meets; NumPy scalars keep theirs."""
+    """Return True if `value` is a Python scalar, which takes the dtype of the other operand; NumPy scalars keep
+    theirs.
+    """
     return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
 
 
@@ -75,7 +77,7 @@ def promote_operands(*operands: TensorLike) -> tuple[Tensor, ...]:
 
 
 def weak_constant(value: WeakScalar, dtype: DType) -> Tensor:
-    """`value` as NumPy casts it to a dtype that it was promoted to: a float may become infinite.
+    """Return `value` cast, as NumPy does, to its promoted dtype: a float may become infinite.
 
     Raises:
         DTypeError: it is an integer that does not fit `dtype`, or no float at all.
@@ -120,9 +122,9 @@ def binary(op: Op, x1: TensorLike, x2: TensorLike) -> Tensor:
 
 
 def _promote_to_loop(ufunc: np.ufunc, x1: TensorLike, x2: TensorLike) -> tuple[Tensor, ...]:
-    """Like `promote_operands` for one of NumPy's ufuncs, which casts a weak scalar to the dtype that it computes in.
+    """Promote as `promote_operands` does, for a NumPy ufunc, which casts a weak scalar to the dtype of its loop.
 
-    So 256 divides a uint8, as true quotients are those of floats, and is true for any integer.
+    So 256 divides a uint8, as true division computes in floats, and ``logical_and`` takes any integer as true.
     """
     if is_weak(x1) == is_weak(x2):
         return promote_operands(x1, x2)
@@ -237,7 +239,7 @@ def same(x: Spec, *_: Spec, **attrs: object) -> Spec:
 
 
 def predicate(*inputs: Spec) -> Spec:
-    """Rule of ops that compare their broadcast inputs."""
+    """Return the spec of ops that compare their broadcast inputs; a shape rule."""
     promoted_dtype(x.dtype for x in inputs)
     return Spec(bool_, broadcast(x.shape for x in inputs))
 

@@ -1,4 +1,4 @@
-"""`quantile`, of what graphs have: values sorted, and interpolated between the two on either side of a rank."""
+"""`quantile`, built of other ops: sorted values, interpolated between the two on either side of a rank."""
 
 from __future__ import annotations
 

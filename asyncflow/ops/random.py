@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the schedule, as ``af.random``.
 
-Every draw starts a counter-based generator anew (Philox 4x64): its key is the session's (or graph's) seed and the
-op's, its counter starts at the number of the run and the iteration tag. The same seed, op, run and iteration give the
-same numbers whatever ran before or beside them, and on every device, for the numbers are drawn on the host; any other
-op, run or iteration gives independent ones. An op's seed is `seed`, or comes from its name.
+Every draw starts a counter-based generator anew (Philox 4x64): its key is the session's (or graph's) seed and the op's,
+its counter starts at the number of the run and the iteration tag. The same seed, op, run and iteration give the same
+numbers on every device, whatever ran before or at the same time, for the numbers are drawn on the host. Any other op,
+run or iteration gives independent numbers. An op's seed is `seed`, or comes from its name.
 
 A tensor as `seed=` is the seed of a request: it stands in place of the session's seed and the number of the run. So the
 request draws the same numbers again in any session, alone or in a pool.
@@ -74,7 +74,7 @@ def _random_op(
 
 
 def _drawn(op: Op, shape: ExtentsLike, *inputs: TensorLike, **attrs: object) -> Tensor:
-    """The result of an op that is told a shape; `attrs` are those of `_apply`."""
+    """Build an op with a shape argument, and return its result; `attrs` are passed to `_apply`."""
     template, sizes = split_extents(shape)
     given: Attrs = {**attrs, "shape": template}
     return _apply(op, *inputs, *sizes, **given)
@@ -138,7 +138,7 @@ class _Seeded:
 
 
 _NO_RUN = -1
-"""Stands for the run in what a request with its own seed draws."""
+"""Number in place of the run's, in draws of a request with its own seed."""
 
 
 def _seeded_spec(seed: Spec, *inputs: Spec, draws: str, arguments: Attrs) -> Spec | tuple[Spec, ...]:
@@ -162,7 +162,7 @@ SEEDED = register(
         runs_on_host=True,
     )
 )
-"""What the op called `draws` draws with the seed of a request, the first input; iterations count as ever."""
+"""Op that draws as the op called `draws` does, with the seed of a request as first input; iterations count as ever."""
 
 
 def _require(holds: Array | bool, values: Array, rule: str) -> None:
@@ -275,11 +275,11 @@ def truncated_normal(
     seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
-    """Like `normal`, with values further than two standard deviations from the mean drawn again.
+    """Draw as `normal` does, and draw values further than two standard deviations from the mean again.
 
     Args:
         shape: as for `normal`.
-        mean: of what is drawn, before any is drawn again; broadcasts with the result.
+        mean: of the numbers before any is drawn again; broadcasts with the result.
         std: standard deviation, likewise; 0 or more.
         dtype: a float dtype.
         seed: see `normal`.
@@ -404,7 +404,7 @@ def poisson(
     seed: SeedLike = None,
     name: str | None = None,
 ) -> Tensor:
-    """Numbers of a Poisson distribution: how often happens what happens `rate` times on average.
+    """Draw numbers from a Poisson distribution: the number of events that happen `rate` times on average.
 
     Args:
         shape: see `normal`; None for one number for each item of `rate`.
@@ -534,7 +534,9 @@ def _categorical_rows(*, axis: int) -> Callable[..., Array]:
 
 
 def _category(logits: Array, uniforms: Array, axis: int) -> Array:
-    """The categories that numbers from 0 to 1 stand for, which get lost; of one row the bits are those of many."""
+    """Return the categories chosen by numbers from 0 to 1, which are overwritten; the bits for one row equal its
+    bits among many.
+    """
     if not uniforms.shape[axis]:
         raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
     # The largest of the logits plus Gumbel noise falls on a category with just its probability. Noise is finite.
@@ -553,7 +555,7 @@ CATEGORICAL = _random_op("categorical", _categorical_spec, _categorical_draw, _c
 
 
 def categorical(logits: TensorLike, /, *, axis: int = -1, seed: SeedLike = None, name: str | None = None) -> Tensor:
-    """Category numbers drawn with probabilities ``softmax(logits)``: int64, the shape of `logits` without `axis`.
+    """Draw category numbers with probabilities ``softmax(logits)``: int64, the shape of `logits` without `axis`.
 
     Args:
         logits: floats.
@@ -562,8 +564,8 @@ def categorical(logits: TensorLike, /, *, axis: int = -1, seed: SeedLike = None,
         name: of the node.
 
     Raises:
-        ValueError: (in the run, as the cause of a KernelError) NaN or infinity among the logits, but for -inf, which is
-            a category that is never drawn; or none along `axis` that is.
+        ValueError: (in the run, as the cause of a KernelError) the logits hold NaN or infinity, except -inf, which is a
+            category that is never drawn; or no category along `axis` is above -inf.
     """
     return _apply(CATEGORICAL, logits, seed=seed, name=name, axis=static_int(axis, "axis"))
 

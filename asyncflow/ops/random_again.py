@@ -24,7 +24,7 @@ from asyncflow.values import Array, Kernel, Namespace, Value
 _WORD = 1 << 64
 
 FIRST = 2
-"""Numbers of a key that stand before those of its tag."""
+"""Number of a key's integers before the tag's."""
 
 
 def _key_kernel(xp: Namespace, *, depth: int | None, counts: bool) -> Kernel:
@@ -101,7 +101,7 @@ RANDOM_AGAIN = define(
     rows="row by row",
     runs_on_host=True,
 )
-"""What an op draws, by a key; the same for all rows if the key is."""
+"""Op that draws another op's numbers by a key; the numbers are the same for all rows if the key is."""
 
 
 def random_key(depth: int | None = None, *, counts: bool = False) -> Tensor:
@@ -115,17 +115,17 @@ def random_key(depth: int | None = None, *, counts: bool = False) -> Tensor:
 
 
 def draws_numbers(op: Op) -> bool:
-    """Return True if what an op gives depends on the seed, the run and the iteration alone, beside its inputs."""
+    """Return True if an op's results depend on the seed, the run and the iteration alone, beside its inputs."""
     return (op.needs_context and op.is_random and op.effects is None and op.rows == "row by row") or op is BY_ROW_DRAWN
 
 
 def draw_by_key(node: Node, key: Tensor, inside: int) -> None:
-    """Change a node that draws random numbers into one that draws them by a key.
+    """Change a node that draws random numbers into a node that draws them by a key.
 
     Args:
-        node: it.
+        node: the node.
         key: of the firing in which, or around which, it draws.
-        inside: how many loops are around it since the key was taken.
+        inside: number of loops around it since the key was taken.
     """
     arguments, specs = node.attrs, node.specs
     node.attrs = {"draws": node.op.name, "arguments": arguments, "axes": 0, "inside": inside, "specs": specs}
@@ -133,7 +133,9 @@ def draw_by_key(node: Node, key: Tensor, inside: int) -> None:
 
 
 def _replacing(arguments: Attrs, axes: int) -> Attrs:
-    """Arguments of an op that draws row by row, by a key with row axes: numbers of rows replace those in its tags."""
+    """Return arguments of an op that draws row by row, by a key with row axes: row numbers replace the numbers in
+    its tags.
+    """
     if not axes:
         return arguments
     loops = list(arguments["loops"])

@@ -28,8 +28,8 @@ class Raised(NamedTuple):
         module: of that.
         message: as it is printed.
         notes: added to it.
-        reason: of one of this library's: its message without what was added on the way.
-        attempt: the one that failed for good; see `asyncflow.errors.attempt_of`.
+        reason: for this library's errors, the message without later additions.
+        attempt: the attempt that failed for good; see `asyncflow.errors.attempt_of`.
     """
 
     kind: str
@@ -95,7 +95,7 @@ Outcome: TypeAlias = "Value | tuple[Value, ...] | Raised | None"
 
 
 class CallLog:
-    """The calls of one firing, as they are made.
+    """A log of one firing's calls, filled while they are made.
 
     Attributes:
         outcomes: their results, or the error that a call raised.
@@ -117,7 +117,7 @@ class CallLog:
         return found
 
     async def awaited(self, function: Callable[..., Awaitable[Value]], values: Sequence[Value]) -> Value:
-        """The same of a coroutine function; one that is cancelled with its run has none."""
+        """Call a coroutine function and log the outcome; a call cancelled with its run has none."""
         try:
             found = await function(*values)
         except Exception as error:
@@ -141,7 +141,7 @@ class CallReplay(CallLog):
 
         Raises:
             ReplayError: there was none, or its result is not in the record.
-            BaseException: what it raised.
+            BaseException: the recorded error of the call.
         """
         if not self.outcomes:
             raise ReplayError("the function is called more often than in the record; live=True calls it")
@@ -162,7 +162,7 @@ call_log: ContextVar[CallLog | None] = ContextVar("asyncflow_calls", default=Non
 
 
 def in_log(context: Context, log: CallLog) -> Context:
-    """A copy of `context` in which calls of user functions are those of `log`."""
+    """Return a copy of `context` whose calls of user functions go into `log`."""
     found = context.copy()
     found.run(call_log.set, log)
     return found
@@ -189,7 +189,7 @@ def recorded_coroutine(function: Callable[..., Awaitable[Value]]) -> Callable[..
 
 
 def _kept(found: Any) -> Outcome:
-    """A result that stays as it is, whoever gets the memory of this one."""
+    """Return a result that stays unchanged when the memory of this one is used again."""
     if isinstance(found, tuple):
         each = tuple(map(_kept, found))
         return IN_CARD if IN_CARD in [x if x is IN_CARD else 0 for x in each] else each

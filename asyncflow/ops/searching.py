@@ -173,7 +173,7 @@ _where_on_host.takes_out = True  # type: ignore[attr-defined]
 
 
 _MANY: Final = 1024
-"""Elements for which two views of an array cost nothing beside it."""
+"""Number of elements beside which two views of an array cost nothing."""
 WHERE = define(
     "where",
     _where_spec,

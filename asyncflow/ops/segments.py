@@ -48,7 +48,7 @@ def _segment_ids_kernel(xp: Namespace) -> Kernel:
 SEGMENT_IDS = define(
     "segment_ids", _segment_ids_spec, _segment_ids_kernel, flops=free, rows="row by row", traits=OPAQUE
 )
-"""Its first input, once there is one for each row of the second: else `scatter_add` would broadcast a single row."""
+"""Op that returns its first input after a check of its length: `scatter_add` would otherwise broadcast a single row."""
 
 
 def segment_sum(x: TensorLike, segment_ids: TensorLike, /, num_segments: Extent) -> Tensor:

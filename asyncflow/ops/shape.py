@@ -1,6 +1,6 @@
-"""Shapes as values: what a tensor's shape turns out to be in a run.
+"""Shapes as values: the actual shape of a tensor in a run.
 
-They are NumPy values on every device, as the host knows them: what takes a shape reads it there.
+They are NumPy values on every device, as the host knows them: ops that take a shape read it there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANK = define("rank", lambda x: Spec(int64, ()), _rank_kernel, is_total=True, fl
 
 
 def shape(x: TensorLike, /) -> Tensor:
-    """The shape of `x` in the run, as a vector of int64. What is known while building is ``x.shape``."""
+    """Return the shape of `x` in the run, as a vector of int64. The shape known while building is ``x.shape``."""
     return apply(SHAPE, x)[0]
 
 
@@ -44,7 +44,9 @@ def size(x: TensorLike, /) -> Tensor:
 
 
 def rank(x: TensorLike, /) -> Tensor:
-    """The number of dimensions of `x` in the run, an int64 scalar. What is known while building is ``x.ndim``."""
+    """Return the number of dimensions of `x` in the run, an int64 scalar. The rank known while building is
+    ``x.ndim``.
+    """
     return apply(RANK, x)[0]
 
 

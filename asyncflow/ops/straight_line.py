@@ -1,8 +1,8 @@
 """Python functions of kernels that feed one another in a straight line.
 
-They are generated, as those of regions are (`asyncflow.compiler.regions.codegen`, which writes branches and loops as
-well), but know nothing of nodes: values have numbers. Lines of one form share their code, so that making the next one
-costs a call.
+They are generated, as the functions of regions are (`asyncflow.compiler.regions.codegen`, which writes branches and
+loops as well), but know nothing of nodes: values have numbers. Lines of one form share their code, so that making the
+next one costs a call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class LineStep(NamedTuple):
     """One kernel of a line.
 
     Attributes:
-        kernel: what is called.
+        kernel: the kernel to call.
         operands: numbers of the values it takes: first come the inputs of the line, then the results of each step.
-        n_results: how many values the tuple has that it returns; None if it returns one value by itself.
+        n_results: length of the tuple that it returns; None if it returns one value by itself.
     """
 
     kernel: Kernel
@@ -29,12 +29,12 @@ class LineStep(NamedTuple):
 
 
 def straight_line(n_inputs: int, steps: Sequence[LineStep], results: int | Sequence[int]) -> Kernel:
-    """A function that runs `steps` in their order.
+    """Return a function that runs `steps` in their order.
 
     Args:
         n_inputs: how many values it takes.
-        steps: each uses inputs and the results of those before.
-        results: number of the value that it returns, or numbers of those in the tuple that it returns.
+        steps: each uses inputs and the results of earlier steps.
+        results: number of the value that it returns, or numbers of the values in the tuple that it returns.
     """
     form = tuple([step[1:] for step in steps])
     make = _maker(n_inputs, form, results if isinstance(results, int) else tuple(results))

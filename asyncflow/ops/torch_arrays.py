@@ -28,7 +28,7 @@ class HostTensors:
         self._torch = torch
 
     def active(self) -> AbstractContextManager[object]:
-        """Nothing."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def random_state(self) -> TorchTensor:
@@ -36,7 +36,7 @@ class HostTensors:
         return self._torch.get_rng_state()
 
     def tensor(self, value: Array) -> TorchTensor:
-        """A tensor in the memory of an array or scalar; nobody may write to it."""
+        """Return a tensor in the memory of an array or scalar; nothing may write to it."""
         torch, array = self._torch, np.asarray(value)
         if dtype_name(array.dtype) == "bfloat16":
             return self.tensor(array.view(np.int16)).view(torch.bfloat16)
@@ -61,7 +61,9 @@ class HostTensors:
         return {x.untyped_storage().data_ptr() for x in tensors}
 
     def output(self, tensor: TorchTensor, shared: Collection[int]) -> Array:
-        """An array in the memory of a tensor; locked if that is among `shared`, or else it is nobody else's."""
+        """Return an array in the memory of a tensor; locked if that memory is among `shared`, otherwise free to be
+        written to.
+        """
         array = self.array(tensor)
         if tensor.untyped_storage().data_ptr() in shared:
             array.flags.writeable = False
@@ -69,7 +71,7 @@ class HostTensors:
 
 
 class _Unlocked:
-    """A locked array, for those who need to be told that they may write to it."""
+    """A locked array, for code that must be told that it may write to it."""
 
     def __init__(self, array: Array) -> None:
         interface = array.__array_interface__

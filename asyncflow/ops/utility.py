@@ -85,7 +85,7 @@ def nan_to_num(
         posinf: in place of infinity; None for the largest number of the dtype.
         neginf: in place of minus infinity; None for the smallest.
 
-    Nothing flows back through what is replaced.
+    No gradient flows through replaced elements.
     """
     with graph_for(x):
         tensor = as_tensor(x)

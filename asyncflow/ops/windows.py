@@ -50,7 +50,8 @@ DYNAMIC_SLICE = define(
 
 
 def dynamic_slice(x: TensorLike, starts: TensorLike | Iterable[TensorLike], sizes: Iterable[int], /) -> Tensor:
-    """The part of `x` with extents `sizes` that begins at `starts`, so that its shape is known though its place is not.
+    """Return the part of `x` with extents `sizes` that begins at `starts`, so that its shape is known though its place
+    is not.
 
     ``x[i:i + 2]`` is shorter where `x` ends before, so its extent is not known; this is never shorter.
 

@@ -1,1 +1,1 @@
-"""How are operations differentiated? One module a family, as in `asyncflow.ops`; importing it installs the rules."""
+"""Derivatives of operations: one module a family, as in `asyncflow.ops`; importing it installs the rules."""

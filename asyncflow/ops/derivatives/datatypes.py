@@ -1,4 +1,4 @@
-"""Derivatives of casts and of broadcasting; and gradients brought to the dtype of what they are gradients of."""
+"""Derivatives of casts and of broadcasting; and conversion of gradients to the dtype of their values."""
 
 from __future__ import annotations
 

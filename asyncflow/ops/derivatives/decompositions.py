@@ -1,8 +1,8 @@
 """Derivatives of inverses, determinants, equations and decompositions.
 
-For complex values they are in the convention of `asyncflow.ops.derivatives.elementwise`. Those of decompositions are
-from Giles, "An extended collection of matrix derivative results" (2008), with the complex and rectangular cases as in
-Seeger et al., "Auto-differentiating linear algebra" (2017), and Townsend, "Differentiating the singular value
+For complex values they are in the convention of `asyncflow.ops.derivatives.elementwise`. The rules of decompositions
+are from Giles, "An extended collection of matrix derivative results" (2008). The complex and rectangular cases are as
+in Seeger et al., "Auto-differentiating linear algebra" (2017), and Townsend, "Differentiating the singular value
 decomposition" (2016).
 """
 
@@ -34,7 +34,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _everywhere(x: Tensor) -> Tensor:
-    """One number a matrix, as what multiplies all of it."""
+    """Return one number a matrix with two more axes, as a factor of the whole matrix."""
     return expand_dims(x, axis=(-2, -1))
 
 

@@ -5,8 +5,8 @@ For complex numbers a gradient points where the (real) result of it all rises: t
 convention, and the conjugate of JAX's.
 
 At kinks: `abs` and `hypot` pass nothing at 0, and `atan2` nothing at the origin; operands that tie in `maximum` and
-`minimum` get half each; in `clip` a value on a bound passes all to the value; ``x ** 0`` passes nothing to `x`, and
-``0 ** y`` nothing to `y`. What is infinite in the limit is infinite: `sqrt` and `log` at 0.
+`minimum` get half each; in `clip` a value on a bound passes all to the value; ``x ** 0`` passes nothing to `x`, and ``0
+** y`` nothing to `y`. Infinite limits are infinite: `sqrt` and `log` at 0.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _both(node: Node, by_x: Callable[[], Tensor], by_y: Callable[[], Tensor]) ->
 
 
 def _may_stretch(x: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether broadcasting with `others` may give `x` another shape; where not, not even its shape need be kept."""
+    """Return True if broadcasting with `others` may give `x` another shape; if not, not even its shape need be kept."""
     return any(other is not x and not _fits_in(other, x) for other in others)
 
 
 def _fits_in(other: Tensor, x: Tensor) -> bool:
-    """Whether `other` broadcasts to the shape of `x`, given that they broadcast."""
+    """Return True if `other` broadcasts to the shape of `x`, given that the two broadcast."""
     if other.shape == ():
         return True
     if x.shape is None or other.shape is None or len(other.shape) > len(x.shape):
@@ -192,7 +192,7 @@ def _remainder(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(ew.POW)
 def _pow(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Nothing to the base where the exponent is 0, nor to the exponent where the base is 0.
+    """Pass nothing to the base where the exponent is 0, nor to the exponent where the base is 0.
 
     The exponent's gradient is NaN where the base is negative: there real powers are no continuous function of it.
     """
@@ -261,7 +261,7 @@ def _logaddexp(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(ew.MAXIMUM, ew.MINIMUM)
 def _extreme(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Half each where they tie."""
+    """Pass half to each operand where the two tie."""
     x, y = node.inputs
     share = where(x == y, 0.5 * grad, grad)
     wins = greater_equal if node.op is ew.MAXIMUM else less_equal
@@ -270,7 +270,7 @@ def _extreme(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(ew.CLIP)
 def _clip(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """To the bound that applies, and to the value where it lies between them or on one."""
+    """Pass the gradient to the bound that applies, or to a value that lies between the bounds or on one."""
     x, low, high = node.inputs[0], node.inputs[1], node.inputs[-1]
     masks: list[Callable[[], Tensor]]
     if not node.attrs["high"]:

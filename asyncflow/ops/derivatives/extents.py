@@ -1,9 +1,9 @@
 """Finds extents that only a run knows and that are the same, of values in the body of a loop or branch.
 
-With an open batch every value has an extent that nobody knows while the graph is built, and for all that a gradient
-could tell, ``x * y`` has stretched `x`: it would keep shapes, and sum, in every iteration. Most such extents are those
-of one value, though. Here each stands for a number of its own, too large for any array, and shape rules say where it
-turns up again. Outside of bodies nothing is said, because there a run may feed any value with another extent.
+With an open batch every value has an unknown extent, and for all that a gradient could tell, ``x * y`` has stretched
+`x`: it would keep shapes, and sum, in every iteration. Most such extents are extents of one value, though. Here each
+stands for a number of its own, too large for any array, and shape rules say where it turns up again. Outside of bodies
+nothing is said, because there a run may feed any value with another extent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _LEAST = 1 << 40
 
 
 def extents(x: Tensor) -> tuple[int, ...] | None:
-    """Extents of a value: those that are known, and large numbers for others, the same for the same; None for no rank.
+    """Return the extents of a value: known ones, and large numbers for the others, equal for equal extents; None for no
+    rank.
 
     Outside of bodies each open extent is one of its own.
     """
@@ -50,7 +51,7 @@ def _is_known(spec: Spec) -> bool:
 
 
 def _note(node: Node) -> None:
-    """Finds the extents of what a node gives, once those of its inputs are found."""
+    """Find the extents of a node's outputs, given the extents of its inputs."""
     found = node.graph.extents
     sources = _sources(node)
     inferred: tuple[Spec, ...] = ()

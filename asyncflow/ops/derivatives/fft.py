@@ -15,7 +15,7 @@ from asyncflow.ops.manipulation import concat
 
 
 def _fitted(node: Node, grad: Tensor) -> Tensor:
-    """`grad`, which reaches the elements that were transformed, as what reaches those of the input."""
+    """Return the gradient of the input, given `grad` for the transformed elements."""
     x, *size = node.inputs
     axis = node.attrs["axis"]
     if node.attrs["n"] is not None or size:
@@ -37,7 +37,7 @@ gradient_of_first(IFFT, lambda node, grad: _fitted(node, _inverse(FFT, node, gra
 
 @derivative(RFFT)
 def _rfft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """The elements that were left out reach nothing: zeros in their place."""
+    """Pass the gradient back with zeros in place of the elements that the transform left out."""
     (x,) = node.inputs
     n = node.attrs["n"]
     if n is None:

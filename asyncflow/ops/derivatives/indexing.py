@@ -67,7 +67,7 @@ def _index_update(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 def _stayed(named: Tensor, grad: Tensor, indices: Sequence[Tensor], key: Key) -> Tensor:
-    """A mask of the values that stayed, of those that a key names: the same update, of distinct numbers, shows it."""
+    """Return a mask of the named values that stayed: the same update, with distinct numbers, shows which."""
     numbers = reshape(arange(size(named)), shape(named))
     placed = apply(INDEX_UPDATE, zeros(shape(grad), dtype="int64"), numbers, *indices, key=key)[0]
     return equal(apply(GETITEM, placed, *indices, key=key)[0], numbers)

@@ -148,7 +148,7 @@ def _vecdot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 def fit_to(x: Tensor, extents: Sequence[int | Tensor]) -> Tensor:
-    """`x` summed over its axes that are to have extent 1, and repeated along its own of extent 1."""
+    """Return `x` summed over axes that must have extent 1, and repeated along its own axes of extent 1."""
 
     def kept(axis: int, extent: int | Tensor) -> int | Tensor:
         own = extent_of(x, axis)

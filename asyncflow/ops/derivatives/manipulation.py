@@ -1,4 +1,4 @@
-"""Derivatives of manipulation: gradients in the shape and order of what was reshaped, joined or repeated."""
+"""Derivatives of manipulation: gradients in the shape and order of the input that was reshaped, joined or repeated."""
 
 from __future__ import annotations
 

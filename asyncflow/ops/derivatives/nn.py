@@ -90,7 +90,7 @@ def _logsumexp(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(nn.LAYER_NORM)
 def _layer_norm(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Keeps the values and their scale: mean and deviation are cheap to find again."""
+    """Differentiate, keeping the values and their scale: mean and deviation are cheap to find again."""
     scaled, shifted = node.attrs["scaled"], node.attrs["shifted"]
     axis, epsilon = node.attrs["axis"], node.attrs["epsilon"]
     x, reached = _widened(node.inputs[0]), _widened(grad)

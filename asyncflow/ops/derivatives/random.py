@@ -1,4 +1,4 @@
-"""Random ops: nothing flows back through what was drawn.
+"""Derivatives of random ops: nothing flows back through drawn numbers.
 
 The scale and offset of `normal` and `uniform` are arithmetic on the sample, which is differentiable.
 """
@@ -38,7 +38,7 @@ def _gamma(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(random.CHOICE, random.PERMUTATION)
 def _unknown_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Refuses: nobody knows afterwards which rows were drawn, and zeros would be silently wrong.
+    """Refuse: the drawn rows are not known afterwards, and zeros would be silently wrong.
 
     Raises:
         GraphError: always.

@@ -50,10 +50,11 @@ LINEAR_RECURRENCE = define(
 
 
 def linear_recurrence(x: Tensor, factors: Tensor, *, axis: int, reverse: bool = False) -> Tensor:
-    """``r[i] = x[i] + factors[i] * r[i - 1]`` along `axis`; `reverse`: ``r[i] = x[i] + factors[i + 1] * r[i + 1]``.
+    """Return ``r[i] = x[i] + factors[i] * r[i - 1]`` along `axis`; `reverse`: ``r[i] = x[i] + factors[i + 1] * r[i +
+    1]``.
 
-    Factor ``i`` stands between the elements ``i - 1`` and ``i`` in both directions (the first is not used), so that
-    each direction is the transpose of the other.
+    Factor ``i`` stands between the elements ``i - 1`` and ``i`` in both directions, and the first factor is not used.
+    So each direction is the transpose of the other.
 
     Args:
         x: floats or complex numbers.

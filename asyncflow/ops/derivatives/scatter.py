@@ -35,13 +35,13 @@ from asyncflow.values import Array, Index, Kernel, Namespace
 T = TypeVar("T")
 
 _MANY = 2048
-"""Fewer values are added as they come: finding out where each goes would take longer."""
+"""Number of values from which they are grouped before they are added; for fewer, that would take longer."""
 
 # -- at keys ---------------------------------------------------------------------------------------------------------
 
 
 def names_rows(key: Key) -> bool:
-    """Whether a key is one tensor, for the first axis."""
+    """Return True if a key is one tensor, for the first axis."""
     return key[0] == ("input", 0) and all(entry in (WHOLE, ELLIPSIS) for entry in key[1:])
 
 
@@ -56,7 +56,7 @@ def index_count(key: Key) -> int:
 
 
 def parts_of(inputs: Sequence[T], keys: Sequence[Key]) -> list[tuple[T, Sequence[T]]]:
-    """The values for each key and the tensors in it; what is left of `inputs` are sizes."""
+    """Return the values for each key and the tensors in the key; the rest of `inputs` are sizes."""
     parts, at = [], 0
     for key in keys:
         end = at + 1 + index_count(key)
@@ -171,7 +171,7 @@ def add_at_rows(xp: Namespace, result: Array, rows: Array, values: Array) -> Non
 
 
 def are_distinct(positions: Array, extent: int) -> bool:
-    """Whether no position below `extent` is there twice."""
+    """Return True if positions below `extent` are distinct."""
     if extent > 16 * positions.size:
         ordered = np.sort(positions)
         return not (ordered[1:] == ordered[:-1]).any()
@@ -179,7 +179,7 @@ def are_distinct(positions: Array, extent: int) -> bool:
 
 
 def _only_axis(index: tuple[Index, ...], rank: int) -> int | None:
-    """The axis that `index` picks from by one array of integers, if it takes all others whole."""
+    """Return the axis that `index` picks from by one array of integers, if it takes all other axes whole."""
     at = [place for place, item in enumerate(index) if isinstance(item, np.ndarray)]
     others = [item for item in index if not isinstance(item, np.ndarray)]
     if len(at) != 1 or any(item is not Ellipsis and item != slice(None) for item in others):
@@ -205,14 +205,14 @@ SCATTER_TO = define(
 def scatter_to(
     values: Tensor, key: Key, indices: Sequence[Tensor], shape: ExtentsLike, *, known: Shape = None
 ) -> Tensor:
-    """Zeros of `shape` with `values` added at a key: the transpose of ``x[key]``.
+    """Return zeros of `shape` with `values` added at a key: the transpose of ``x[key]``.
 
     Args:
         values: of the shape of ``x[key]``.
         key: encoded, see `asyncflow.ops.keys`.
         indices: the tensors in it.
         shape: of `x`.
-        known: what is known of it where it is a tensor.
+        known: the known part of a shape given as a tensor.
     """
     return apply_to_shape(SCATTER_TO, shape, values, *indices, keys=(key,), known=known)
 
@@ -351,7 +351,7 @@ def scatter_along_axis(
 
 
 def along_indices(node: Node) -> list[Tensor]:
-    """Indices, one for each axis, that name where a scatter along an axis puts its values; their rank is known."""
+    """Return indices, one for each axis, of the targets of a scatter along an axis; the rank of the values is known."""
     values, indices = node.inputs[:2]
     assert values.shape is not None
     dims = values.shape

@@ -15,7 +15,9 @@ not_differentiable(ARGMAX, ARGMIN, NONZERO, SEARCHSORTED, because="positions are
 
 @derivative(WHERE)
 def _where(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Chooses a zero for what was not chosen: infinities and NaNs on one side never reach the other."""
+    """Pass the gradient to the chosen operand, and zeros to the other: infinities and NaNs on one side never reach
+    the other.
+    """
     condition, x1, x2 = node.inputs
     zero = constant(0, grad.dtype)
     return [None, sum_to_like(where(condition, grad, zero), x1), sum_to_like(where(condition, zero, grad), x2)]

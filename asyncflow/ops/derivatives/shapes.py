@@ -31,7 +31,7 @@ Extents: TypeAlias = "tuple[int, ...] | Tensor"
 
 
 def carries_gradient(spec: Spec) -> bool:
-    """Whether anything flows back through values of this spec: floats, and the stores and arrays that hold them."""
+    """Return True if gradients flow through values of this spec: floats, and the stores and arrays that hold them."""
     return spec.dtype.kind in "fc" or spec.dtype == VARIANT or spec.dtype.name == "bfloat16"
 
 
@@ -118,11 +118,11 @@ ENSURE_SHAPE = define(
     flops=free,
     traits=Traits(Memory.ANY, is_capturable=False, is_cheap=True),
 )
-"""Its input, which is known to have a shape that inference could not tell."""
+"""Op that passes its input on with a shape that inference could not find."""
 
 
 def ensure_shape(x: Tensor, shape: Shape) -> Tensor:
-    """`x`, of which it is known that it has this (partial) shape."""
+    """Return `x` with the (partial) shape that it is known to have."""
     return x if is_subshape(x.shape, shape) else apply(ENSURE_SHAPE, x, shape=shape)[0]
 
 
@@ -148,13 +148,16 @@ def _check_shape_kernel(xp: Namespace, *, shape: Shape, what: str) -> Kernel:
 CHECK_SHAPE = define(
     "check_shape", _check_shape_spec, _check_shape_kernel, flops=free, host_inputs=inputs_from(1), traits=OPAQUE
 )
-"""Its input, once it is found to have that shape. It is not broadcast: what it is used for would be wrong."""
+"""Op that passes its input on after a check of its shape. A mismatch is an error and not broadcast: the result would
+be wrong.
+"""
 
 
 def checked_shape(x: Tensor, like: Tensor, what: str) -> Tensor:
-    """`x`, which users have made, as something of the shape of the forward value `like`.
+    """Return `x`, made by a user's function, with the shape of the forward value `like`.
 
-    What is known while the graph is built is checked by the caller, and the rest in the run, where `what` names `x`.
+    The caller has checked known shapes while the graph is built; the rest is checked in the run, where `what` names
+    `x`.
     """
     if is_static(x.shape) and x.shape == like.shape:
         return x

@@ -15,7 +15,7 @@ not_differentiable(ARGSORT, TOP_K, because="positions are integers")
 
 @derivative(SORT)
 def _sort(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Each gradient goes where its element came from; of equal elements, where the stable order says."""
+    """Pass each gradient to the origin of its element; among equal elements the stable order decides."""
     (x,) = node.inputs
     axis = node.attrs["axis"]
     order = argsort(x, axis=axis, descending=node.attrs["descending"])

@@ -38,7 +38,7 @@ def _with_axes(reduced: Tensor, node: Node) -> Tensor:
 
 
 def _spread(grad: Tensor, node: Node) -> Tensor:
-    """The gradient of a reduction as what each element of its input gets."""
+    """Return the gradient of a reduction, repeated for each element of its input."""
     return broadcast_to(_with_axes(grad, node), shape_of(node.inputs[0]))
 
 

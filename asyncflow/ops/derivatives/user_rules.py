@@ -1,4 +1,4 @@
-"""Derivatives that users write: what their functions are given, and what they may return."""
+"""User-defined derivatives: the arguments of their functions, and checks of the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def accepted_arguments(function: Callable[..., object], arguments: Attrs) -> Att
 
 
 def output_gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of `outputs` for a user's function: zeros where none has arrived, None for what can have none."""
+    """Return the gradients of `outputs` for a user's function: zeros for missing ones, None for outputs that can
+    have none.
+    """
     return [
         zeros_of(y) if grad is None and carries_gradient(y.spec) and y.dtype != VARIANT else grad
         for y, grad in zip(outputs, grads, strict=True)
@@ -38,7 +40,7 @@ def input_gradients(
 
     Args:
         what: the function, for messages.
-        node: what it differentiates.
+        node: the node to be differentiated.
         inputs: the leaves of all arguments.
         structures: the nest of each argument; the function returns one gradient each, in a tuple or list, or that of
             a single one itself.

@@ -127,6 +127,6 @@ def _expand_dims(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
 
 @row_rule("matrices")
 def _of_the_last_axes(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    """These take stacks of matrices as they are."""
+    """Apply the op to stacks of matrices: the row axis is one more of their axes."""
     x, *sizes = inputs
     return apply(node.op, rows.spread(x), *fixed(node, sizes, "a shape"), **node.attrs)

@@ -1,7 +1,7 @@
 """`row_by_row`: the row rule of ops that have no better one: one firing, which calls the op's kernel for each row.
 
-Ops that draw random numbers have it too: each row draws as the iteration of a loop that has its number would, so that
-the numbers do not depend on what is computed beside it.
+Ops that draw random numbers have it too: each row draws as the loop iteration of its number would. So the numbers do
+not depend on the other rows.
 
 A function of the user's may take any time for a row. So its rows can be computed in parts (`RowKernel.begin`): whoever
 calls stops between two rows, to go on elsewhere or not at all.
@@ -162,7 +162,7 @@ def _drawing_kernel(
 
 
 def _contexts(context: KernelContext, numbers: Array, loops: Sequence[tuple[int, int, int]]) -> RowContexts:
-    """The contexts of rows, whose tags are those of `_tag`."""
+    """Return the contexts of rows, with tags as from `_tag`."""
     columns = _tag(context.tag, [*numbers.T], loops)
     tags = np.empty((len(numbers), len(columns)), np.int64)
     for place, column in enumerate(columns):
@@ -173,13 +173,13 @@ def _contexts(context: KernelContext, numbers: Array, loops: Sequence[tuple[int,
 def _tag(
     tag: tuple[Number, ...], numbers: Sequence[Number], loops: Sequence[tuple[int, int, int]]
 ) -> tuple[Number, ...]:
-    """The tag that a row has in a loop over rows: its numbers stand before those of the loops inside.
+    """Return the tag of a row in a loop over rows: the row's numbers stand before the numbers of inner loops.
 
     Args:
         tag: of the firing.
         numbers: of the row, outer axes first.
-        loops: for each axis how many of the numbers are its own, how many loops are inside of it, and how many around
-            bring its rows in turn: what rows draw does not depend on their numbers.
+        loops: for each axis the number of its own numbers, the number of loops inside it, and the number of surrounding
+            loops that bring its rows in turn. Draws of a row do not depend on the numbers of those loops.
     """
     found, end = list(tag), len(numbers)
     for width, inside, around in reversed(loops):
@@ -218,13 +218,13 @@ class PausingKernel:
         raise NotImplementedError
 
     def followed_by(self, check: Callable[[Value], Value]) -> Self:
-        """The same, with ``check(results)`` for its results; of several, the first is called first."""
+        """Return the kernel with ``check(results)`` applied to its results; several checks apply in the order added."""
         found, before = copy(self), self._check
         found._check = check if before is None else lambda results: check(before(results))
         return found
 
     def checked(self, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The results, as the checks give them."""
+        """Return the results after the checks."""
         return results if self._check is None else cast("tuple[Array, ...]", self._check(results))
 
 
@@ -261,7 +261,7 @@ class _AtOnce(PausingKernel):
 
 
 class RowKernel(PausingKernel):
-    """Calls the kernel of one row for each row, and stacks what it gives.
+    """A kernel that calls the kernel of one row for each row, and stacks the results.
 
     Args:
         xp: the array namespace.
@@ -403,7 +403,7 @@ _OF_USER = {
     )
     for pure, anywhere, waits in product((False, True), repeat=3)
 }
-"""Those that call a user's function, by `is_repeatable`, `takes_any_arrays` and `is_async` of its op."""
+"""Ops that call a user's function, by `is_repeatable`, `takes_any_arrays` and `is_async` of its op."""
 BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED, *_OF_USER.values())
 """The ops that call the kernel of another for each row; their first input are the numbers of rows, a vector each."""
 

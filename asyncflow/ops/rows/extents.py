@@ -26,7 +26,9 @@ from asyncflow.ops.statistical import sum as sum_of
 def row_template(
     node: Node, rows: RowAxis, template: Shape, sizes: Sequence[LiftedValue]
 ) -> tuple[Shape, list[Tensor]]:
-    """The template of a shape (`asyncflow.ops.extents`) and what it leaves open, with the number of rows in front."""
+    """Return the template of a shape (`asyncflow.ops.extents`) and its open extents, with the number of rows in
+    front.
+    """
     tensors = fixed(node, sizes, "a shape")
     if template is None:
         return None, [_vector(rows, tensors[0])]

@@ -24,7 +24,7 @@ class FoldedRows:
         self._outer = outer.count if outer.extent is None else outer.extent
 
     def axis(self, inner: RowAxis, numbers: LiftedValue) -> RowAxis:
-        """The one axis, where `inner` is that of the rows of one row, and they have these numbers."""
+        """Return the folded axis, given the axis `inner` of the rows of one row, and their numbers."""
         count = self._outer * self._inner
         outer = (*self._rows.places(), *inner.outer)
         loops, own_loops, label = inner.loops, inner.own_loops, self.label(inner.label)
@@ -39,12 +39,12 @@ class FoldedRows:
         )
 
     def label(self, inner: str) -> str:
-        """A name for both axes, whose numbers stand at colons in it or behind it; `inner`: that of the inner one."""
+        """Return a name for both axes, with colons in place of their numbers; `inner` is the inner axis's name."""
         outer = self._rows.label
         return f"{outer}/:/{inner.removeprefix(f'{outer}/').removeprefix('body/')}"
 
     def numbers(self, inner: LiftedValue) -> Tensor:
-        """The numbers of both axes, given those of the rows of each row."""
+        """Return the numbers of both axes, given the numbers of the rows of each row."""
         outer = self.fold(LiftedValue(self._rows.numbers(), True), False)
         return concat([outer.tensor, self.fold(inner, True).tensor], axis=1)
 

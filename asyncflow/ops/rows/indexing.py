@@ -1,7 +1,7 @@
-"""Row rules of indexing and its opposites: positions may be each row's own, and bounds of slices are the same for all.
+"""Row rules of indexing and scattering: positions may be each row's own; bounds of slices must be common to all.
 
-A key over rows either takes the row axis whole, or, where NumPy would not leave it in front, names each row beside the
-positions in it.
+A key over rows either takes the row axis whole, or names each row beside the positions in it, if NumPy would not leave
+the row axis in front.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class RowKey(NamedTuple):
     moves: bool
 
     def from_front(self, x: Tensor) -> Tensor:
-        """Moves the axes of what the key gives to where those of a row are."""
+        """Move the axes of the key's result to their places in a row's result."""
         return self._moved(x, 1, 1 + self.at)
 
     def to_front(self, x: Tensor) -> Tensor:
-        """Moves the axes of what goes to the key, of the rank that it gives, likewise."""
+        """Move the axes of a value written at the key back to the front."""
         return self._moved(x, 1 + self.at, 1)
 
     def _moved(self, x: Tensor, start: int, end: int) -> Tensor:
@@ -75,9 +75,9 @@ def row_key(
         node: that indexes, for messages.
         rows: the axis.
         key: of one row.
-        x: the shape of one row of what is indexed.
+        x: the shape of one row of the indexed value.
         indices: the tensors in the key.
-        places: of the rows among those that are indexed; None: they are all of them.
+        places: of the rows within the indexed value; None for all of its rows.
 
     Raises:
         CannotLift: bounds of slices, or masks, are each row's own, or a rank is not known.
@@ -94,12 +94,12 @@ def row_key(
 
 
 def _named(rows: RowAxis, indices: Sequence[LiftedValue], rank: int, *, axes: int) -> list[Tensor]:
-    """Indices of one rank in each row, which name it if they are out of range."""
+    """Return indices of one rank in each row, which name their row if out of range."""
     return [positions_of_rows(rows, rows.raised(v, rank), axes=axes) if v.has_rows else v.tensor for v in indices]
 
 
 def _positions(node: Node, key: Key, x: Shape, indices: Sequence[LiftedValue]) -> tuple[int, int, bool]:
-    """How many axes the positions in a key have, where these stand, and whether other entries stand between them."""
+    """Return the number and place of the positions' axes in a key, and True if other entries stand between them."""
     numbers = [entry[1] for entry in key if entry[0] == "input"]
     named = [indices[number] for number in numbers]
     fixed(node, [each for number, each in enumerate(indices) if number not in numbers], "bounds of a slice")
@@ -178,7 +178,7 @@ def _as_positions(key: Key, indices: Sequence[LiftedValue], values: Shape) -> tu
 def row_parts(
     node: Node, rows: RowAxis, inputs: Sequence[LiftedValue], part: tuple[Tensor, RowAxis] | None = None
 ) -> tuple[tuple[Key, ...], list[Tensor], Shape]:
-    """Keys, inputs and the template of a scatter for all rows, or for a part of those; see `RowAxis`."""
+    """Return keys, inputs and the template of a scatter for all rows, or for a part of the rows; see `RowAxis`."""
     places, whole = part or (None, rows)
     given = sizes_of(inputs, node.attrs["shape"])
     template, sizes = row_template(node, whole, node.attrs["shape"], given)

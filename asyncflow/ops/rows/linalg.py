@@ -1,4 +1,4 @@
-"""Row rules of products: what is multiplied by the same matrix for every row becomes one product."""
+"""Row rules of products: products of every row with the same matrix become one product."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _matmul(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
 
 
 def _by_matrix(node: Node, x: Tensor, right: LiftedValue) -> Tensor:
-    """Rows times one matrix or vector: all axes of the rows but the last are folded into those of one product."""
+    """Multiply rows by one matrix or vector: all axes of the rows but the last are folded into one."""
     if x.ndim is None or x.ndim <= 2:
         return _product(node, x, right.tensor)
     assert x.shape is not None
@@ -72,7 +72,7 @@ def _tensordot(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
 
 
 def _grouped(x: Tensor, first: Sequence[int], second: Sequence[int]) -> Tensor:
-    """Rows as matrices: all of the axes `first` are one, and so are those of `second`."""
+    """Return rows as matrices: the axes `first` are joined into one, and the axes `second` into the other."""
     ordered = permute_dims(x, [0, *(1 + axis for axis in (*first, *second))])
     extents = [math.prod(extent_of(x, 1 + axis) for axis in axes) for axes in (first, second)]
     return reshape(ordered, (extent_of(x, 0), *extents))

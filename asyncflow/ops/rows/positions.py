@@ -1,4 +1,4 @@
-"""Positions of rows know whose they are, so that one that is out of range is told with its row.
+"""Positions that know their row, so that the error for one out of range names the row.
 
 That costs nothing unless it happens: then the kernel is called again with the positions of fewer and fewer rows, until
 the first row is found with which it fails.
@@ -25,10 +25,10 @@ from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 class RowPositions(np.ndarray):
-    """Positions, those of each row together; `numbers` has a vector for each row, its own, and `label` tells of what.
+    """Positions, grouped by row; `numbers` has a vector for each row, and `label` the name of its axis.
 
     Attributes:
-        axes: how many axes what is indexed has in front of those of a row.
+        axes: number of axes that the indexed value has in front of a row's axes.
     """
 
     numbers: Array | None = None
@@ -36,7 +36,7 @@ class RowPositions(np.ndarray):
     axes = 0
 
     def of_first(self, count: int) -> Array:
-        """The positions of the first rows; those behind have 0 for them."""
+        """Return the positions of the first rows; later rows get 0."""
         found = np.array(self)
         if self.numbers is not None:
             found.reshape(-1, prod(self.shape[self.numbers.ndim - 1 :]))[count:] = 0
@@ -44,7 +44,7 @@ class RowPositions(np.ndarray):
 
 
 def name_row(error: IndexError, node: Node, values: Sequence[Value]) -> IndexError:
-    """The error of a node as it is told of the first row whose positions are out of range, if they know their row."""
+    """Return a node's error with the first row whose positions are out of range, if the positions know their rows."""
     named = [x for x in values if isinstance(x, RowPositions) and x.numbers is not None]
     if not named or not named[0].size:
         return error
@@ -83,7 +83,7 @@ def _kernel(xp: Namespace, *, label: str, axes: int) -> Kernel:
 ROW_POSITIONS = define(
     "row_positions", lambda positions, numbers, label, axes: positions, _kernel, flops=free, is_total=True, traits=VIEW
 )
-"""Positions as they are, which know the numbers of the rows that they are of."""
+"""Op that attaches the numbers of their rows to positions."""
 not_differentiable(ROW_POSITIONS, because="positions are integers")
 
 

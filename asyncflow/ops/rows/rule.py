@@ -1,9 +1,9 @@
 """Row rules: how a node over one row becomes nodes over many (docs/design/rows.md).
 
-A rule is to lifting what a derivative is to gradients. Most ops name one that they share, with `rows=` where they are
-defined; others have their own in the module of their family here, which `row_rule` installs. Inputs are `LiftedValue`:
-with a leading row axis, or the same for all rows. The engine, `asyncflow.lift`, asks a rule only where some input has
-rows; what depends on no row is computed once.
+A rule is to lifting what a derivative is to gradients. Most ops name a shared rule, with `rows=` in their definition.
+Others have their own in the module of their family here, which `row_rule` installs. Inputs are `LiftedValue`: with a
+leading row axis, or the same for all rows. The engine, `asyncflow.lift`, asks a rule only where some input has rows;
+what depends on no row is computed once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from asyncflow.values import Array, Kernel, Namespace
 
 
 class LiftedValue(NamedTuple):
-    """A value of the body as it is for all rows: `tensor` has a row axis in front, or it is the same for every row.
+    """A value of the body for all rows: `tensor` has a row axis in front, or is the same for every row.
 
-    `is_zero` says that it is 0, and nobody can feed another value, so that what it is added to or multiplied by need
-    not be computed.
+    `is_zero` says that it is 0, and that no run can feed another value, so that sums and products with it need not be
+    computed.
     """
 
     tensor: Tensor
@@ -75,12 +75,14 @@ class LiftedBody(Protocol):
         """A value of the body, for all rows."""
 
     def prepared(self, node: Node) -> object:
-        """Return what `prepare` of the node's row rule gave for it."""
+        """Return the result of `prepare` for the node's row rule."""
 
     def computed(
         self, inner: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]
     ) -> list[LiftedValue]:
-        """Values for all rows of a body inside of this one, some of which are known; in any graph, and later too."""
+        """Return values for all rows of a body inside this one, some of which are known; in any graph, and later
+        too.
+        """
 
 
 @dataclass(eq=False, repr=False)
@@ -91,12 +93,12 @@ class RowAxis:
         count: how many rows there are: an int64 scalar.
         extent: the same, where it is known while the graph is built.
         numbers: gives the numbers that random draws count rows by: int64 ``[rows, k]``, a vector that is the row's own.
-        loops: how many lifted loops are around, inside of what was lifted.
-        own_loops: how many loops are around those that bring rows in turn, and have nothing to do with what a row is.
-        outer: where rows are those of rows, the same of the axes around: how many numbers, `loops` and `own_loops`.
+        loops: number of lifted loops around, inside the lifted body.
+        own_loops: number of loops around that bring rows in turn, which do not identify a row.
+        outer: for rows of rows, the same of the axes around: the number of integers, `loops` and `own_loops`.
         label: a name for the axis, by which errors tell a row.
-        part: where rows are some of those of a loop that goes back, their places there, and the axis of all of them.
-        body: what is being lifted over it.
+        part: for some of the rows of a loop that goes back, their places there, and the axis of all rows.
+        body: the body being lifted over the axis.
         owns_stores: each row has TensorArrays and row stores of its own, as values of dtype VARIANT; else one store
             has elements with a row axis.
     """
@@ -114,7 +116,7 @@ class RowAxis:
     owns_stores: bool = field(default=False, init=False)
 
     def places(self) -> tuple[tuple[int, int, int], ...]:
-        """Where the numbers of a row stand in a tag, of each axis: how many, `loops` and `own_loops`."""
+        """Return the places of a row's numbers in a tag, for each axis: their count, `loops` and `own_loops`."""
         shape = self.numbers().shape
         assert shape is not None
         assert shape[1] is not None
@@ -125,7 +127,7 @@ class RowAxis:
         return self._like(count=count, extent=extent, numbers=numbers, part=None)
 
     def part_of(self, whole: RowAxis, places: Tensor) -> RowAxis:
-        """The same rows, as those of `whole` at these places; see `part`."""
+        """Return the same rows, as the rows of `whole` at these places; see `part`."""
         return self._like(part=(places, whole))
 
     def inside(self) -> RowAxis:
@@ -138,11 +140,11 @@ class RowAxis:
         return RowAxis(**{**own, **changed})
 
     def shape(self, row: Shape) -> Shape:
-        """The shape of rows of this shape."""
+        """Return the shape of rows of this shape."""
         return None if row is None else (self.extent, *row)
 
     def spread(self, value: LiftedValue) -> Tensor:
-        """The value with a row axis; what is the same for every row is repeated, without a copy.
+        """Return the value with a row axis; a value common to all rows is repeated, without a copy.
 
         Raises:
             CannotLift: a TensorArray that is the same for every row.
@@ -191,13 +193,13 @@ def row_rule(
     on_demand: bool = False,
     prepare: Callable[[Node], object] | None = None,
 ) -> Callable[[RowRule], RowRule]:
-    """Makes the decorated function the row rule of `ops`, or of those that name it with `rows=`.
+    """Make the decorated function the row rule of `ops`, or of ops that name it with `rows=`.
 
     Args:
-        ops: operations, and what they may name.
-        alike: what the rule gives is the same for every row.
+        ops: operations, or names for `rows=`.
+        alike: True if the rule's results are the same for every row.
         always: holds for nodes whose outputs have rows also where no input has, as each row has the op for itself.
-        each: an output has rows if the input at its place has.
+        each: True if an output has rows exactly when the input at its place has.
         on_demand: the op makes something anew, which has rows if values with rows go into it later.
         prepare: called with each such node before any node of its body is lifted, as it may add results to loops there.
     """
@@ -220,7 +222,9 @@ def row_rule(
 
 
 def is_saved(x: Tensor) -> bool:
-    """Whether a value of a body is a store, or has come from one, that loops save values of their iterations in."""
+    """Return True if a value of a body is a store, or has come from one, in which loops save their iterations'
+    values.
+    """
     while isinstance(x.node, StructuredNode):
         node = x.node
         x = (node.inputs if isinstance(node, WhileNode) else node.subgraphs[0].results)[x.index]
@@ -228,12 +232,12 @@ def is_saved(x: Tensor) -> bool:
 
 
 def is_new(x: Tensor) -> bool:
-    """Whether a value of a body is such a store, with nothing in it."""
+    """Return True if a value of a body is such a store, still empty."""
     return x.dtype == VARIANT and not x.node.inputs and x.node.op in _alike
 
 
 def outputs_with_rows(node: Node, inputs: Sequence[bool]) -> list[bool]:
-    """Return for each output of a lifted node, without bodies, if it has rows, given which of its inputs have."""
+    """Return which outputs of a lifted node, without bodies, have rows, given which of its inputs have."""
     op = node.op
     if op in _each:
         return list(inputs[: len(node.outputs)])
@@ -243,7 +247,7 @@ def outputs_with_rows(node: Node, inputs: Sequence[bool]) -> list[bool]:
 
 
 def has_rows_on_demand(op: Op) -> bool:
-    """Return True if what a node of `op` makes has rows only where values with rows go into it."""
+    """Return True if a value made by `op` has rows only where values with rows go into it."""
     return op in _on_demand
 
 
