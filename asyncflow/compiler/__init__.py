@@ -1,1 +1,1 @@
-"""How does a graph become a plan? One module a pass; `pipeline.py` lists them in order."""
+"""The compiler: from a graph to a plan. One module a pass; `pipeline.py` lists them in order."""

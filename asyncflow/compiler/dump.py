@@ -1,7 +1,7 @@
-"""The changes of passes, as text, for those who want to know: ``Session(dump=...)`` and ``asyncflow explain``.
+"""The changes of passes as text, for developers: ``Session(dump=...)`` and ``asyncflow explain``.
 
-A change is a unified diff of the program before and after the pass, as `print_graph` writes it, but for what has no
-text form: a region stands with its nodes under it, and a node on another stream than the first with its stream.
+A change is a unified diff of the program before and after the pass, as `print_graph` writes it. Two things without a
+text form are added: nodes of a region stand under it, and nodes on another stream than the first name their stream.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
 
 Tell: TypeAlias = "Callable[[str, str], object]"
-"""Is told the name of each pass that has run, and what it has changed; an empty text for nothing."""
+"""Callback with the name of each pass that has run, and its change as text; empty if there is none."""
 
 _listeners: list[Tell] = []
-"""Those who want to know of all sessions."""
+"""Callbacks that listen to all sessions."""
 
 _plan_listeners: list[Callable[[Plan], object]] = []
 """Listeners that are called with each plan that is compiled."""
@@ -56,7 +56,7 @@ def tell_plan(plan: Plan) -> None:
 
 
 def start_dump(program: Program, asked: bool | str | Tell) -> Dump | None:
-    """A witness of the changes of a program, if somebody wants to know: a listener, or the session has `asked`."""
+    """Make a dump of a program's changes, if there is a listener, or the session has `asked`."""
     tells = list(_listeners)
     if callable(asked):
         tells.append(asked)
@@ -69,7 +69,7 @@ def start_dump(program: Program, asked: bool | str | Tell) -> Dump | None:
 
 
 class Dump:
-    """Tells what passes change in a program."""
+    """A dump of the changes that passes make to a program."""
 
     def __init__(self, program: Program, tells: Sequence[Tell]) -> None:
         self.program = program

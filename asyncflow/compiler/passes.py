@@ -1,4 +1,4 @@
-"""A pass of the compiler: a name, and what it does to a program, given a context."""
+"""A pass of the compiler: a name, and a function that changes a program within a context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncflow.graph.ir import Node, Tensor
 
 @dataclass(slots=True)
 class Program:
-    """A graph on its way to a plan, and what passes have found out about it.
+    """A graph on its way to a plan, with the findings of passes.
 
     Attributes:
         request: the kind of run that it is compiled for.
@@ -38,12 +38,12 @@ class Program:
         placement: why each node is where it is.
         survey: what a run of it touches.
         saved: what its loops save for their gradients.
-        memory: what is done with that on devices with a limit.
+        memory: the treatment of saved values on devices with a limit.
         memory_notes: why nothing is predicted for some loops.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
-        loops: for people, what drives those on cards.
+        loops: for people, the driver of each loop on a card.
         streams: the compute stream of each node; 0 for those left out.
-        places: what is live together, for every node but constants, once it is lowered.
+        places: sets of nodes that are live together, for every node but constants, once the graph is lowered.
         partitions: one per device.
     """
 
@@ -77,8 +77,8 @@ class Context:
     """The setting in which passes run, besides the program; all plans of a session share it, but for the costs.
 
     Attributes:
-        devices: those of the session, the preferred one first.
-        options: those of the session.
+        devices: the session's devices, the preferred one first.
+        options: the session's options.
         resolve: looks up the state of resources.
         costs: mean nanoseconds that nodes took in earlier runs, by name.
         homes: where state is, of devices with a memory of their own; what a plan puts somewhere is added. None if all
@@ -100,22 +100,24 @@ class Context:
 
     @cached_property
     def enqueuing(self) -> frozenset[str]:
-        """Names of those among them whose regions enqueue."""
+        """Names of asynchronous devices whose regions enqueue."""
         return frozenset(device.name for device in self.devices if device.capabilities.runs_regions)
 
     @cached_property
     def is_on_host(self) -> bool:
-        """Whether all kernels run on arrays in the host's memory: those run while compiling give the same bits."""
+        """True if all kernels run on arrays in the host's memory: kernels run while compiling then give the same
+        bits.
+        """
         return not any(device.capabilities.own_memory for device in self.devices)
 
     @cached_property
     def has_streams(self) -> bool:
-        """Whether a device has several streams for kernels."""
+        """True if a device has several streams for kernels."""
         return any(len(device.compute_streams) > 1 for device in self.devices)
 
     @cached_property
     def has_limits(self) -> bool:
-        """Whether a device has a limit to what it may hold."""
+        """True if a device has a memory limit."""
         return any(device.memory.limit is not None for device in self.devices)
 
     @cached_property
@@ -130,7 +132,7 @@ class Context:
 
     @cached_property
     def has_device_loops(self) -> bool:
-        """Whether the devices whose regions enqueue are to run loops by themselves, and can."""
+        """True if all devices whose regions enqueue may, and can, run loops by themselves."""
         cards = [device.capabilities for device in self.devices if device.capabilities.runs_regions]
         return self.options.device_while and bool(cards) and all(card.runs_loops for card in cards)
 

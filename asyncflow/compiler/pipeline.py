@@ -1,7 +1,7 @@
-"""How a graph becomes a plan: the list of passes, in order.
+"""The list of passes, in order, that turn a graph into a plan.
 
-Each pass has its rule at the top of its module. What stands here is when it runs, what it is told, and where it puts
-what it has found out.
+Each pass has its rule at the top of its module. This module says when a pass runs, with which arguments, and where its
+findings go.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from asyncflow.semantics.report import warn_of_races
 
 
 def compile_plan(request: PlanRequest, context: Context) -> Plan:
-    """Compiles what one kind of run needs.
+    """Compile the plan of one kind of run.
 
     Args:
         request: the kind of run; its graph is not changed.
@@ -116,7 +116,7 @@ def _folds(program: Program, context: Context) -> bool:
 
 
 def _moves(program: Program, context: Context) -> bool:
-    """A run that fails on NaN must not compute what it does not use."""
+    """Return True if nodes may move: a run that fails on NaN must not compute unused values."""
     options = context.options
     return options.optimize and not options.check_numerics and not program.is_hand_written
 
@@ -345,7 +345,7 @@ PASSES = (
     Pass("delay_recvs", _delay_recvs, _delays),
     Pass("bind", _bind, needed="it gives nodes their code", is_analysis=True),
 )
-"""All of them, in the order in which they run."""
+"""All passes, in the order in which they run."""
 
 
 def pass_named(name: object) -> Pass:

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 
 _SMALL_REGION = 64
-"""A region of at most so many small kernels, without loops, is itself small."""
+"""Maximum number of small kernels in a region, without loops, that is itself small."""
 
 
 class Crossing(enum.IntEnum):
-    """How the firing of a node that is no kernel takes a value into or out of its partition."""
+    """The direction in which a node without kernel takes a value into or out of its partition."""
 
     NONE = 0
     SEND = 1
@@ -75,7 +75,7 @@ _CROSSINGS: dict[Op, Crossing] = {
 
 
 class Kind(enum.IntEnum):
-    """How the scheduler treats a node."""
+    """The scheduler's treatment of a node."""
 
     KERNEL = 0
     SWITCH = 1
@@ -113,7 +113,7 @@ class Dead:
 
 @dataclass(slots=True, eq=False)
 class PlanNode:
-    """A node as the scheduler sees it.
+    """A node, as the scheduler sees it.
 
     Attributes:
         position: its place in its frame's tables.
@@ -124,17 +124,17 @@ class PlanNode:
         controls: ``(position, target)`` for every control edge out.
         kernel: what to call; bound to device, attributes and state.
         stream: which of the device's compute streams it runs on.
-        crossing: what it does instead, for one that moves a value between devices or to the host.
+        crossing: its function instead of a kernel, for a node that moves a value between devices or to the host.
         transfer: the number that Send and Recv of one transfer share.
         peer: the device at the other end.
         cost: how long a firing takes; None before the first.
         hold: for a region that gives way in between, how long it holds a thread at a time; None before that was found
             to be long.
-        is_suspect: it may have been long without anybody having looked whether that was its own doing.
+        is_suspect: it may have been long, and nothing has checked yet whether the kernel itself was.
         waits_in_line: the kernel may give a place in line.
-        is_light: it is one of those, needs no context, and gives what is small.
+        is_light: it may give a place in line, needs no context, and its results are small.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
-        is_for_host: what is fed is used by the host alone, and not copied in.
+        is_for_host: a fed value is used by the host alone, and not copied in.
     """
 
     source: Node
@@ -210,7 +210,7 @@ class PlanNode:
 
     @property
     def label(self) -> str:
-        """Its name on timelines: the node's, or one for what its region holds."""
+        """Name on timelines: the node's, or a label for the nodes of its region."""
         if self.region is None:
             return self.name
         if self._label is None:  # a trace asks at every firing
@@ -218,7 +218,7 @@ class PlanNode:
         return self._label
 
     def region_nodes(self) -> Iterator[Node]:
-        """The nodes of its region, those in branches and loops included; none if it has none."""
+        """Yield the nodes of its region, also inside branches and loops; nothing without a region."""
         return self.source.attrs["region"].walk() if self.region is not None else iter(())
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class PlanFrame:
         exits: Exits that lead out of it.
         acknowledges: the transfer that brings the predicate, of which the sender wants to hear when an iteration has
             ended here; 0 where the predicate is made, and outside loops over several devices.
-        working_set: what an iteration takes, for one that asks for that before it begins.
+        working_set: memory of an iteration, for iterations that ask for memory before they begin.
     """
 
     path: FramePath
@@ -308,7 +308,7 @@ class Plan:
     """A compiled graph, ready to run any number of times.
 
     Attributes:
-        request: what it was compiled for.
+        request: the kind of run that it was compiled for.
         graph: the lowered graph.
         partitions: one per device.
         fetches: per fetch asked for, its position among the fetched values; None for a node, which has no value.
@@ -316,18 +316,18 @@ class Plan:
         single_call: the plan as one call, if it is that simple.
         lone_firing: the plan as one firing that waits in line, likewise.
         saved: what its loops save for their gradients.
-        memory: what is done with that on devices with a limit, and what it was predicted to cost.
-        memory_notes: for other loops, why nothing is predicted, and what is done.
-        loops: for people, what drives those on cards.
-        is_repeatable: it only computes: run again, it gives the same, and nobody notices.
+        memory: the treatment of saved values on devices with a limit, and its predicted cost.
+        memory_notes: for other loops, why nothing is predicted, and the treatment of their values.
+        loops: for people, the driver of each loop on a card.
+        is_repeatable: it only computes: a second run gives the same, and has no visible effect.
         states: what tells the variables that it touches from others.
         writes: the ones among them that it may write.
         takes: it takes elements of queues or inputs.
         waits: it may wait in line of a resource, such as a queue.
         awaits: it has coroutines of the user's, which may be calls of functions with limits.
-        gathers: it has firings that are computed with those of other runs, in batches or pools.
+        gathers: some firings are computed together with firings of other runs, in batches or pools.
         cost: what runs of it take.
-        used: the number of the last run of it, among those of its session.
+        used: the number of its last run, among the runs of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
         is_shared: it computes a body for several runs at once.
     """
@@ -367,9 +367,9 @@ class Plan:
         return f"<Plan: {where}; explain() tells more>"
 
     def renew(self, other: Plan) -> None:
-        """Becomes what `other` is, of an equal request: runs that start from now on do as that one says.
+        """Take over the content of `other`, of an equal request: later runs follow it.
 
-        What has been measured stays, if the nodes are the same.
+        Measurements stay, if the nodes are the same.
         """
         for mine, theirs in zip(self.partitions, other.partitions, strict=False):
             known, found = mine.nodes, theirs.nodes
@@ -380,18 +380,19 @@ class Plan:
             setattr(self, name, getattr(other, name))
 
     def explain(self, *, source: bool = False, memory: bool = False, races: bool = False) -> str:
-        """Tells in words what will run: per device the frames, and every node with its inputs.
+        """Describe the plan in words: per device the frames, and every node with its inputs.
 
         Of each `map_fn` whether it is lifted, and if not, why; of each `vertex_map` its three parts. With several
-        devices, also why each node is where it is, which control flow written by hand stays on one device and why, and
-        how many values go from device to device; and which products of loops are done for several iterations at once.
-        With CUDA devices, also whether a card runs a loop by itself (`Session(device_while=True)`), and if not, why.
+        devices, the text also gives the reason for each node's device, and counts the values that go from device to
+        device. It tells which control flow written by hand stays on one device and why, and which products of loops are
+        done for several iterations at once. With CUDA devices, also whether a card runs a loop by itself
+        (`Session(device_while=True)`), and if not, why.
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
-            memory: only what loops save for their gradients: each value, its bytes an iteration, and who reads it. On
-                devices with a limit, also what was chosen for each (``Session(saved_values="auto")``) or is done as
-                asked (``"keep"``, ``"swap"``), what that is predicted to cost, and what less memory would.
+            memory: only the values that loops save for their gradients: each with its bytes an iteration and its
+                readers. On devices with a limit, also the choice for each (``Session(saved_values="auto")``) or the
+                treatment asked for (``"keep"``, ``"swap"``), its predicted cost, and the cost of less memory.
             races: only reads and writes that nothing orders, and the lines that built them; of small
                 programs also the outcomes, each with an order that leads to it.
         """
@@ -446,7 +447,9 @@ class Plan:
         return lines
 
     def _explain_node(self, node: PlanNode) -> list[str]:
-        """A node, and why it is where it is, if it could have been elsewhere; of a region, why each of its nodes is."""
+        """Describe a node, and the reason for its device, if there was a choice; of a region, the reason of each
+        node.
+        """
         line = f"    {_explain(node)}"
         if len(self.partitions) == 1:
             return [line]
@@ -461,7 +464,7 @@ class Plan:
 
 
 _COMPILED = tuple(field.name for field in fields(Plan) if field.name not in ("request", "cost", "used", "is_shared"))
-"""What compiling gives, of a plan."""
+"""Fields of a plan that compiling sets."""
 
 
 def _explain_kernels(region: Node) -> Iterator[str]:

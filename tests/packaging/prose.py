@@ -80,7 +80,7 @@ FIGURES: Final = {
     "autodiff": Figures(0.2, 42, 4, 0),
     "checkpoint": Figures(0.0, 37, 0, 0),
     "cli": Figures(0.0, 28, 0, 0),
-    "compiler": Figures(15.6, 67, 50, 158),
+    "compiler": Figures(0.5, 38, 26, 0),
     "control": Figures(0.0, 39, 4, 0),
     "devices": Figures(14.0, 64, 40, 99),
     "graph": Figures(0.1, 44, 1, 0),

@@ -1,1 +1,1 @@
-"""Passes that make one matrix product of those of many iterations (Cavs' eager and lazy ops, in any loop)."""
+"""Passes that join the matrix products of many iterations into one (Cavs' eager and lazy ops, in any loop)."""

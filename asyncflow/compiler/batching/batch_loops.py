@@ -1,4 +1,4 @@
-"""Pass: makes one matrix product of those of many iterations of a loop (Cavs' lazy batching, for any loop).
+"""Pass: joins the matrix products of many iterations of a loop into one (Cavs' lazy batching, for any loop).
 
 Two kinds of work in a loop's body do not need to wait for their iteration, or need not be done in it:
 
@@ -8,7 +8,7 @@ Two kinds of work in a loop's body do not need to wait for their iteration, or n
   iterations at a time (`batch_sums`).
 
 Only pure nodes that stand on one device are moved, and only floats, for which a product of many rows is faster: their
-results are the same within rounding. What may fail stays in the loop as well, and fails there.
+results are the same within rounding. A node that may fail stays in the loop as well, and fails there.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ _BLOCK_BYTES = 24 << 20
 the C library would give the memory back to the system after each step."""
 
 _OVERLAPPED = 16
-"""Blocks are so much smaller where iterations overlap: while a block is made, others wait for what goes from lane to
-lane."""
+"""Divisor of block sizes where iterations overlap: others wait for values from another stream until a block is made."""
 
 _OF_SUMS = 2
-"""Blocks of sums may be so many times larger than those others wait for: to add each product to its total by itself
+"""Factor by which blocks of sums may be larger than blocks that other nodes wait for: adding each product to its total
 takes as long as the product, so that a block should hold a few."""
 
 _SHARE = 64
 """A block takes at most so small a part of a device's memory limit."""
 
 _SHARE_OF_SUMS = 8
-"""All blocks of sums together may take so large a part of it where no plan says whether they fit."""
+"""Divisor of the memory that all blocks of sums may take together, if no plan says whether they fit."""
 
 
 def block_bytes(devices: Sequence[Device]) -> int | None:
-    """Most bytes of a block on these devices; None if one has a memory of its own, for which kernels are launched."""
+    """Return the most bytes of a block on these devices; None if one launches kernels on a memory of its own."""
     if any(device.capabilities.own_memory for device in devices):
         return None
     return min([_without_limits(devices), *(limit // _SHARE for limit in _limits(devices))])
 
 
 def blocks_of_sums(graph: Graph, devices: Sequence[Device], *, in_plan: bool) -> tuple[int, int]:
-    """Return the most bytes of a block of sums: usually, and if those do not fit.
+    """Return the most bytes of a block of sums: the usual size, and the size if the usual one does not fit.
 
     Usual blocks do not depend on limits, so that sums round the same with a limit and without.
 
@@ -80,7 +79,7 @@ def _without_limits(devices: Sequence[Device]) -> int:
 
 
 def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES, of_sums: int = _BLOCK_BYTES) -> None:
-    """Batch in all loops of `graph`, inner ones first, in place; after what does not change has been hoisted.
+    """Batch in all loops of `graph`, inner ones first, in place; runs after the hoisting of unchanging nodes.
 
     Args:
         graph: a program.
@@ -107,7 +106,7 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES, of_sums: int = _B
 
 
 def bytes_for_batches(loop: WhileNode, blocks: tuple[int, int]) -> tuple[int, int]:
-    """Return the bytes that batching will have a loop hold until what waits for its product is multiplied.
+    """Return the bytes that batching makes a loop hold in rows that wait for their product.
 
     Args:
         loop: a `while`.
@@ -132,6 +131,6 @@ def _bytes_of_sums(block_bytes: int) -> int:
 
 
 def _is_cut(loop: WhileNode) -> bool:
-    """Whether nodes of the loop's body ask for different devices."""
+    """Return True if nodes of the loop's body ask for different devices."""
     asked = {node.device for node in loop.body.walk() if node.device is not None}
     return len(asked) > 1

@@ -1,9 +1,9 @@
 """Half of a pass: matrix products in a loop's body that depend on its counter and its captures are made ahead.
 
 Found are the products themselves and what their rows are made of: rows of captured arrays, and what cheap ops make of
-them. All that becomes a small program, which a node in front of the loop holds; in the body a product becomes a look
-at what the program has made (`products_ahead`). What its rows were made of is then dropped from the body, but for what
-may fail there: that runs in its own iteration as before, and the product waits for it.
+them. All that becomes a small program, which a node in front of the loop holds; in the body a product becomes a look at
+what the program has made (`products_ahead`). The nodes that made its rows are then dropped from the body, unless they
+may fail: those run in their own iteration as before, and the product waits for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WORTH_FLOPS = 200_000
 
 
 def batch_rows(loop: WhileNode, block_bytes: int) -> list[Node]:
-    """Makes products of `loop` ahead, in place; gives what is to stand in front of it."""
+    """Make products of `loop` ahead, in place; return the nodes to stand in front of it."""
     moved: list[Node] = []
     for place, step in counters(loop):
         classes = classified(loop, place)
@@ -56,7 +56,7 @@ class Classes:
     Attributes:
         captured: captures, and the tensors outside that they stand for.
         fixed: tensors that are the same in every iteration.
-        varying: those that depend on the counter as well.
+        varying: tensors that depend on the counter as well.
         products: matrix products among the nodes of `varying` that are faster with many rows.
     """
 
@@ -66,7 +66,7 @@ class Classes:
     products: dict[Node, None] = field(default_factory=dict)
 
     def classify(self, node: Node) -> None:
-        """Finds what the outputs of a node depend on; those that it uses are known."""
+        """Classify the outputs of a node; its inputs are classified already."""
         if node.outputs and is_constant(node.outputs[0]):
             self.fixed.update(node.outputs)
         elif self._may_move(node):
@@ -97,11 +97,11 @@ class Classes:
 
 
 def pays_ahead(row: Spec, matrix: Spec, *, is_left: bool) -> bool:
-    """Whether a product with a fixed matrix is one that many rows at once make faster.
+    """Return True if a product with a fixed matrix becomes faster with many rows at once.
 
     Args:
-        row: what changes from iteration to iteration.
-        matrix: what does not.
+        row: the operand that changes from iteration to iteration.
+        matrix: the fixed operand.
         is_left: the row stands on the left.
     """
     if row.dtype.name not in FAST or row.dtype != matrix.dtype:
@@ -117,7 +117,7 @@ def pays_ahead(row: Spec, matrix: Spec, *, is_left: bool) -> bool:
 
 
 def _is_cheap(node: Node) -> bool:
-    """Whether running it a second time costs next to nothing beside a product."""
+    """Return True if running it a second time costs next to nothing beside a product."""
     return node.op.flops in (None, free) or node.op is GETITEM
 
 
@@ -171,7 +171,7 @@ class _Bound:
 
 
 def _bound(loop: WhileNode, place: int, step: int) -> _Bound | None:
-    """The counter's bound, as the predicate has it; `value` is a tensor outside, or a constant inside."""
+    """Return the counter's bound in the predicate; `value` is a tensor outside, or a constant inside."""
     outer, compared = loop.captured(loop.predicate), loop.predicate.inputs[place]
     terms = list(_terms(loop.decision))
     for term in terms:
@@ -201,7 +201,7 @@ def _terms(predicate: Tensor) -> Iterator[Tensor]:
 
 @dataclass(slots=True)
 class _Move:
-    """Moves what was found by one counter out of a loop's body."""
+    """A move of products with one counter out of a loop's body."""
 
     loop: WhileNode
     place: int
@@ -211,7 +211,7 @@ class _Move:
     block_bytes: int
     program: list[Node] = field(default_factory=list)
     outer: dict[Tensor, int] = field(default_factory=dict)
-    """Tensors outside, and their numbers in the program."""
+    """Outside tensors, with their numbers in the program."""
 
     def run(self) -> list[Node]:
         members = set().union(*self.products.values())
@@ -259,7 +259,7 @@ class _Move:
         return self.outer.setdefault(outer, 1 + len(self.outer))
 
     def _replace(self, rows: Tensor, counter: Tensor) -> list[Node]:
-        """Makes products of the body look at `rows`, and drops what is then not used; the products that are left."""
+        """Make the body's products read `rows`, drop nodes that become unused, and return the remaining products."""
         products = self.products
         droppable = {node for node in self.program if cannot_fail(node)}
         for product, members in products.items():

@@ -1,8 +1,8 @@
 """Half of a pass: sums of matrix products over iterations, which nothing in their loop reads, are computed later.
 
-A loop variable that is only ever ``total = total + a @ g`` gives way to one that several such sums with the same `g`
-share, and to which the body adds the operands; behind the loop stand the sums themselves (`pending_sums`). The sum of
-the rows of `g`, the gradient of a bias, joins them.
+A loop variable that is only ever ``total = total + a @ g`` gives way to a variable that several such sums with the same
+`g` share, and to which the body adds the operands. Behind the loop stand the sums themselves (`pending_sums`). The sum
+of the rows of `g`, the gradient of a bias, joins them.
 
 A loop around that loop may only hand the totals on. It then carries the shared variable in their place, so that blocks
 end at the same iterations whether or not a gradient runs in segments: the sums are the same to the bit.
@@ -35,10 +35,10 @@ def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tup
     Args:
         loop: a `while`.
         block_bytes: most bytes of a block of rows.
-        replaced: gets what stands for the loop's results.
+        replaced: gets the new tensors for the loop's results.
 
     Returns:
-        What is to stand in front of the loop, and what behind it.
+        Returns the nodes to stand in front of the loop, and behind it.
     """
     before: list[Node] = []
     after: list[Node] = []
@@ -105,7 +105,7 @@ class _ProductSum:
 
     @property
     def origin(self) -> Tensor:
-        """The matrix `right` if its shape is what it is expected to be: only a run knows that."""
+        """The matrix `right` before shape adjustments, which only a run may turn out to need."""
         found = self.right
         while found.node.op in (ENSURE_SHAPE, SUM_TO):
             before = found.node.inputs[0]
@@ -138,7 +138,7 @@ def _sums(loop: WhileNode) -> list[_ProductSum]:
 
 
 def _chain(variable: Tensor, result: Tensor) -> list[Node] | None:
-    """The nodes from the result back to what is added to `variable`; None if it is not a plain sum."""
+    """Return the nodes from the result back to the term added to `variable`; None if it is not a plain sum."""
     chain: list[Node] = []
     node = result.node
     while node.op is ENSURE_SHAPE:
@@ -154,7 +154,7 @@ def _chain(variable: Tensor, result: Tensor) -> list[Node] | None:
 
 
 def _is_summed_up(product: Node, variable: Tensor) -> bool:
-    """Whether products of many iterations can be one product, and that is faster."""
+    """Return True if products of many iterations can be one product, and that is faster."""
     if product.op not in (MATMUL, SUM_TO):
         return False
     right = product.inputs[-1 if product.op is MATMUL else 0]
@@ -175,7 +175,7 @@ def _is_summed_up(product: Node, variable: Tensor) -> bool:
 
 
 def _groups(sums: Sequence[_ProductSum]) -> list[list[_ProductSum]]:
-    """Sums that may share their right operand, with a product among them."""
+    """Group sums that may share their right operand, with a product among them."""
     groups: dict[tuple[int, str | None], list[_ProductSum]] = {}
     for each in sums:
         groups.setdefault((id(each.origin), each.product.device), []).append(each)
@@ -183,10 +183,11 @@ def _groups(sums: Sequence[_ProductSum]) -> list[list[_ProductSum]]:
 
 
 def _carried(loop: WhileNode, inner: WhileNode, at: int) -> tuple[Node, Node, list[int]] | None:
-    """Have `loop` carry the sums in a variable of a loop in its body, if it does nothing else with the totals.
+    """Have `loop` carry the sums in a variable of an inner loop, if it does nothing else with the totals.
 
     Returns:
-        What is to stand in front of `loop` and behind it, and the places of the totals, for the caller to take away.
+        Returns the nodes to stand in front of `loop` and behind it, and the places of the totals, for the caller to
+        remove.
     """
     body, condition = loop.body, loop.predicate
     uses = Counter(id(tensor) for node in body.nodes for tensor in node.inputs)
@@ -218,7 +219,7 @@ def _carried(loop: WhileNode, inner: WhileNode, at: int) -> tuple[Node, Node, li
 
 
 def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int) -> tuple[Node, Node]:
-    """Replaces the variables of `group` by one; gives its first value, and what is behind the loop."""
+    """Replace the variables of `group` by one; return its first value, and the node behind the loop."""
     body = loop.body
     places = [total.output.index for total in group]
     like = next(total.product for total in group if total.product.op is MATMUL)

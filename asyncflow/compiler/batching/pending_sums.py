@@ -1,12 +1,12 @@
 """Sums of matrix products over a loop's iterations, many iterations at a time (Cavs' lazy ops).
 
 ``total = total + x.T @ g`` in every iteration, as for the gradient of weights, is one product of all the x and all the
-g, one below the other. Both are copied into a block of so many rows as pays, and when that is full its product is added
+g, one below the other. Both are copied into a block of as many rows as pays, and the product of a full block is added
 to the total. Sums that share g share its block and are one product: ``(x; h; 1).T @ g``, where a column of ones gives
 the sum of g itself.
 
-A `PendingSums` is changed in place. It is a loop variable that only this pass makes, and of which the next iteration,
-or what is behind the loop, is the one and only user. What it allocates counts when it does, and not once an iteration.
+A `PendingSums` is changed in place. It is a loop variable that only this pass makes, and that has a single user: the
+next iteration, or the node behind the loop. Its allocations count when they happen, and not once an iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from asyncflow.ops.cost import elements, free
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 _ENOUGH_ROWS: Final = ((1 << 13, 128), (1 << 19, 256))
-"""With so many rows the product takes far longer than adding it to a total of so many numbers; more gain nothing."""
+"""Row counts, by number of elements of the total, at which the product takes far longer than its addition; more rows
+gain nothing.
+"""
 _MOST_ROWS: Final = 1024
 """The same for larger totals, as of an LSTM of 512 units: with 256 rows its training step takes 4 to 6 % longer."""
 _ENOUGH_ITERATIONS: Final = 64
@@ -62,7 +64,7 @@ class _PendingRows:
         self._filled = 0
 
     def takes(self, right: Array, lefts: Sequence[Array | None]) -> bool:
-        """Whether these are of the shapes the block was made for, but for the number of rows."""
+        """Return True if these operands fit the block's shapes, except for the number of rows."""
         rows, columns = right.shape
         return (
             columns == self._right.shape[1]
@@ -74,7 +76,7 @@ class _PendingRows:
         )
 
     def is_full_with(self, right: Array) -> bool:
-        """Whether there is no room for these behind the others."""
+        """Return True if the block has no room for these rows."""
         return self._filled + len(right) > self.capacity
 
     def add(self, right: Array, lefts: Sequence[Array | None]) -> None:
@@ -90,7 +92,7 @@ class _PendingRows:
         self._filled = end
 
     def sums(self) -> list[Array]:
-        """The results of the products, below one another; their memory is the block's no more."""
+        """Return the results of the products, below one another; the block gives up their memory."""
         self._multiply()
         assert self._sum is not None
         found, self._sum = self._sum, None
@@ -104,7 +106,7 @@ class _PendingRows:
 
 
 class PendingSums:
-    """Totals, and what has yet to be added to them.
+    """Totals, with products still to be added to them.
 
     Attributes:
         counts: is told of each array that it allocates.
@@ -152,7 +154,7 @@ class PendingSums:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the totals; those of a block are bounded."""
+        """Bytes of the totals; blocks are bounded separately."""
         return sum(total.nbytes for total in self._totals)
 
     def _add(self, place: int, product: Array) -> None:
@@ -184,12 +186,12 @@ class PendingSums:
 
 
 def pays(rows: int, width: int, columns: int) -> bool:
-    """Whether copying ``width + columns`` numbers a row costs less than adding ``width * columns`` to totals."""
+    """Return True if copying ``width + columns`` numbers a row costs less than adding ``width * columns`` to totals."""
     return 0 < rows * (width + columns) < 3 * width * columns
 
 
 def rows_at_once(rows: int, width: int, columns: int, itemsize: int, block_bytes: int) -> int:
-    """How many rows are worth one product, where one iteration has so many."""
+    """Return the number of rows worth one product, given the rows of one iteration."""
     if not pays(rows, width, columns):
         return rows
     nbytes = rows * (width + columns) * itemsize
@@ -210,7 +212,7 @@ def enough_rows(width: int, columns: int) -> int:
 
 
 Operands: TypeAlias = tuple[tuple[int, int], ...]
-"""Per total, the numbers of its right operand among the inputs, and of its left one: -1 for a row of ones."""
+"""For each total, the number of its right operand among the inputs, and of its left one: -1 for a row of ones."""
 
 
 def _add_kernel(xp: Namespace, *, operands: Operands) -> Kernel:

@@ -31,20 +31,20 @@ from asyncflow.ops.straight_line import LineStep, straight_line
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 ENOUGH_ROWS = 4096
-"""With so many rows a matrix product is as fast as it gets; with 512 of them it takes a fifth longer."""
+"""Number of rows with which a matrix product is as fast as it gets; with 512 rows it takes a fifth longer."""
 
 INLINE_FLOPS = 8e6
 """The arithmetic done in one go of work that is done on the event loop: less than 0.2 ms on one core."""
 
 LONG_FLOPS = 2e6
-"""A product of so many is not expected to run there (`asyncflow.compiler.placement.node_costs`)."""
+"""Floating-point operations of a product too long for the event loop (`asyncflow.compiler.placement.node_costs`)."""
 
 _REMEMBERED = 256
 """Blocks that an iteration which comes late may still ask for; more overlap only if `parallel_iterations` says so."""
 
 
 def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes: int) -> int:
-    """How many iterations are worth doing at once, at least 1.
+    """Return the number of iterations worth doing at once, at least 1.
 
     Args:
         rows: of one iteration.
@@ -63,15 +63,15 @@ def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes:
 
 Steps = tuple[tuple[str, dict[str, object], tuple[int, ...]], ...]
 """Ops with their attributes, and the numbers of their inputs: 0 is the loop's counter, then come the inputs of the
-node, then the results of the steps before."""
+node, then the results of earlier steps."""
 
 
 @dataclass(slots=True)
 class _BlockProgress:
-    """How far a block has come; it is given to each step, and a step may fall short.
+    """Progress of a block, passed to each step; a step may fall short.
 
     Attributes:
-        count: for how many iterations all is there so far.
+        count: number of iterations complete so far.
         rows: of one iteration's products.
         nbytes: of their operands and results.
         flops: of them.
@@ -131,7 +131,7 @@ def _one_by_one(kernel: Kernel, varies: Sequence[bool], *, is_slice: bool) -> Ke
 
 
 def _joined(kernel: Kernel, varies: Sequence[bool]) -> Kernel:
-    """`kernel`, a matrix product, for all iterations at once, as far as their rows fit below one another."""
+    """Return `kernel`, a matrix product, for all iterations at once, as far as their rows fit below one another."""
     is_left = varies[0]
 
     def step(progress: _BlockProgress, *operands: Any) -> list[Array]:
@@ -152,7 +152,7 @@ def _joined(kernel: Kernel, varies: Sequence[bool]) -> Kernel:
 
 
 def _alike(rows: Sequence[Array] | Array) -> int:
-    """How many of the first of `rows` fit below one another: matrices may have different numbers of rows."""
+    """Return the number of first `rows` that fit below one another: matrices may have different numbers of rows."""
     if isinstance(rows, np.ndarray):
         return len(rows)
     first = rows[0]
@@ -201,18 +201,18 @@ class _MadeAhead:
     nbytes: int
 
     def has(self, index: int) -> bool:
-        """Whether the iteration with this counter is one of them."""
+        """Return True if the iteration with this counter is one of them."""
         return 0 <= (index - self.first) * self.step < self.count
 
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """How the counter goes.
+    """The course of a counter through the iterations.
 
     Attributes:
         dtype: of the counter.
         step: 1 or -1.
-        margin: the iterations left are the distance to the bound, and so many more; None without a bound.
+        margin: number of iterations left beyond the distance to the bound; None without a bound.
         is_exact: the loop runs up to the bound, if nothing fails.
     """
 
@@ -225,8 +225,8 @@ class _Course:
 class ProductsAhead:
     """The products of a loop's next iterations. It holds the last two blocks, as iterations overlap.
 
-    Blocks follow one another from the loop's first iteration on, whoever asks first: what is multiplied together, and
-    so the last bits, does not depend on the order in which iterations come.
+    Blocks follow one another from the loop's first iteration on, whichever iteration asks first. So the members of a
+    product, and its last bits, do not depend on the order of the iterations.
     """
 
     __slots__ = (
@@ -252,7 +252,7 @@ class ProductsAhead:
         """The counter of the iteration behind all blocks."""
         self._blocks: tuple[_MadeAhead, ...] = ()
         self._asked: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
-        """Where blocks began, and for how many iterations they were asked for."""
+        """Counters at which blocks began, and the number of iterations asked for."""
         self._next = 1
         self._lock = Lock()
 
@@ -268,7 +268,7 @@ class ProductsAhead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows it holds."""
+        """Bytes of the rows held."""
         return sum([block.nbytes for block in self._blocks])
 
     def _block_of(self, index: int) -> _MadeAhead:

@@ -1,8 +1,8 @@
-"""Half of a pass: matrix products in a loop's body are taken apart where a part need not wait for its iteration.
+"""Half of a pass: matrix products in a loop's body are taken apart if a part need not wait for its iteration.
 
 LSTM cells are mostly written as ``concat([x, h]) @ W``. That is ``x @ W[:k] + h @ W[k:]``, of which the first can be
-made ahead for many iterations (`batch_rows`); the second is what the loop has to do. The other way round, a gradient
-that is made for all that was joined, and of which only pieces are used, is made for these alone.
+made ahead for many iterations (`batch_rows`); the second remains in the loop. Conversely, the gradient of a joined
+tensor of which only pieces are used is computed for these pieces alone.
 
 The sum is added up in another order, so it is the same within rounding, as all products are that are made ahead.
 """
@@ -33,7 +33,7 @@ from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def take_apart(loop: WhileNode) -> list[Node]:
-    """Takes products of `loop` apart, in place; gives what is to stand in front of it."""
+    """Take products of `loop` apart, in place; return the nodes to stand in front of it."""
     apart = _Apart(loop)
     for place, _ in counters(loop):
         classes = classified(loop, place)
@@ -59,11 +59,11 @@ class _Apart:
         self.captured = loop.captured(loop.body)
 
     def is_outside(self, matrix: Tensor) -> bool:
-        """Whether a tensor of the body is a matrix that is there before the loop."""
+        """Return True if a tensor of the body is a matrix that exists before the loop."""
         return matrix.spec.rank == 2 and (matrix in self.captured or is_constant(matrix))
 
     def take(self, product: Node, classes: Classes) -> None:
-        """Makes a sum of products of a product of joined rows, if one of them can be made ahead."""
+        """Turn a product of joined rows into a sum of products, if one of them can be made ahead."""
         is_left = product.inputs[1] in classes.fixed
         joined, matrix = product.inputs if is_left else reversed(product.inputs)
         widths = _widths(joined, is_left)
@@ -96,7 +96,7 @@ class _Apart:
         product.op, product.attrs, product.inputs = op, {}, [total, last]
 
     def narrow(self) -> None:
-        """Makes products whose columns are cut out, and not all of them used, of these columns alone."""
+        """Reduce products to the columns that are cut out of them, if not all columns are used."""
         uses: dict[Tensor, list[Node]] = {}
         for node in self.body.nodes:
             for tensor in node.inputs:
@@ -152,7 +152,7 @@ class _Apart:
 
 
 def _widths(joined: Tensor, is_left: bool) -> list[int] | None:
-    """Extents of what is joined along the last axis; None for anything else."""
+    """Return the extents of the tensors joined along the last axis; None for anything else."""
     node = joined.node
     if node.op is not CONCAT or node.control_inputs or joined.shape is None:
         return None

@@ -48,12 +48,12 @@ from asyncflow.graph.structured import WhileNode
 from asyncflow.values import Kernel, Namespace, Value
 
 _SPARE = 16
-"""A region keeps buffers, to write to them again, for no more than this part of a limit."""
+"""Divisor of a memory limit: the part of it that a region may keep as buffers to write to again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How nodes get their code."""
+    """Code for nodes: kernels and regions, bound to devices."""
 
     options: PlanOptions
     resolve: Resolve
@@ -63,12 +63,12 @@ class Binding:
     """True if runs take elements of queues or inputs."""
 
     def partitions(self, graph: Graph, fetches: Iterable[Node], devices: Sequence[Device]) -> list[Partition]:
-        """One per device that has something to do.
+        """Return one partition per device that has nodes.
 
         Args:
             graph: lowered.
             fetches: its FETCH nodes, in the order of the values that the plan gives.
-            devices: those of the session.
+            devices: the session's devices.
         """
         nodes: dict[str | None, list[Node]] = {}
         for node in graph.nodes:
@@ -103,14 +103,14 @@ class Binding:
         return bind_launch(node, bare, launching, stream, self.on_host, is_checked=is_checked)
 
     def bare(self, xp: Namespace, node: Node) -> Kernel:
-        """The kernel itself."""
+        """Return the kernel itself."""
         options = self.options
         checks = options.check_numerics
         kernel = bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=checks)
         return keeping(kernel) if self.takes and lasts(node) else kernel
 
     def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
-        """A region's code, and what a firing calls."""
+        """Return a region's code, and the kernel that a firing calls."""
         region: Region = node.attrs["region"]
         generator = partial(
             RegionGenerator, region=region, max_iterations=self.options.max_iterations, swapping=device.swapping

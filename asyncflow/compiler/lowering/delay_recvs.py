@@ -1,23 +1,23 @@
 """Pass: lets a transfer begin only when its value will soon be needed (white paper 2015 §5.2).
 
-A Recv waits for nothing but its gate, so a value takes memory of the device it goes to from the moment it is there,
-even if its users run much later. A Recv whose users all come after some node *p* of the same device anyway, and late
-enough after it for the transfer, gets a control edge from *p*. The best *p* is the one that ends last in the schedule
-in which every node runs as soon as it can.
+A Recv waits only for its gate, so a value takes memory of its target device from the moment it exists, even if its
+users run much later. If all users of a Recv come after some node *p* of the same device anyway, and late enough after
+it for the transfer, the Recv gets a control edge from *p*. The best *p* is the node that ends last in the schedule in
+which every node runs as soon as it can.
 
 What that gains is memory of the device that receives: the value stays where it was made until the copy is due. On an
-asynchronous device *p* counts as done once it is launched, and the host launches far ahead; but memory is used again in
-the order of launches, so what counts is that the Recv comes after *p*, and that what is copied to is free again once
+asynchronous device *p* counts as done once it is launched, and the host launches far ahead. But memory is used again in
+the order of launches. So it matters only that the Recv comes after *p*, and that the copy's target is free again once
 its users are launched (`asyncflow.devices.cuda.values.Landing`). Measured on two simulated v100, one straight line of
-12 steps of two products each, to which the other card gives 12 values of 5 MiB: a peak of 75.0 MiB without and 25.0
-with, in 6.77 ms both; on this runtime's own host 75.0 and 35.0, in 7.95 and 7.48 ms.
+12 steps of two products each, to which the other card gives 12 values of 5 MiB: the peak was 75.0 MiB without and 25.0
+with, in 6.77 ms both. On this runtime's own host it was 75.0 and 35.0, in 7.95 and 7.48 ms.
 
-The edge can neither deadlock nor change what is live. All users of the Recv already come after *p*, so nothing but the
-Recv itself has to wait for more than before; in particular *p* does not wait for the Recv, whatever edges are added to
-others. And *p* is in the same *place* (the same branch, the same part of the same loop), so it is live when the Recv
-is.
+The edge can neither deadlock nor change which nodes are live. All users of the Recv already come after *p*, so nothing
+but the Recv itself has to wait for more than before; in particular *p* does not wait for the Recv, whatever edges are
+added to others. And *p* is in the same *place* (the same branch, the same part of the same loop), so it is live when
+the Recv is.
 
-That users come after *p* by its path, and not merely later in some schedule, also keeps them on time if the estimates
+Users come after *p* by its path, and not merely later in some schedule. That also keeps them on time if the estimates
 of other nodes are wrong or the device is busy: the path itself takes longer than the transfer.
 """
 
@@ -39,27 +39,27 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 
 _MOST_VISITED = 256
-"""How many nodes before a user are looked at for one that it comes after, so that large graphs compile in linear time.
+"""Maximum number of nodes looked at before a user, so that large graphs compile in linear time.
 
-The nearest come first, and what is further away than these is early anyway."""
+The nearest come first, and nodes further away are early anyway."""
 
 _UNFIT = frozenset({ENTER, NEXT_ITERATION, LOOP_COND, SEND, CONSTANT, FEED})
-"""No control edge starts from these: their outputs are in another frame, are only another name, are done late (a Send
-may wait for an acknowledgement), or are there from the start."""
+"""Ops without outgoing control edges: their outputs are in another frame, are only another name, are done late (a Send
+may wait for an acknowledgement), or exist from the start."""
 
 
 def delay_recvs(
     graph: Graph, places: Mapping[Node, object], devices: Sequence[Device], costs: Mapping[str, float] | None = None
 ) -> list[Node]:
-    """Adds control inputs to the Recvs of large values that would come much too early.
+    """Add control inputs to the Recvs of large values that would come much too early.
 
     Only where a value is copied: between CPU devices it goes by reference, and early or late makes no difference.
 
     Args:
         graph: flat, each node with its device, in an order in which the nodes can run; changed in place.
         places: where each node that is not in all of them is live; nodes of the same place are live together.
-        devices: those of the session.
-        costs: mean ns of a firing by node name, from earlier runs; what is missing is estimated.
+        devices: the session's devices.
+        costs: mean ns of a firing by node name, from earlier runs; missing ones are estimated.
 
     Returns:
         The Recvs that are delayed.
@@ -87,7 +87,7 @@ def _is_worth_it(recv: Node, devices: Sequence[Device], by_name: Mapping[str, in
 
 
 def _last_before(recv: Node, schedule: _Schedule, places: Mapping[Node, object]) -> Node | None:
-    """The node that ends last among those that `recv` can wait for; None if it is better not delayed at all."""
+    """Return the node that ends last among those `recv` can wait for; None if the Recv should not be delayed."""
     users, needed = schedule.users_of_value(recv)
     if not users:
         return None
@@ -111,13 +111,13 @@ def _last_before(recv: Node, schedule: _Schedule, places: Mapping[Node, object])
 
 
 class _Schedule:
-    """When every node starts and ends if it runs as soon as it can, in ns; of a loop, one iteration.
+    """Start and end of every node if it runs as soon as it can, in ns; of a loop, one iteration.
 
     Attributes:
         positions: of every node in the graph.
         sends: by number of the transfer.
         users: the nodes that wait for each.
-        times: how long each takes.
+        times: duration of each node.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _Schedule:
         return costs.times(node)[device]
 
     def users_of_value(self, recv: Node) -> tuple[list[Node], float]:
-        """Who waits for what `recv` brings, and how long before them it has to begin."""
+        """Return the users of the value that `recv` brings, and the time it must begin before them."""
         users, needed = self.users[recv], self.times[recv]
         expand = next((user for user in users if user.op is EXPAND), None)
         if expand is None:

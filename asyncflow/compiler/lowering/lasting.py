@@ -1,8 +1,8 @@
-"""Effects that outlast a run, in plans that take elements: after such an effect, these elements count as used.
+"""Effects that outlast a run, in plans that take elements: after such an effect, the taken elements count as used.
 
-A run that is cancelled gives back what it has taken (`asyncflow.state.waiting.taken`), unless something it did since
-then outlasts it. Only plans that take anything pay for noticing that: kernels with lasting effects are wrapped there.
-What puts elements in a queue notes it by itself, as it may have to wait for room.
+A cancelled run gives back the elements it has taken (`asyncflow.state.waiting.taken`), unless a later effect of it
+outlasts the run. Only plans that take elements pay for this check: kernels with lasting effects are wrapped there. An
+enqueue notes it by itself, as it may have to wait for room.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Layout:
     """Lays out the nodes of one device of a flat graph.
 
     Attributes:
-        sources: the nodes, and constants of all devices, since each partition has its own copy of what it uses.
+        sources: the nodes, and constants of all devices, since each partition has its own copy of those it uses.
         frame_of: the frame of every node.
         streams: which compute stream a node runs on; 0 for those left out.
         bind: gives a node's kernel.
@@ -53,7 +53,7 @@ class Layout:
     """A LoopCond without control inputs only gives a name to its input."""
     indexed_merges: set[Node] = field(default_factory=set)
     uses_host: bool = False
-    """Whether the device leaves something to the host."""
+    """True if the device leaves work to the host."""
 
     def __post_init__(self) -> None:
         controls = {control for node in self.sources for control in node.control_inputs}
@@ -65,12 +65,12 @@ class Layout:
                 self.aliases[node.outputs[0]] = node.inputs[0]
 
     def build(self, device: str, fetches: Mapping[Node, int], n_fetches: int) -> Partition:
-        """The partition of the device of that name.
+        """Return the partition of the device of that name.
 
         Args:
             device: its name.
             fetches: nodes that fetch, with their positions among the plan's fetched values.
-            n_fetches: how many those are in all.
+            n_fetches: number of the plan's fetched values.
         """
         for node in self.sources:
             if not is_everywhere(node):
@@ -99,7 +99,7 @@ class Layout:
         )
 
     def place(self, node: Node) -> None:
-        """Gives the node its place in its frame's tables."""
+        """Give the node its place in its frame's tables."""
         if node.outputs and node.outputs[0] in self.aliases:
             return
         frame = self.frames[self.frame_of[node]]
@@ -138,7 +138,7 @@ class Layout:
                 planned.is_light = planned.waits_in_line and not planned.needs_context and gives_small
 
     def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:
-        """A Merge has one slot for its value and one for the index; it waits for one live input, and its controls."""
+        """Give a Merge one slot for its value and one for the index; it waits for one live input, and its controls."""
         back_edges = sum(tensor.node.op is NEXT_ITERATION for tensor in node.inputs)
         planned.n_inputs -= back_edges
         if back_edges and (back_edges, planned.n_inputs) != (1, 1):
@@ -156,7 +156,7 @@ class Layout:
         frame.pending.append(1 + len(node.control_inputs))
 
     def connect(self, planned: PlanNode) -> None:
-        """Enters the node's inputs into the target lists of what feeds them."""
+        """Enter the node's inputs into the target lists of their sources."""
         node, frame = planned.source, planned.frame
         is_loop_merge = any(tensor.node.op is NEXT_ITERATION for tensor in node.inputs)
         for index, tensor in enumerate(node.inputs):
@@ -178,7 +178,7 @@ class Layout:
             self.control_targets.setdefault(control, []).append((planned.position, planned))
 
     def prefill(self, planned: PlanNode, index: int, tensor: Tensor) -> None:
-        """Puts a constant outside all loops where it is needed, so that it costs nothing in a run."""
+        """Put a constant outside all loops into the slots of its users, so that it costs nothing in a run."""
         frame = planned.frame
         is_for_host = self.uses_host and host_kernel(planned.kernel) is not None and tensor.shape != ()
         value = tensor.node.attrs["value"] if is_for_host else self.constant(tensor.node)
@@ -201,7 +201,7 @@ class Layout:
         return self.constants[node]
 
     def finish(self, source: Node, planned: PlanNode) -> None:
-        """Gives the node the lists of what it feeds."""
+        """Give the node the lists of its targets."""
         targets, dead_targets = [], []
         for tensor in source.outputs:
             plain, merges = self.targets.get(tensor, ([], []))
@@ -217,7 +217,7 @@ class Layout:
 
 
 def leave_on_host(planned: PlanNode) -> None:
-    """Has what is fed, or what the host makes, stay there if only the host uses it."""
+    """Keep fed values, and results of host kernels, on the host if only the host uses them."""
     if planned.kind == Kind.FEED:
         ((plain, merges),) = planned.targets
         planned.is_for_host = bool(plain) and not merges and all(host_kernel(each.kernel) for *_, each in plain)
@@ -230,7 +230,7 @@ def leave_on_host(planned: PlanNode) -> None:
 
 
 def is_on_host(planned: PlanNode) -> bool:
-    """Whether the device has nothing to do with a node."""
+    """Return True if the device has no part in a node."""
     if planned.kind == Kind.FEED:
         return planned.is_for_host or planned.source.outputs[0].shape == ()
     kernel = host_kernel(planned.kernel)

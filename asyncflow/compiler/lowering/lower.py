@@ -9,15 +9,15 @@ per result. All primitives of one loop variable are on one device; a Switch is o
 Gating. A node must not run in an iteration that has not begun, nor in a branch not taken. Most are held back by an
 input that comes through a Switch or Merge. Constants are not: they belong to every frame, and cost nothing in a run.
 Neither are a loop's captures, which a constant Enter brings to every iteration. A node with only such *ungated* inputs
-(or none) gets a control edge from the *pivot* of the branch or iteration it belongs to, on its own device.
+(or none) gets a control edge from the *pivot* of its branch or iteration, on its own device.
 
 Devices (EuroSys '18 §4.4, white paper §3.2.2). A value used on another device is sent there once: a Send beside its
 producer and a Recv, gated like any node, beside its users. A control edge between devices sends the news alone. A loop
 over several devices has a *control loop* on each that does not own the predicate: an Enter, Merge, Switch and
 NextIteration that do nothing but receive the predicate in each iteration, and so start the next one or end. A branch on
-a device of its own has a Switch of the predicate there, so its Recvs are dead without any message when it is not taken.
-Captures are sent once, before the loop, whose constant Enters are on every device that uses them. Primitives that were
-written by hand stay as they are, and are cut in the same way (`lower_by_hand`).
+a device of its own has a Switch of the predicate there, so its Recvs are dead without any message when the branch is
+not taken. Captures are sent once, before the loop, whose constant Enters are on every device that uses them. Primitives
+that were written by hand stay as they are, and are cut in the same way (`lower_by_hand`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from asyncflow.graph.structured import CondNode, WhileNode
 
 
 class Lowered(NamedTuple):
-    """A flat graph, and what is live together: equal places of nodes; constants, which are everywhere, have none."""
+    """A flat graph, and the nodes that are live together: they have equal places; constants, which are everywhere,
+    have none.
+    """
 
     graph: Graph
     places: Mapping[Node, Place]
@@ -131,7 +133,8 @@ class _Lowering(FlatBuilder):
         self.flat.adopt(node)
 
     def where_to_hand_out(self, node: Node, values: Sequence[Tensor]) -> Device:
-        """Where values are given to the caller: what the host has already must not go to an asynchronous device again.
+        """Return the device that hands values out: values already on the host must not go to an asynchronous device
+        again.
 
         A value may be elsewhere than when the node was placed, since a region has taken it there.
         """
@@ -141,7 +144,7 @@ class _Lowering(FlatBuilder):
         return next((device for device in there if device not in self.asynchronous), node.device)
 
     def read_value(self, tensor: Tensor, node: Node, place: Place) -> Tensor:
-        """`tensor` where the kernel of `node` can look at it, once it has reached the device."""
+        """Return `tensor` in a form that the kernel of `node` can read, once it has reached the device."""
         key = tensor, node.device, place
         if key not in self.read_values:
             (copied,) = self.put(node, "to_host", TO_HOST, [tensor], place, device=node.device, use="input")
@@ -273,10 +276,11 @@ class _Lowering(FlatBuilder):
 
 
 def _gate_variable(merges: Sequence[Tensor], loop: WhileNode) -> int | None:
-    """The loop variable whose arrival gates the predicate's device: a counter if there is one, as it is never late.
+    """Return the loop variable whose arrival gates the predicate's device: a counter if there is one, as it is never
+    late.
 
-    In a loop over several devices nothing else will do: what waits for a slow variable would not be received in time
-    for iterations to overlap. A sum is such a variable too, so there the counter has to be one that the predicate
+    In a loop over several devices only a counter will do: nodes that wait for a slow variable would be received too
+    late for iterations to overlap. A sum is such a variable too, so there the counter has to be one that the predicate
     reads. Without one, None asks for a control loop.
     """
     condition = loop.predicate
@@ -290,7 +294,7 @@ def _gate_variable(merges: Sequence[Tensor], loop: WhileNode) -> int | None:
 
 
 def _is_cut(loop: WhileNode) -> bool:
-    """Whether a loop has nodes on several devices."""
+    """Return True if a loop has nodes on several devices."""
     return any(
         inner.device != loop.device for body in loop.subgraphs for inner in body.walk() if not is_everywhere(inner)
     )

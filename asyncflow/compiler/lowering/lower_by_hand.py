@@ -1,8 +1,8 @@
 """Lowers control flow written by hand: finds the places of its nodes, so that `places` can cut it over devices.
 
-The primitives stay as they are. What is added is what structured loops and branches have as well (`lower`): on each
-device, where something of a frame has to be received, a control loop that goes on by the frame's predicate; for what is
-live on one side of a predicate only, a Switch of that predicate; and constant Enters wherever their values are used.
+The primitives stay as they are. Added are the parts that structured loops and branches have as well (`lower`). Each
+device that has to receive a value of a frame gets a control loop that goes on by the frame's predicate. Nodes live on
+one side of a predicate only get a Switch of that predicate. Constant Enters stand wherever their values are used.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class PlacesByHand:
                 emitter.drivers.update(frame.loop_conds)
 
     def place_of(self, node: Node) -> Place:
-        """Where a node is to be put."""
+        """Return the place for a node."""
         return self.place(self.found.runs[node])
 
     def before(self, node: Node) -> list[Node]:
-        """The nodes that a node has to wait for besides, so that it is not live where its loop is not."""
+        """Return the nodes that a node must also wait for, so that it is live only where its loop is."""
         if node.op is not ENTER or not self.found.is_early(node):
             return []
         frame = self.found.frames[output_frame(node, self.found.frame_of[node])]
@@ -57,7 +57,7 @@ class PlacesByHand:
             self.emitter.places[node] = self.place(self.found.live[node])
 
     def capture(self, enter: Node) -> bool:
-        """Makes a constant Enter one of each device that uses it, if it is no more than that."""
+        """Make a constant Enter one on each device that uses it, if it is only that."""
         live = self.found.live[enter]
         if not enter.attrs["constant"] or live is None or enter.control_inputs or enter in self.emitter.awaited:
             return False
@@ -68,7 +68,7 @@ class PlacesByHand:
         return True
 
     def close(self) -> None:
-        """Sees to it that every device of a loop begins its iterations, and closes the control loops."""
+        """Make every device of a loop begin its iterations, and close the control loops."""
         used: dict[FramePath, set[Device]] = {}
         for node, path in self.found.frame_of.items():
             if not is_everywhere(node):
@@ -86,7 +86,7 @@ class PlacesByHand:
             self.emitter.put_back_edge(frame.enters[0], merged, self.emitter.gate(in_body, device), in_body)
 
     def place(self, live: Live | None) -> Place:
-        """The place of what is live so."""
+        """Return the place for nodes that are live so."""
         if live is None:
             return self.unknown
         if live not in self._places:
@@ -125,7 +125,7 @@ class PlacesByHand:
         return sides[side[1] ^ is_opposite]
 
     def _predicate(self, path: FramePath, pred: Tensor) -> tuple[Tensor, bool]:
-        """A predicate where Python can look at it, and whether it is the opposite: a loop's comes from its LoopCond."""
+        """Return a predicate readable in Python, and True if it is inverted: a loop's comes from its LoopCond."""
         emitter = self.emitter
         frame = self.found.frames.get(path)
         if frame is None or frame.driver is None or frame.driver[0] is not pred:

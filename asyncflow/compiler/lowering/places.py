@@ -35,7 +35,7 @@ INDEX = Spec(int32, ())
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where nodes are being put: outside everything, in a branch, or in a part of a loop.
+    """A place for nodes: outside all branches and loops, in a branch, or in a part of a loop.
 
     Attributes:
         open: makes the gate on a device that has none yet; None outside everything.
@@ -53,9 +53,9 @@ class EnclosingLoop:
     """Facts about a loop around the places in it.
 
     Attributes:
-        node: on whose behalf its primitives are put.
-        around: where it stands.
-        before: what it waits for.
+        node: the node that its primitives implement.
+        around: the place of the loop.
+        before: nodes that it waits for.
         frame: name of its frame.
         parallel_iterations: how many of them may be live at once.
         holds_back: constants that enter have to wait until it is known that it is live.
@@ -69,7 +69,7 @@ class EnclosingLoop:
     holds_back: bool = False
 
     def enter_attrs(self, *, constant: bool) -> Attrs:
-        """The attributes of an Enter into it."""
+        """Return the attributes of an Enter into it."""
         attrs = {"frame": self.frame, "constant": constant, "parallel_iterations": self.parallel_iterations}
         return attrs if self.node.op is ENTER else attrs | {"loop": self.node.name}
 
@@ -180,7 +180,7 @@ class FlatBuilder:
         return pivot
 
     def controls(self, nodes: Iterable[Node]) -> list[Node]:
-        """Control inputs, with structured nodes and body inputs replaced by what stands for them."""
+        """Return control inputs, with structured nodes and body inputs replaced by their stand-ins."""
         found = (stand_in for node in nodes for stand_in in self.completion.get(node, (node,)))
         return list(dict.fromkeys(found))
 
@@ -194,7 +194,7 @@ class FlatBuilder:
     # -- crossing from device to device --------------------------------------------------------------------------
 
     def local(self, tensor: Tensor, device: Device) -> Tensor:
-        """`tensor` as nodes on `device` use it."""
+        """Return `tensor` as nodes on `device` use it."""
         if tensor in self.constants:
             return tensor
         if tensor in self.captures:
@@ -267,7 +267,7 @@ class FlatBuilder:
         return self.news[node, device]
 
     def host_value(self, tensor: Tensor, like: Node, place: Place, *, use: HostUse = "result") -> Tensor:
-        """`tensor` where Python can look at it."""
+        """Return `tensor` in a form that Python code can read."""
         device = tensor.node.device
         if device not in self.asynchronous:
             return tensor
@@ -282,7 +282,7 @@ class FlatBuilder:
         return self.on_host[tensor, place]
 
     def place_of(self, tensor: Tensor) -> Place:
-        """Where a value is live."""
+        """Return the place where a value is live."""
         return self.value_places.get(tensor) or self.places.get(tensor.node, self.outside)
 
     def gated(self, result: Tensor, place: Place, like: Node, device: Device) -> Tensor:
@@ -293,7 +293,7 @@ class FlatBuilder:
         return self.put(like, "result", IDENTITY, [value], place, device=device)[0]
 
     def device_of(self, result: Tensor, like: Node) -> Device:
-        """Where a body's result is; a constant is everywhere."""
+        """Return the device of a body's result; a constant is everywhere."""
         value = self.tensors.get(result, result)
         return like.device if value in self.constants else value.node.device
 

@@ -27,7 +27,7 @@ class SingleCall:
         fed_inputs: ``(input, feed)`` for the inputs that come from feeds.
         fetched: per fetch, the output it shows.
         is_open: how long it takes is only known once it is fed.
-        keys: inputs that are the key of the run, of one that waits in line, each with the kernel that makes it.
+        keys: for a call that waits in line, the inputs that are the key of the run, each with the kernel that makes it.
     """
 
     node: PlanNode
@@ -38,14 +38,14 @@ class SingleCall:
     keys: tuple[tuple[int, Kernel], ...] = ()
 
     def inputs(self, feeds: Sequence[Value]) -> list[Value]:
-        """The kernel's inputs for these fed values."""
+        """Return the kernel's inputs for these fed values."""
         inputs = list(self.template)
         for index, feed in self.fed_inputs:
             inputs[index] = feeds[feed]
         return inputs
 
     def results(self, output: Any) -> list[Value]:
-        """The fetched values, from what the kernel returned."""
+        """Return the fetched values, given the kernel's output."""
         return [output] if self.node.single else [output[index] for index in self.fetched]
 
 
@@ -118,7 +118,7 @@ def find_single_call(
 
 
 def _may_be_short(node: PlanNode, may_loop: bool, has_context: bool) -> bool:
-    """Return True if the node never waits, and what it calls or the arrays fed decide how long it takes."""
+    """Return True if the node never waits, and its duration depends on its function or the fed arrays."""
     if node.region is not None:
         has_loops = any(isinstance(inner, WhileNode) for inner in node.region_nodes())
         return (has_context or not node.region.needs_context) and (may_loop or not has_loops)

@@ -1,1 +1,1 @@
-"""Which values loops save for their gradients, and which ones gradients compute again."""
+"""Values that loops save for their gradients, and values that gradients compute again."""

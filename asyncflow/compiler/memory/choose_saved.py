@@ -1,12 +1,13 @@
-"""Pass: saves those values of a loop from which its gradient can compute the others cheaply, if that takes less memory.
+"""Pass: chooses the values of a loop to save, so that its gradient can compute the others cheaply, if that takes less
+memory.
 
 A gradient is built from the values that its rules ask for, and a loop saves each of them. Among the values that those
 are computed from by cheap ops (elementwise ones, casts and views), a minimum cut (`min_cut`) finds the set of least
-bytes; the gradient's body computes the others again, next to their use, by the same kernels from the same inputs. An
+bytes. The gradient's body computes the others again, next to their use, by the same kernels from the same inputs. An
 LSTM cell need not save tanh(c) beside c.
 
-Constants, counters and captures are there for nothing. What lies in one buffer, as what an iteration gives and the next
-begins with, counts once. A kernel that runs again has a price in bytes: saving so little costs less than that.
+Constants, counters and captures need no saving. Values in one buffer, such as an iteration's result and the next one's
+variable, count once. A kernel that runs again has a price in bytes: saving so little costs less than that.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ KERNEL = 256
 """Price of a kernel that runs again, in bytes: so few are made and kept in the time that a call takes."""
 
 PASS = 16
-"""An elementwise kernel costs, besides, one of so many bytes of its result. Memory that is written for the first time
-is slow, so that keeping a value costs about as much time as making it again."""
+"""Bytes of a result whose extra cost equals one elementwise kernel. Memory that is written for the first time is slow,
+so that keeping a value costs about as much time as making it again."""
 
 COMPOSITE = 1
 """The same of an op that is several kernels."""
@@ -55,7 +56,7 @@ _MOST_SHARED = 4
 """Buffers with several names of which all combinations are tried, to pay for them or not."""
 
 _LARGE = 300
-"""So many values are tried once."""
+"""Number of values from which only one cut is tried."""
 
 
 def choose_saved(graph: Graph) -> None:
@@ -75,7 +76,7 @@ def choose_saved(graph: Graph) -> None:
 
 
 class SavedChange:
-    """A forward loop, what its gradients read, and what would better be saved for them.
+    """A change of the values that a forward loop saves for its gradients.
 
     Args:
         loop: the forward loop.
@@ -84,13 +85,13 @@ class SavedChange:
 
     Attributes:
         loop, paths, price_of: as given.
-        readers: by store, those of stores that may be dropped, since nothing else uses them.
+        readers: by store, the readers of stores that may be dropped, since nothing else uses them.
         wanted: the values that those stores hold.
         pinned: values that are saved in any case, and their stores.
         depth: from how many loops, at most, stores are taken out.
-        values: of the forward body, that gradients read or that those may be computed from.
+        values: of the forward body, read by gradients or possible sources for computing those.
         numbers: the place of each among them.
-        kept: the values to save, besides those that are pinned.
+        kept: the values to save, besides pinned ones.
         again: the nodes to compute again.
     """
 
@@ -141,13 +142,14 @@ class SavedChange:
 
     @property
     def gains(self) -> bool:
-        """Whether anything would change."""
+        """Return True if the change has any effect."""
         return bool(self.dropped)
 
     def saved(self) -> dict[Tensor, int]:
-        """The values that are saved with it, and the bytes of each an iteration; 0 for one that is there anyway.
+        """Return the values saved with the change, and the bytes of each an iteration; 0 if a value needs no memory of
+        its own.
 
-        What lies in one buffer counts once. Extents that only a run knows have a stand-in.
+        Values in one buffer count once. Extents that only a run knows have a stand-in.
         """
         buffers: set[Tensor] = set()
         sizes: dict[Tensor, int] = {}
@@ -160,7 +162,7 @@ class SavedChange:
     # -- what there is to choose from ---------------------------------------------------------------------------------
 
     def is_free(self, value: Tensor) -> bool:
-        """Whether a value of the body is there for nothing wherever the loop's stores are read."""
+        """Return True if a value of the body needs no saving wherever the loop's stores are read."""
         return is_free(value, self.loop, self.depth, self.paths)
 
     def _collect(self, wanted: Iterable[Tensor]) -> None:
@@ -200,14 +202,14 @@ class SavedChange:
         return min(found, key=self._price)
 
     def _price(self, cut: Cut) -> int:
-        """Bytes that are saved, and the price of what is computed again."""
+        """Return the bytes saved, plus the price of the values computed again."""
         again = sum(self._prices[number] or 0 for number in cut.again)
         return self._saved_bytes(self.values[number] for number in cut.kept) + again
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def _saved_bytes(self, values: Iterable[Tensor], extent: int = _EXTENTS[0]) -> int:
-        """Bytes an iteration that all saved values take, if these are among them."""
+        """Return the bytes an iteration of all saved values, if these are among them."""
         buffers = {self.buffer(value) for value in (*values, *self.pinned)}
         return sum(self._nbytes(buffer, extent) for buffer in buffers)
 
@@ -216,7 +218,7 @@ class SavedChange:
         return buffer_of(value, self.variables)
 
     def _nbytes(self, buffer: Tensor, extent: int = _EXTENTS[0]) -> int:
-        """Bytes of a buffer an iteration; 0 for one that is there anyway."""
+        """Return the bytes of a buffer an iteration; 0 if it needs no memory of its own."""
         is_there = buffer.dtype == VARIANT or buffer.node.op is READ_SAVED
         if is_there or buffer in self.captured or is_shared(buffer, self.loop):
             return 0
@@ -260,7 +262,7 @@ class _ComputedAgain:
         self.made: dict[Tensor, Tensor] = {}
 
     def value(self, value: Tensor, reader: StoreReader) -> Tensor:
-        """A forward value where `reader` stands: what is made for it is put behind that."""
+        """Return a forward value at the place of `reader`; nodes made for it are put behind that."""
         open_ = [value]
         while open_:
             each = open_[-1]
@@ -325,7 +327,7 @@ def _counted(start: Tensor, counter: Tensor, reader: StoreReader, paths: StorePa
 
 
 def is_free(value: Tensor, loop: WhileNode, depth: int, paths: StorePaths) -> bool:
-    """Whether a value of the body of `loop` is there for nothing in a gradient, so many loops further out."""
+    """Return True if a value of the body of `loop` needs no saving for a gradient that many loops further out."""
     if is_constant(value) or counter_start(value, loop) is not None:
         return True
     outer = loop.captured(loop.body).get(value) if value.node.op is PARAMETER else None
@@ -346,12 +348,12 @@ def counter_start(value: Tensor, loop: WhileNode) -> Tensor | None:
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether a gradient may compute again what a node gives: an elementwise op, a cast or a view."""
+    """Return True if a gradient may cheaply compute the node again: an elementwise op, a cast or a view."""
     return (node.op.traits.is_cheap or node.op.rows == "elementwise") and may_run_again(node)
 
 
 def may_run_again(node: Node) -> bool:
-    """Whether a gradient may compute again what a node gives, whatever it takes: it depends on its inputs alone."""
+    """Return True if a gradient may compute the node again, at any cost: its values depend on its inputs alone."""
     op = node.op
     if not op.is_pure or op.runs_on_host or node.control_inputs:
         return False

@@ -25,7 +25,7 @@ from asyncflow.ops.elementwise import ADD, SUBTRACT
 from asyncflow.ops.logic import LESS, LESS_EQUAL
 
 _DEPTH = 6
-"""So many nodes are looked behind, of which each may have several inputs."""
+"""Maximum number of nodes looked at behind a value, each of which may have several inputs."""
 
 
 def largest_spec(value: Tensor, depth: int = _DEPTH) -> Spec:

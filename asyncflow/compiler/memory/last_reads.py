@@ -1,15 +1,16 @@
-"""Pass: finds the saved values that are read once, so that a store gives them back as they are read.
+"""Pass: finds the saved values that are read once, so that a store drops them as they are read.
 
-A gradient loop reads the stores of its forward loop from last to first, each number once. So where its read is the only
-use of a store, and the loop around it runs once for that store, nobody needs what it has read: `READ_SAVED` gets the
-attribute ``is_last``. Else a store holds its values until its last version goes, at the end of that loop.
+A gradient loop reads the stores of its forward loop from last to first, each number once. So if its read is the only
+use of a store, and the loop around it runs once for that store, its values are not needed after their read:
+`READ_SAVED` gets the attribute ``is_last``. Else a store holds its values until its last version goes, at the end of
+that loop.
 
 A store that an outer loop saves is read in each iteration of the outer gradient loop. The same holds for it, if the
 outer read is the last, too.
 
 So it does for gradients of a TensorArray's elements that one loop has found, and another reads where it has written the
-elements: an array has each but once. And for gradients of a RowStore's rows: once they are added up in one array, what
-was added is not kept for other versions, as none is read.
+elements: an array has each but once. The same holds for gradients of a RowStore's rows: once they are added up in one
+array, the additions are not kept for other versions, as none is read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def mark_last_reads(graph: Graph) -> None:
 
 
 class _StoreUses:
-    """Who uses each tensor of a graph, in the bodies of branches and loops too."""
+    """Users of each tensor of a graph, in the bodies of branches and loops too."""
 
     def __init__(self, graph: Graph) -> None:
         self._users: dict[Tensor, list[Node]] = defaultdict(list)
@@ -58,11 +59,11 @@ class _StoreUses:
                         self._result_of[result].append((node, place))
 
     def is_filled_by(self, loop: WhileNode, place: int) -> bool:
-        """Whether an output is a store into which the loop does nothing but save."""
+        """Return True if an output is a store into which the loop does nothing but save."""
         return self._is_filled(loop, place, (SAVE, CHECKPOINT))
 
     def is_added_to_by(self, loop: WhileNode, place: int) -> bool:
-        """Whether an output is a store of gradients, empty before, to which the loop does nothing but add."""
+        """Return True if an output is a store of gradients, empty before, to which the loop does nothing but add."""
         initial = loop.inputs[place]
         is_new = initial.node.op is NO_GRADIENT and self._count[initial] == 1
         return is_new and self._is_filled(loop, place, (ACCUMULATE, ADD_ROWS))
@@ -74,7 +75,7 @@ class _StoreUses:
         return filling.op in ops and filling.inputs[0] is store and alone
 
     def mark(self, store: Tensor, save: Node) -> None:
-        """Marks the only read of a store into which `save` saves, and those of the stores that are its values."""
+        """Mark the only read of a store into which `save` saves, and the reads of stores that are its values."""
         read = self.mark_read(store)
         value = save.inputs[2]
         if read is not None and value.dtype == VARIANT and (inner := self._filled_alone(value)) is not None:
@@ -111,7 +112,9 @@ class _StoreUses:
         return read
 
     def _filled_alone(self, store: Tensor) -> Node | None:
-        """The node that saves into a store that is saved itself, and used by nobody else; None if that is not known."""
+        """Return the node that saves into a store that is itself saved, and has no other use; None if that is not
+        known.
+        """
         if self._count[store] != 1:
             return None
         node = store.node
@@ -125,6 +128,6 @@ class _StoreUses:
 
 
 def _may_be_last(node: Node) -> bool:
-    """Whether it reads each value once, or a sum, of which but one version is read then."""
+    """Return True if it reads each value once, or a sum of which only one version is read then."""
     is_once = node.op is ELEMENT_GRADIENT and bool(node.attrs.get("is_once"))
     return node.op in (READ_SAVED, READ_ROWS) or is_once

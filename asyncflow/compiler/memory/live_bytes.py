@@ -24,7 +24,7 @@ from asyncflow.graph.structured import WhileNode
 
 
 def standing_bytes(loops: Iterable[WhileNode]) -> int:
-    """Bytes that are held besides what is saved: what loops begin with and look at, and most in one of their bodies."""
+    """Return the bytes held besides saved values: the loops' inputs, and the peak of one of their bodies."""
     loops = list(loops)
     sizes = _Sizes(loops)
     outside = {x for loop in loops for x in loop.inputs if x.dtype != VARIANT and not x.node.op.traits.is_cheap}
@@ -45,7 +45,7 @@ class _Sizes:
                 self.arrays[array.outputs[0]] = spec_nbytes(largest)
 
     def of(self, value: Tensor) -> float:
-        """Return the bytes of a value; of a TensorArray of fixed size that is stacked, those of its elements."""
+        """Return the bytes of a value; of a TensorArray of fixed size that is stacked, the bytes of its elements."""
         if value in self.arrays:
             return self.arrays[value]
         known = self._known.get(value.shape)

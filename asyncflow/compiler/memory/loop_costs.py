@@ -1,7 +1,8 @@
 """Time of an iteration of a loop on one device.
 
 It is estimated by `asyncflow.compiler.placement.node_costs`: measured where a node has run, else from shapes. On a
-device that fuses, elementwise nodes that feed one another are one kernel, which reads and writes what goes in and out.
+device that fuses, elementwise nodes that feed one another are one kernel, which reads only its inputs and writes only
+its outputs.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class LoopCosts:
         return work
 
     def of_node(self, node: Node) -> Work:
-        """One node alone, with what is in it."""
+        """Return the cost of one node, with its bodies."""
         if isinstance(node, CondNode):
             return max(map(self._of_body, node.subgraphs), key=lambda work: work.ns)
         if isinstance(node, WhileNode):

@@ -1,12 +1,12 @@
-"""Which way to treat the values that a loop saves is the quickest that fits: a choice by figures alone.
+"""The quickest treatment of a loop's saved values that fits: a choice by figures alone.
 
-A loop runs forward and then its gradient runs back. What it saves in an iteration may stay, or move away and back; some
-of it may be computed again in the gradient's body (a `Saving`), and the iterations behind the first ones may be run
-again in segments (`asyncflow.compiler.memory.segments`). A `Way` is one choice of all of these for a loop:
+A loop runs forward and then its gradient runs back. The values of an iteration may stay, or move away and back; some of
+them may be computed again in the gradient's body (a `Saving`). The iterations behind the first ones may be run again in
+segments (`asyncflow.compiler.memory.segments`). A `Way` is one choice of all of these for a loop:
 
 - *keep* takes the time of both loops alone;
 - *moving* takes the time of the copies that the loops are too short to hide: those out while the forward loop runs,
-  those back while the gradient runs. What is saved first is read last, so that its copies have longest;
+  those back while the gradient runs. The values saved first are read last, so that their copies have the most time;
 - *computing again* takes the time of the kernels, in each iteration;
 - *running again* takes the time of the forward loop, for the iterations that are not kept.
 
@@ -23,26 +23,26 @@ from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 _EQUAL = 1.001
-"""Ways whose times are so close are as quick as each other; then the one that moves and changes least is taken."""
+"""Ratio of times up to which ways count as equally quick; then the way that moves and changes least is taken."""
 
 
 class Work(NamedTuple):
-    """The time of something that is launched: on the device, and on the host, which launches ahead; in nanoseconds."""
+    """The time of launched work: on the device, and on the host, which launches ahead; in nanoseconds."""
 
     device_ns: float = 0.0
     host_ns: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        """This, and the other so often."""
+        """Return this work, and the other `times` times."""
         return Work(self.device_ns + times * other.device_ns, self.host_ns + times * other.host_ns)
 
     def times(self, count: float) -> Work:
-        """This so often."""
+        """Return the work `count` times."""
         return Work().plus(self, count)
 
     @property
     def ns(self) -> float:
-        """How long it takes."""
+        """Return the duration."""
         return max(self)
 
 
@@ -56,11 +56,11 @@ class Saving:
     Attributes:
         sizes: bytes an iteration of the values that may move, the largest first.
         fixed: bytes an iteration of all others that are saved.
-        again: what is computed again in an iteration of the gradient.
+        again: work done again in an iteration of the gradient.
         copies: how many copies an iteration each of `sizes` takes, if not one: a loop inside saves a value often.
         of_variables: bytes an iteration of the loop's own variables, which a segment's first iteration has in common
             with the segment's checkpoint.
-        again_bytes: bytes of what is computed again, all of it in one iteration of the gradient.
+        again_bytes: bytes of the values computed again, in one iteration of the gradient.
     """
 
     sizes: tuple[int, ...]
@@ -83,7 +83,7 @@ class LoopFigures:
     Attributes:
         iterations: how many it has.
         forward, backward: one iteration, of the loop and of its gradient.
-        savings: the ways to choose what is saved; the first is as the program stands.
+        savings: the possible sets of saved values; the first is as the program stands.
         room: bytes that the saved values may take.
         copy_ns_per_byte: of a copy, out or back; None where nothing moves.
         start_ns: the host's time for a copy.
@@ -112,12 +112,12 @@ class LoopFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One choice for a loop.
+    """A way: one choice for a loop.
 
     Attributes:
         saving: which of the `LoopFigures.savings`.
-        moved: how many of its values move, the first ones; those of late iterations stay once there is no place.
-        kept: so many iterations, the first ones, keep what they save; the others run again.
+        moved: number of its values that move, the first ones; values of late iterations stay once there is no place.
+        kept: number of first iterations that keep their saved values; the others run again.
         length: of the segments in which they do.
         held: most bytes held at a time.
         away: bytes that move, as far as there is a place for them.
@@ -142,7 +142,7 @@ def segment_length(count: int, checkpoint_bytes: int, nbytes: int) -> int:
 
 
 def choose_way(figures: LoopFigures) -> Way:
-    """The quickest that fits into the room, or else the one that holds least."""
+    """Return the quickest way that fits into the room, or else the way that holds least."""
     ways = list(_ways(figures))
     if fits(ways[0], figures):
         return ways[0]  # nothing is to be done
@@ -196,18 +196,18 @@ def way_of(figures: LoopFigures, saving: int, moved: int, kept: int) -> Way:
 
 
 def _moving(saving: Saving, moved: int, kept: int) -> float:
-    """Bytes of values on their way: of each node the last two that it has saved, in an inner loop maybe."""
+    """Return the bytes of values on their way: of each node the last two that it has saved, in an inner loop maybe."""
     copies = saving.copies or (1,) * moved
     return sum(min(2, kept * count) * size / count for size, count in zip(saving.sizes[:moved], copies, strict=False))
 
 
 def fits(way: Way, figures: LoopFigures) -> bool:
-    """Whether there is room for it."""
+    """Return True if there is room for the way."""
     return way.held <= figures.room
 
 
 def _ways(figures: LoopFigures) -> Iterator[Way]:
-    """Those that may be the best, the one that keeps everything first."""
+    """Yield the ways that may be the best, beginning with the one that keeps everything."""
     for number, saving in enumerate(figures.savings):
         most = 0 if figures.copy_ns_per_byte is None else len(saving.sizes)
         for moved in range(most + 1):
@@ -217,14 +217,14 @@ def _ways(figures: LoopFigures) -> Iterator[Way]:
 
 
 def _in_part(figures: LoopFigures, way: Callable[[int], Way]) -> Iterator[Way]:
-    """The quickest number of iterations to keep, if that fits, and among those that do."""
+    """Yield the ways with the quickest number of kept iterations, among all numbers and among numbers that fit."""
     most = _last(figures.iterations, lambda kept: fits(way(kept), figures))
     for end in (figures.iterations, most):
         yield way(_last(end, lambda kept: way(kept).ns <= way(kept - 1).ns))
 
 
 def _last(end: int, holds: Callable[[int], bool]) -> int:
-    """The last number up to `end` for which something holds, that holds for all before it; 0 if for none."""
+    """Return the last number up to `end` for which `holds` is true, as for all before it; 0 if for none."""
     low, high = 0, end + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""Which values of a computation to keep, so that others can be computed again, at the least cost: a minimum cut.
+"""Values of a computation to keep, so that others can be computed again, at the least cost: a minimum cut.
 
 Each value can be kept, at a cost, or computed again from its inputs, at a price, or it is not needed. A cut of a
-network says which: there is an arc through each value, which is cut if the value is kept, and behind the cut are the
+network chooses: there is an arc through each value, which is cut if the value is kept, and behind the cut are the
 values that are computed again. The greatest flow is as large as the smallest cut (Ford and Fulkerson 1956); it is found
 along shortest paths, many at a time (Dinic 1970).
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """The numbers of the values that are kept, and of those that are computed again."""
+    """The numbers of the kept values, and of the values computed again."""
 
     kept: frozenset[int]
     again: frozenset[int]
@@ -22,12 +22,12 @@ class Cut(NamedTuple):
 def smallest_cut(
     costs: Sequence[int], prices: Sequence[int | None], inputs: Sequence[Collection[int]], needed: Collection[int]
 ) -> Cut:
-    """The cut of least cost; of several, one that computes as little as possible again.
+    """Return the cut of least cost; of several, the one that computes as little as possible again.
 
     Args:
         costs: of keeping each value.
         prices: of computing each again, once its inputs are there; None where that cannot be done.
-        inputs: the values that each is computed from, but for those that are there anyway.
+        inputs: the values that each is computed from, without those that are there anyway.
         needed: the values that have to be there.
     """
     count = len(costs)

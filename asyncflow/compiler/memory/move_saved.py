@@ -1,8 +1,8 @@
-"""Pass: has the stores on devices that can move saved values ask the device (docs/design/gradients.md).
+"""Pass: lets the stores on devices that can move saved values ask the device (docs/design/gradients.md).
 
-``NEW_STORE`` says by its attribute ``moves`` what may: "never"; "short", once memory is; "late", once more is held than
-was planned; or "always", from the first byte. Where nothing is said, `while_loop(swap_memory=True)` and
-`Session(saved_values="swap")` mean "always", and all else "short".
+The attribute ``moves`` of ``NEW_STORE`` says when values may move: "never"; "short", once memory is; "late", once more
+is held than was planned; or "always", from the first byte. Without the attribute, `while_loop(swap_memory=True)` and
+`Session(saved_values="swap")` mean "always", and everything else "short".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def move_saved(graph: Graph, swapping: Mapping[str, Swapping], *, always: bool =
 
 
 def _loops(loop: WhileNode, bodies: Mapping[Graph, WhileNode]) -> tuple[str, ...]:
-    """The loops around a loop, from the outermost inward, and itself, as tags show them."""
+    """Return the loops around a loop, from the outermost inward, and the loop itself, as tags show them."""
     labels: list[str] = []
     inner: WhileNode | None = loop
     while inner is not None:

@@ -1,4 +1,5 @@
-"""Pass: decides for loops on devices with a limit which saved values stay, move, or are computed again, if not all fit.
+"""Pass: decides, for loops on devices with a limit, which saved values stay, move, or are computed again, if not all
+fit.
 
 A plan is made for what runs are predicted to hold and to take (`loop_costs`). As long as that fits, nothing is changed.
 Else each loop gets the quickest way that fits (`memory_choices`): the values that move do so from the first iteration
@@ -6,11 +7,11 @@ on; others are computed again in the gradient's body, as the minimum cut chooses
 (`choose_saved`); and iterations behind the first ones run again in segments (`segments`). All else that can move still
 does so when memory is short.
 
-Where a session asks for all values to be kept, or to move, nothing is chosen: what comes of it is predicted, and told.
+If a session asks for all values to be kept, or to move, nothing is chosen: the outcome is predicted and reported.
 
-Where only a run knows how many iterations there are, as many keep their values as fit, and those behind them run again,
-in segments that grow; or, where moving takes less time, values move once memory is short. A loop that was asked to move
-all it saves (`while_loop(swap_memory=True)`) does, as long as there is a place for it.
+If only a run knows the number of iterations, as many keep their values as fit, and later ones run again, in segments
+that grow. Or, if moving takes less time, values move once memory is short. A loop that was asked to move all it saves
+(`while_loop(swap_memory=True)`) does, as long as there is a place for it.
 
 What a loop in another saves is chosen with the values of the outer one: all of it stays, or moves, in each iteration of
 that. Where only a run knows how much that is, the most that it may be counts (`largest`). Left alone, and said so, are
@@ -49,23 +50,25 @@ _PRICES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """Nanoseconds of computing again that a byte held in all iterations is worth: one cut is tried for each."""
 
 _KEPT = 0.75
-"""The part of the room that iterations may fill which keep their values, where nobody knows how many there are."""
+"""Share of the room for iterations that keep their values, if the number of iterations is unknown."""
 
 _LONG = 4
-"""For so many times what fits is decided there whether to move values, or to run iterations again."""
+"""Factor on the number of fitting iterations, with which the choice between moving values and running iterations
+again is made.
+"""
 
 _UNSEEN_SLICES = 3.5
-"""Slices of a region for which a host that launches ahead does not see that copies have ended.
+"""Slices of a region for which a host that launches ahead does not notice that copies have ended.
 
 Measured with the programs of `tests/conformance/test_memory_nested.py` on a simulated V100, with limits of 0.3, 0.4 and
-0.5 of what they hold: predictions are off by at most 9 %. With 0, 3, 4 and 6 slices it is 32, 12, 11 and 28 %.
+0.5 of their need: predictions are off by at most 9 %. With 0, 3, 4 and 6 slices it is 32, 12, 11 and 28 %.
 """
 
 _LESS = 100 << 20
-"""Bytes less, of which `PlannedLoop.explain` says what they would cost."""
+"""Bytes less of memory, whose cost `PlannedLoop.explain` tells."""
 
 Asked: TypeAlias = Literal["keep", "swap"]
-"""What a session may ask to be done with all saved values, in place of a choice."""
+"""Treatment of all saved values that a session may ask for, in place of a choice."""
 
 _ALL: Mapping[Asked, str] = {
     "keep": "all its values are kept",
@@ -75,7 +78,7 @@ _ALL: Mapping[Asked, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedValue:
-    """A value that a loop saves, or has saved before, and what is done with it.
+    """A value saved by a loop, or by an inner loop, and its treatment.
 
     Attributes:
         name: the value's.
@@ -92,7 +95,7 @@ class PlannedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLoop:
-    """The choice for the values that a loop saves, and what it was predicted to cost.
+    """The choice for the values that a loop saves, and its predicted cost.
 
     Attributes:
         name: the loop's.
@@ -206,7 +209,7 @@ def plan_memory(
     pending: Callable[[WhileNode], tuple[int, int]] | None = None,
     asked: Asked | None = None,
 ) -> MemoryPlan:
-    """Chooses for all loops of `graph`, and changes those that do not fit, in place.
+    """Choose for all loops of `graph`, and change loops that do not fit, in place.
 
     Args:
         graph: a program before placement.
@@ -255,9 +258,9 @@ def _planned(
     pending: Callable[[WhileNode], tuple[int, int]] | None,
     asked: Asked | None,
 ) -> Iterator[PlannedLoop | str]:
-    """The choices for the loops of one device: each gets room for the least that it may hold.
+    """Yield the choices for the loops of one device: each gets room for the least that it may hold.
 
-    Loops whose length is not known are expected to hold what is left by others, or half of it.
+    Loops of unknown length are expected to hold the room that others leave, or half of it.
     """
     limit = candidates[0].device.memory.limit
     assert limit is not None
@@ -324,9 +327,9 @@ class _Candidate:
         device: where it runs.
         costs: of its nodes there.
         iterations: how many; 0 if only a run knows.
-        segmented: what it takes to run it again.
+        segmented: the means to run it again.
         inner: the stores of loops in it.
-        changes: of what it saves, and of what each loop in it does; the first is none.
+        changes: of its saved values, and of the values of each loop in it; the first is none.
         savings: the figures of each.
         movable: the values of each that may move, the largest first.
     """
@@ -361,13 +364,13 @@ class _Candidate:
 
     @property
     def unknown(self) -> str:
-        """Says that its length is."""
+        """Text that says that its length is unknown."""
         return f"loop {self.loop.name} ({self.loop.location}): only a run knows how many iterations there are"
 
     def keep_first(self, room: float) -> str:
-        """Has the iterations that fit into so many bytes keep their values, where only a run knows how many there are.
+        """Keep the values of the iterations that fit into `room`, if only a run knows how many there are.
 
-        Those behind them run again in segments of 1, 2, 3, ... iterations, unless it takes less time to move values.
+        Later ones run again in segments of 1, 2, 3, ... iterations, unless it takes less time to move values.
         """
         nbytes = self.savings[0].nbytes
         kept = max(0, int(_KEPT * room / nbytes))
@@ -388,7 +391,7 @@ class _Candidate:
         )
 
     def add(self, change: SavedChange, *inner: SavedChange) -> None:
-        """Add a way to choose what is saved, in the loop and maybe in those inside it."""
+        """Add a possible set of saved values, in the loop and maybe in inner loops."""
         swapping, changes, saved = self.device.swapping, [change, *inner], self.saved([change, *inner])
         least = swapping.manager.least_bytes if swapping is not None else 0
         sizes = {value: each.nbytes * each.times for value, each in saved.items()}
@@ -406,11 +409,11 @@ class _Candidate:
         self.savings.append(Saving(large, fixed, reduce(Work.plus, again), copies, of_variables, live))
 
     def times_of(self, loop: WhileNode) -> int:
-        """Return the number of iterations of the loop, or of one in it, in each iteration of this."""
+        """Return the number of iterations of the loop, or of an inner one, in each iteration of this."""
         return next((store.times for store in self.inner if store.loops[0] is loop), 1)
 
     def saved(self, changes: Sequence[SavedChange]) -> dict[Tensor, _SavedInside]:
-        """Return the values that are saved with some changes of the loop, and maybe of those inside it."""
+        """Return the values saved with some changes of the loop, and maybe of inner loops."""
         saved = [(each, each.saved()) for each in changes]
         found = {x: _SavedInside(size, self.times_of(each.loop)) for each, sizes in saved for x, size in sizes.items()}
         if len(changes) == 1:
@@ -418,7 +421,7 @@ class _Candidate:
         return found
 
     def look_for_savings(self, graph: Graph) -> None:
-        """Find the cuts for several prices of memory, in the loop and in those inside it."""
+        """Find the cuts for several prices of memory, in the loop and in inner loops."""
         del self.changes[:], self.savings[:], self.movable[:]
         paths = StorePaths(graph)
         self.add(SavedChange(self.loop, paths, lambda _: None))
@@ -469,7 +472,7 @@ class _Candidate:
                 yield PlannedValue(node.name, nbytes * times, "recompute", self.costs.of_node(node).ns * times)
 
     def apply(self, way: Way) -> None:
-        """Changes the loop. What is to stay moves only where more is held than was predicted."""
+        """Change the loop. Values that are to stay move only if more is held than was predicted."""
         change, *inside = self.changes[way.saving]
         if way.saving:
             change.apply()
@@ -523,7 +526,7 @@ def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate 
 
 
 class _SavedInside(NamedTuple):
-    """The memory of a value that a loop saves, or one inside it."""
+    """The memory of a value that a loop, or an inner loop, saves."""
 
     nbytes: int
     """Bytes of one value."""
@@ -532,14 +535,14 @@ class _SavedInside(NamedTuple):
 
 
 class _InnerStore(NamedTuple):
-    """The store of a loop in another, of which each iteration of the outermost loop saves so many values."""
+    """The store of an inner loop, with the number of values saved in each iteration of the outermost loop."""
 
     loops: tuple[WhileNode, ...]
-    """The loop that saves the values, and those around it, but for the outermost one."""
+    """The loop that saves the values, and the loops around it, without the outermost one."""
     made: Node
     """The node that makes the store."""
     value: Tensor
-    """The value that it holds."""
+    """The value in the store."""
     times: int
     """Number of values that are saved in an iteration of the outermost loop."""
 

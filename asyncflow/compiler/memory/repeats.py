@@ -1,8 +1,8 @@
-"""Running a part of a loop's body again, for its gradient: which part, whether it may be, and a copy of it.
+"""Running a part of a loop's body again, for its gradient: the part, its permission, and a copy of it.
 
-The copy gives the same bits: it is placed with the nodes that it repeats, its random numbers are those of the
-iteration that it repeats, and what the iteration read of variables is what the copy gets. Effects, coroutines and
-functions of users are never run twice; neither is what uses up a TensorArray.
+The copy gives the same bits. It is placed with the nodes that it repeats, its random numbers are the repeated
+iteration's, and it gets the values that the iteration read of variables. Effects, coroutines and functions of users are
+never run twice; neither is a node that uses up a TensorArray.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class BodyPart:
     """The part of a loop's body that values of it depend on.
 
     Attributes:
-        nodes: those that are needed, parameters left out.
-        variables: places of the loop variables that are needed.
+        nodes: the needed nodes, without parameters.
+        variables: places of the needed loop variables.
     """
 
     nodes: set[Node] = field(default_factory=set)
@@ -66,7 +66,7 @@ class BodyPart:
 
 
 def part_for(loop: WhileNode, values: Iterable[Tensor], *, before: bool = True) -> BodyPart:
-    """The part of the body that makes `values` in an iteration, and in those `before` it."""
+    """Return the part of the body that makes `values` in an iteration, and in those `before` it."""
     part = BodyPart()
     places = {variable: place for place, (variable, _) in enumerate(loop.carried)}
     waiting = [value.node for value in values]
@@ -95,7 +95,7 @@ def why_never_twice(loop: WhileNode, part: BodyPart) -> Refusal | None:
 
 
 def used_up(loop: WhileNode, part: BodyPart, owners: Owners) -> Node | None:
-    """A node of a part after which a TensorArray or store is not what it was, so that nothing can run again from it."""
+    """Return a node of the part that changes a TensorArray or store for good, so that nothing can run again from it."""
     for place in sorted(part.variables):
         if loop.body.inputs[place].dtype == VARIANT:
             return loop.body.results[place].node
@@ -123,7 +123,7 @@ def _why_not(node: Node, written: Collection[object]) -> str | None:
 
 
 def _deep(nodes: Iterable[Node], chosen: Collection[Node] | None = None) -> Iterator[Node]:
-    """The nodes, or those `chosen`, and all that is in branches and loops among them."""
+    """Yield the nodes, or the `chosen` ones, and all nodes in their branches and loops."""
     for node in nodes:
         if chosen is None or node in chosen:
             yield node
@@ -132,7 +132,7 @@ def _deep(nodes: Iterable[Node], chosen: Collection[Node] | None = None) -> Iter
 
 
 def _uses_up(array: Tensor, body: Graph, chosen: Collection[Node] | None, owners: Owners) -> Node | None:
-    """A node that takes something out of an array that comes from outside, so that it is not there again."""
+    """Return a node that takes an element out of an outside array, so that it is not there again."""
     for node in body.nodes:
         places = [place for place, tensor in enumerate(node.inputs) if tensor is array]
         if not places or (chosen is not None and node not in chosen):
@@ -150,7 +150,7 @@ def _uses_up(array: Tensor, body: Graph, chosen: Collection[Node] | None, owners
 
 
 def _may_be_read_again(node: Node, owners: Owners) -> bool:
-    """Whether a node only reads an array: one that keeps its elements, or that was made of rows which are there."""
+    """Return True if a node only reads an array that keeps its elements, or was made of rows that still exist."""
     if node.op not in _READERS:
         return False
     made = _made_outside(node.inputs[0], owners)
@@ -238,12 +238,12 @@ class Repeat:
 
     Args:
         target: takes the copies.
-        tensors: what stands in the copy for the variables of the loop.
-        outside: what its captures stand for.
+        tensors: for the loop's variables, their values in the copy.
+        outside: for its captures, the outside tensors.
         owners: of the bodies of the graph.
 
     Attributes:
-        tensors: what stands in the copy for values of the loop's body.
+        tensors: for values of the loop's body, their values in the copy.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Repeat:
 
 
 def _joined(bodies: Sequence[Subgraph]) -> list[Tensor]:
-    """The captures of copies of bodies besides what they are given; all of them get all of these."""
+    """Return the captures of copied bodies besides their given inputs; all bodies get all of these."""
     joined = list(dict.fromkeys(outer for body in bodies for outer in body.captures))
     for body in bodies:
         found = set(body.captures.values())

@@ -1,4 +1,4 @@
-"""Which values loops save for their gradients, how large they are, and what for: ``plan.explain(memory=True)``."""
+"""Values that loops save for their gradients, their sizes and purposes: ``plan.explain(memory=True)``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Saved:
     def nbytes(self) -> int | None:
         """Bytes an iteration; None where the shape is known only in a run.
 
-        0 for what is shared, for what an inner loop has saved, for checkpoints, and for what counts under another name.
+        0 for shared values, for stores of inner loops, for checkpoints, and for values that count under another name.
         """
         if self.spec.dtype == VARIANT or self.is_shared or self.is_checkpoint or self.same_as is not None:
             return 0
@@ -56,7 +56,7 @@ class Saved:
 
 
 def find_saved(graph: Graph) -> tuple[Saved, ...]:
-    """Everything that loops of `graph` save, from the outermost loop inward."""
+    """Return all values that loops of `graph` save, from the outermost loop inward."""
     found = [
         (node, place, result.node.inputs[2])
         for node in graph.walk()
@@ -84,7 +84,7 @@ def find_saved(graph: Graph) -> tuple[Saved, ...]:
 
 
 def explain_saved(saved: Iterable[Saved]) -> list[str]:
-    """Lines for people: each loop, and what it saves."""
+    """Return lines for people: each loop, and the values it saves."""
     loops: dict[str, list[Saved]] = {}
     for each in saved:
         loops.setdefault(each.loop, []).append(each)
@@ -143,14 +143,16 @@ def buffer_of(value: Tensor, variables: Mapping[Tensor, Tensor]) -> Tensor:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether a node gives its first input in another way; picked rows have a memory of their own."""
+    """Return True if a node's result is a view of its first input; picked rows have a memory of their own."""
     if node.op.traits.memory not in (Memory.VIEW, Memory.WHOLE_VIEW):
         return False
     return all(given.shape == () for given in node.inputs[1:])
 
 
 def is_shared(value: Tensor, loop: WhileNode) -> bool:
-    """Whether a value of the body is made outside the loop, or by reading a variable that the loop does not change."""
+    """Return True if a value of the body is made outside the loop, or read from a variable that the loop does not
+    change.
+    """
     if value.node.op is PARAMETER:
         return all(value is not variable for variable, _ in loop.carried)
     if value.node.op is not VARIABLE_READ:
@@ -160,7 +162,7 @@ def is_shared(value: Tensor, loop: WhileNode) -> bool:
 
 
 class _Readers:
-    """Who reads the values of a store, through the bodies that it is passed into and the stores that keep it."""
+    """Readers of the values of a store, through the bodies that it is passed into and the stores that keep it."""
 
     def __init__(self, graph: Graph) -> None:
         self._names: set[str] = set()
@@ -169,7 +171,7 @@ class _Readers:
         self._note(graph)
 
     def of(self, store: Tensor) -> tuple[str, ...]:
-        """The forward nodes whose gradients read what is in `store`."""
+        """Return the forward nodes whose gradients read the values in `store`."""
         found: dict[str, None] = {}
         seen: set[Tensor] = set()
         open_ = [store]
@@ -190,7 +192,7 @@ class _Readers:
         return tuple(sorted(found))
 
     def _uses(self, value: Tensor) -> list[Node]:
-        """The nodes that look at a value, in inner bodies too; those that only pass it on are left out.
+        """Return the nodes that read a value, in inner bodies too, without nodes that only pass it on.
 
         A branch looks at its predicate.
         """
@@ -207,7 +209,7 @@ class _Readers:
         return found
 
     def _forward(self, reader: Node) -> str:
-        """The node that `reader` helps to differentiate: `gradients` names what it adds after it."""
+        """Return the node that `reader` helps to differentiate: `gradients` names added nodes after it."""
         scope = reader.name.rpartition("/")[0].rpartition("gradients/")[2]
         name = scope
         while name and name not in self._names:

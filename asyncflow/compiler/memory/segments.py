@@ -1,7 +1,7 @@
-"""Pass: has loops keep their variables once a segment of iterations, and gradients run each segment forward again.
+"""Pass: makes loops keep their variables once a segment of iterations, and gradients run each segment forward again.
 
-A loop that saves values for its gradient holds those of all iterations. Rewritten, the forward loop saves its variables
-at the start of each segment alone (`asyncflow.autodiff.checkpoints`), and the gradient becomes a loop over the
+A loop that saves values for its gradient holds the values of all iterations. Rewritten, the forward loop saves only its
+variables at the start of each segment (`asyncflow.autodiff.checkpoints`). The gradient becomes a loop over the
 segments, from the last to the first. It runs the iterations of a segment forward again, which saves the values of that
 segment, and then goes back through them. So a run holds the variables of all segments, and the values of one, for the
 time of one more forward loop.
@@ -12,8 +12,9 @@ the others again, and holds the values of those kept besides.
 The forward loop keeps its name and its iterations their numbers; the gradient loop stands inside the one over segments.
 Of the latter one iteration is live at a time, or else several segments would be held.
 
-Left as they are: loops whose values are read by another loop's gradient too (of nested loops the outer one is
-rewritten, so that the values of the inner ones are held for one segment), and loops whose gradient is differentiated.
+Two kinds of loops are left as they are: loops whose values are read by another loop's gradient too, and loops whose
+gradient is differentiated. Of nested loops the outer one is rewritten, so that the values of the inner ones are held
+for one segment.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ _NUMBER = Spec(int64, ())
 
 
 def segments(graph: Graph) -> list[str]:
-    """Rewrites all loops of `graph` that may be, in place.
+    """Rewrite all loops of `graph` that may be rewritten, in place.
 
     Returns:
-        A line for people for each loop that saves values: what is done, or why nothing is.
+        Returns a line for people for each loop that saves values: what is done, or why nothing is done.
 
     Raises:
         GraphError: a loop would have to run a node twice that must not be.
@@ -71,7 +72,7 @@ def segments(graph: Graph) -> list[str]:
 
 
 def _rewritten(loop: SegmentedLoop) -> str:
-    """Rewrites a loop if it may be and that gains anything; says what is done."""
+    """Rewrite a loop if that is allowed and saves memory; return a sentence on it."""
     if loop.refusal is not None:
         raise _refused(loop)
     if loop.why_not is not None:
@@ -95,7 +96,7 @@ def _refused(loop: SegmentedLoop) -> GraphError:
 
 
 def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
-    """The loops of `graph` that save values for gradients in it, those in bodies before those around them.
+    """Yield the loops of `graph` that save values for its gradients, inner loops before outer ones.
 
     Each is looked at when its turn comes, so that those before it may have been rewritten.
     """
@@ -118,7 +119,7 @@ def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
 
 
 def loop_to_segment(loop: WhileNode) -> SegmentedLoop:
-    """One loop that saves values, as it is now; how many bytes is left open."""
+    """Return one loop that saves values, as it is now; the number of bytes is left open."""
     return _Search(loop.graph).run(loop, None)
 
 
@@ -142,7 +143,7 @@ class _Reader:
 
 @dataclass(slots=True)
 class SegmentedLoop:
-    """A loop that saves values, and what it takes to run it again in segments.
+    """A loop that saves values, with the means to run it again in segments.
 
     Attributes:
         forward: the loop.
@@ -179,7 +180,7 @@ class SegmentedLoop:
 
     @property
     def variable_bytes(self) -> int | None:
-        """Bytes of what is saved for a segment; None if only a run knows."""
+        """Bytes saved for a segment; None if only a run knows."""
         sizes = [nbytes(self.forward.body.inputs[place].spec) for place in self.kept_variables]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -208,17 +209,17 @@ class SegmentedLoop:
         return n_segments * self.variable_bytes + longest * self.value_bytes
 
     def gains(self, count: int, length: int | None) -> bool:
-        """Whether less is held than the values of all iterations are."""
+        """Return True if less memory is held than by the values of all iterations."""
         held = self.bytes_held(count, length)
         return held is None or self.value_bytes is None or held < count * self.value_bytes
 
     def rewrite(self, length: int | None, kept: int = 0) -> None:
-        """Saves variables once a segment, and makes each gradient run the segments again.
+        """Save variables once a segment, and make each gradient run the segments again.
 
         Args:
             length: of each segment; None if they have 1, 2, 3, ... iterations.
-            kept: so many iterations, the first ones, save their values and do not run again; 0 if several gradients
-                read them, since a store gives up what is read.
+            kept: number of first iterations that save their values and do not run again; 0 if several gradients read
+                them, since a store drops values as they are read.
         """
         assert self.refusal is None
         assert self.why_not is None
@@ -307,7 +308,7 @@ class _Search:
 
 
 def _ends_at_zero(loop: WhileNode, place: int) -> bool:
-    """Whether the loop goes on while the variable is above 0."""
+    """Return True if the loop goes on while the variable is above 0."""
     node = loop.decision.node
     if node.op is not GREATER or node.inputs[0] is not loop.predicate.inputs[place]:
         return False
@@ -334,13 +335,13 @@ def trip_count(loop: WhileNode) -> int | None:
 
 
 class _Rewriting:
-    """Rewrites one loop and its gradients.
+    """A rewriting of one loop and its gradients.
 
     Attributes:
         front: nodes to stand in front of the loop.
-        kept: so many iterations keep their values.
+        kept: number of iterations that keep their values.
         checkpoints: the stores of its variables, behind the loop, by the places of the variables.
-        saves: the nodes that save what is not the same in all iterations, by the places of their stores.
+        saves: the nodes that save values which change with the iteration, by the places of their stores.
         stores: where the values of iterations that are kept are, behind the loop.
         outside: what the loop's captures stand for.
     """
@@ -362,7 +363,7 @@ class _Rewriting:
         self.stores = {place: self.forward.outputs[place] for place in self.saves} if kept else {}
 
     def run(self) -> None:
-        """Does it."""
+        """Rewrite the loop and its gradients."""
         for place in self.found.kept_variables:
             self.keep(place)
         loops: dict[Node, WhileNode] = {reader.loop: self.in_segments(reader) for reader in self.found.readers}
@@ -402,7 +403,7 @@ class _Rewriting:
         self.checkpoints[place] = store
 
     def save_less(self) -> None:
-        """Takes the stores of values away from the forward loop, but for those of iterations that are kept."""
+        """Remove the stores of values from the forward loop, except for kept iterations."""
         forward, saves = self.forward, self.found.saves
         for place in self.stores:
             saves[place].op, saves[place].attrs = SAVE_FIRST, {"kept": self.kept}
@@ -417,7 +418,7 @@ class _Rewriting:
     # -- a gradient --------------------------------------------------------------------------------------------------
 
     def in_segments(self, reader: _Reader) -> WhileNode:
-        """The loop over segments that stands for a gradient loop, which moves into it; nobody has it yet."""
+        """Return the loop over segments that replaces a gradient loop, which moves into it; it has no users yet."""
         loop, graph = reader.loop, self.graph
         label = graph.reserve(f"{loop.name}/segments")
         outer, condition = Subgraph(graph, f"{label}/body"), Subgraph(graph, f"{label}/cond")
@@ -439,7 +440,7 @@ class _Rewriting:
     def run_again(
         self, outer: Subgraph, label: str, end: Tensor, segment: Tensor, first: Tensor, begin: Tensor
     ) -> dict[int, Tensor]:
-        """The stores of the values of a segment, by the places of those that the forward loop had for them.
+        """Return the stores of the values of a segment, by the places of the forward loop's stores.
 
         Args:
             outer: the body of the loop over segments.

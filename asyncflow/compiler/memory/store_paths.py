@@ -1,7 +1,7 @@
-"""The stores that loops save values in, and the ways on which gradient loops come to them.
+"""The stores that loops save values in, and their paths to gradient loops.
 
 A store is a loop variable; behind its loop, bodies capture it and read it. The store of an inner loop is saved by the
-loop around it as a value of its own, and read in the body of that loop's gradient before it can be captured further.
+outer loop as a value of its own, and read in the body of that loop's gradient before it can be captured further.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class StoreReader:
 
     Attributes:
         node: it.
-        store: what it reads.
-        around: what reads the store of the loop around that `store` was saved in; None if it has not been saved.
+        store: the store read.
+        around: the reader of the outer loop's store that `store` was saved in; None if it has not been saved.
     """
 
     node: Node
@@ -111,7 +111,7 @@ class StorePaths:
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def readers(self, store: LoopStore) -> list[StoreReader] | None:
-        """All that use a store, if all they do is read it; else None."""
+        """Return all users of a store if they only read it; else None."""
         found: list[StoreReader] = []
         return found if self._find(store.output, store, None, found) else None
 
@@ -191,7 +191,7 @@ class StorePaths:
         return node.outputs[0]
 
     def insert(self, node: Node, *, before: Node | None = None, behind: Node | None = None) -> None:
-        """Notes where a new node is to stand: behind those that were noted for that place before."""
+        """Note the future place of a new node: behind nodes that were noted for that place before."""
         if before is not None:
             self._before.setdefault(before, []).append(node)
         if behind is not None:
@@ -221,12 +221,12 @@ class StorePaths:
                 self.drop(self._stores[user])
 
     def drop_reader(self, reader: StoreReader) -> None:
-        """Takes away a node that reads a store, and whose value nobody uses."""
+        """Remove a node that reads a store, and whose value is not used."""
         self._dropped[reader.node] = None
         self._users[reader.node.inputs[0]].remove(reader.node)
 
     def settle(self) -> None:
-        """Carries out what has been noted."""
+        """Carry out the noted changes."""
         for node in {**self._dropped_captures, **self._dropped_variables}:
             gone, first = self._dropped_captures.get(node, ()), node.first_capture
             places = {place for place in range(first, len(node.inputs)) if node.inputs[place] in gone}

@@ -1,1 +1,1 @@
-"""Passes that make a structured graph smaller without changing a bit of what it computes."""
+"""Passes that make a structured graph smaller without changing a bit of its results."""

@@ -1,7 +1,7 @@
-"""Pass: makes one node, the first, of those that compute the same value (common-subexpression elimination).
+"""Pass: joins nodes that compute the same value into the first of them (common-subexpression elimination).
 
-The same are nodes of one graph or body with the same op, inputs, control inputs, device constraint and attributes, down
-to the bits of floats. Ops with effects, state, randomness, the user's code or TensorArrays are never joined.
+Equal nodes have the same graph or body, op, inputs, control inputs, device constraint and attributes, down to the bits
+of floats. Ops with effects, state, randomness, the user's code or TensorArrays are never joined.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def _join_captures(node: StructuredNode) -> None:
 
 
 def _attrs_key(node: Node) -> Hashable:
-    """Equal for nodes with equal attributes only; `_Unhashable` is raised for what is not plain data."""
+    """Return a key that is equal for nodes with equal attributes only; raises `_Unhashable` for attributes that are
+    no plain data.
+    """
     return tuple([(name, _key(value)) for name, value in node.attrs.items()]) if node.attrs else ()
 
 

@@ -1,4 +1,4 @@
-"""Pass: computes what is constant while compiling.
+"""Pass: computes constant values while compiling.
 
 A pure node with constant inputs and a small result becomes a constant under its own name. A kernel that fails, or gives
 NaN or infinity, is left for the run, which reports it as the session asks. A `cond` on a constant is replaced by the
@@ -29,7 +29,7 @@ _LARGEST_INPUT = 1024 * 1024
 
 
 def fold(graph: Graph) -> None:
-    """Folds `graph` and its bodies, in place."""
+    """Fold `graph` and its bodies, in place."""
     _Fold(graph).run()
 
 
@@ -58,7 +58,7 @@ class _Fold:
         self.graph.nodes[:] = self.kept
 
     def _structured(self, node: StructuredNode) -> list[Node] | None:
-        """Folds inside; returns what takes the place of the node, or None if it stays."""
+        """Fold inside; return the nodes that replace the node, or None if it stays."""
         is_known = isinstance(node, CondNode) and is_constant(node.decision) and not node.control_inputs
         if is_known and not self._is_awaited(node):
             return self._take_branch(node)

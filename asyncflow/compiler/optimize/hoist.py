@@ -1,9 +1,9 @@
-"""Pass: moves what every iteration of a loop would compute anew in front of the loop.
+"""Pass: moves nodes that every iteration of a loop would compute anew in front of the loop.
 
 Moved are nodes that depend on captures and constants alone. A loop may have no iterations at all, so out of its body
 only what cannot fail is moved; its predicate is evaluated at least once, so out of that whatever is pure. As the value
-is kept for as long as the loop runs, it must be no larger than what it is made of. A large transposed matrix by which
-the loop multiplies is copied there, too.
+is kept for as long as the loop runs, it must be no larger than its sources. A large transposed matrix by which the loop
+multiplies is copied there, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SMALL = 1024
 _LARGE = 128 << 10
 """Bytes of a matrix that a product reads again in each iteration, out of a cache that others use too."""
 _STRIP = 64
-"""Rows that are turned at a time: so many columns of a matrix fill lines of the cache."""
+"""Rows transposed at a time: that number of columns fills lines of the cache."""
 
 
 def _turned_kernel(xp: Namespace) -> Kernel:
@@ -134,7 +134,7 @@ class _Hoist:
 
 
 def _is_turned_factor(node: Node, body: Subgraph) -> bool:
-    """Whether a node transposes a large matrix by which `body` multiplies."""
+    """Return True if a node transposes a large matrix by which `body` multiplies."""
     if node.op is not MATRIX_TRANSPOSE:
         return False
     (matrix,) = node.outputs
@@ -143,7 +143,7 @@ def _is_turned_factor(node: Node, body: Subgraph) -> bool:
 
 
 def _is_repeatable(node: Node) -> bool:
-    """Whether running the node once gives what running it in every iteration would."""
+    """Return True if one run of the node gives the same as a run in every iteration."""
     return node.op.is_pure and all(nbytes(output.spec) is not None for output in node.outputs)
 
 

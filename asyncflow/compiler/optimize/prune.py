@@ -1,8 +1,8 @@
-"""Pass: drops what no value of the program needs any more: nodes, captures, loop variables and results of branches.
+"""Pass: drops nodes, captures, loop variables and results of branches that no value of the program needs any more.
 
-Other passes leave such behind, at any depth: `choose_saved` takes away the use of a saved value in an inner gradient,
-and with it goes the capture, then the read in the body around, and so on out to the loop that saves. What may fail
-stays although nothing uses its value, for it was part of the program; so does every branch and loop.
+Other passes leave these behind, at any depth. `choose_saved` removes the use of a saved value in an inner gradient;
+with it goes the capture, then the read in the body around, and so on out to the loop that saves. A node that may fail
+stays although its value is unused, for it was part of the program; so does every branch and loop.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, leve
 
 
 def prune(graph: Graph, keep: Collection[Node] = ()) -> None:
-    """Prunes `graph` and its bodies, in place.
+    """Prune `graph` and its bodies, in place.
 
     Args:
         graph: a graph or body.
-        keep: nodes that stay, such as those a run was asked to run.
+        keep: nodes that stay, such as fetched nodes.
     """
     needed = _Needed(graph, keep)
     for level in needed.levels:
@@ -34,13 +34,13 @@ def prune(graph: Graph, keep: Collection[Node] = ()) -> None:
 
 
 class _Needed:
-    """The needed part of a graph and its bodies, found backwards from what has to run.
+    """The needed part of a graph and its bodies, found backwards from the nodes that have to run.
 
     Attributes:
         levels: the graph and all bodies in it.
         nodes: the nodes that are needed, parameters left out.
-        tensors: of parameters and of results of branches and loops those that are needed. A loop variable is needed
-            as a whole: as input, as parameter, as result of the body and as output.
+        tensors: the needed ones among parameters and results of branches and loops. A loop variable is needed as a
+            whole: as input, as parameter, as result of the body and as output.
     """
 
     def __init__(self, graph: Graph, keep: Collection[Node]) -> None:
@@ -71,7 +71,7 @@ class _Needed:
                 self._spread()
 
     def _spread(self) -> None:
-        """Notes all that depends on what is open: nodes that have to run, and tensors that are needed."""
+        """Spread the need from open nodes and tensors to their sources."""
         while self._open:
             latest = self._open.pop()
             node = latest.node if isinstance(latest, Tensor) else latest
@@ -89,7 +89,7 @@ class _Needed:
                 self._open += [branch.results[latest.index] for branch in node.subgraphs]
 
     def _need_parameter(self, inner: Tensor) -> None:
-        """Notes what a parameter stands for."""
+        """Note the need of a parameter's source."""
         if inner not in self._places:
             return  # of the body that is pruned
         node, place = self._places[inner]
@@ -106,7 +106,7 @@ class _Needed:
 
 
 def _drop_unneeded(node: StructuredNode, needed: Collection[Tensor]) -> None:
-    """Drops the captures of a branch or loop that no body needs, and its results that nothing does."""
+    """Drop the captures of a branch or loop that no body needs, and its unneeded results."""
     first, offset = node.first_capture, node.body_offset
     captures = range(first, len(node.inputs))
     gone = {place for place in captures if all(body.inputs[place - offset] not in needed for body in node.subgraphs)}

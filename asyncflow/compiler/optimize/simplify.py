@@ -29,7 +29,7 @@ from asyncflow.ops.searching import WHERE
 
 
 def simplify(graph: Graph) -> None:
-    """Simplifies `graph` and its bodies, in place."""
+    """Simplify `graph` and its bodies, in place."""
     replaced = Replacements()
     awaited = awaited_nodes(graph)
     kept: list[Node] = []
@@ -100,7 +100,7 @@ def _is_scalar(tensor: Tensor, value: float) -> bool:
 
 
 def _twice(node: Node) -> Tensor | None:
-    """For ops that undo themselves."""
+    """Return the original of an op applied twice that undoes itself."""
     before = node.inputs[0].node
     return before.inputs[0] if before.op is node.op and not before.control_inputs else None
 

@@ -1,1 +1,1 @@
-"""Which device, and which of its streams, is each node on, and what does it cost there?"""
+"""Placement: the device and stream of each node, and costs there."""

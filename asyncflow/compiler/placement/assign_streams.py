@@ -1,12 +1,12 @@
 """Pass: chooses a compute stream for every node on a device that has several of them.
 
-It runs after placement, on the structured graph, and does the same once more: nodes on one stream run one after the
-other, as on one device, and a value that goes to another stream is handed over, which costs time. What differs:
+It runs after placement, on the structured graph, and solves the same problem again. Nodes on one stream run one after
+the other, as on one device, and a value that goes to another stream is handed over, which costs time. What differs:
 
 - A node may go to the streams of its device alone. Light kernels cost nothing, for two streams of them do not overlap:
-  they go with the last heavy one that they use, or else with the first that uses them.
-- The counters and predicates of a loop are on the first stream, and so is what a loop does first, so that the next
-  iteration begins before the later stages of this one are done.
+  they go with the last heavy node that they use, or else with the first that uses them.
+- The counters and predicates of a loop are on the first stream, and so are its first nodes, so that the next iteration
+  begins before the later stages of this one are done.
 - Control flow written by hand stays on the first stream.
 """
 
@@ -67,7 +67,7 @@ def assign_streams(
 
 
 def has_no_stream(node: Node) -> bool:
-    """Whether the node's value is there for every stream, without being handed over."""
+    """Return True if every stream can use the node's value without a handover."""
     return node.op in (FEED, PARAMETER) or is_everywhere(node)
 
 
@@ -164,7 +164,9 @@ class _StreamCosts(NodeCosts):
 
 
 def _first_things_first(loop: WhileNode, choices: _StreamChoices, costs: _StreamCosts, where: dict[Node, int]) -> None:
-    """Numbers the streams that a loop uses of each device by what runs first on them: they are all alike."""
+    """Number the streams that a loop uses on each device in the order of their first nodes: the streams are
+    interchangeable.
+    """
     counters = set(find_counters(loop))
     inside = [node for body in loop.subgraphs for node in body.walk() if node in where and node not in counters]
     used = dict.fromkeys(where[node] for node in inside if costs.ns(node))

@@ -1,4 +1,4 @@
-"""Which devices each node may go to, given the requests that `resolve_requests` left on a graph."""
+"""Devices allowed for each node, given the requests that `resolve_requests` left on a graph."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from asyncflow.graph.structured import WhileNode
 class Choices:
     """The devices that every node of a graph may choose from.
 
-    A group with members in different branches or loops, such as a variable's, is settled at once, on the first device
-    it may use that has room, so that the parts of the graph can be placed one by one.
+    A group with members in different branches or loops, such as a variable's, is settled at once, on the first allowed
+    device that has room. So the parts of the graph can be placed one by one.
 
     Attributes:
         names: of the devices.
@@ -58,11 +58,11 @@ class Choices:
         return self._allowed.get(node, self.everywhere)
 
     def is_bound(self, node: Node) -> bool:
-        """Whether anything was asked for it."""
+        """Return True if the node has any request."""
         return node.device is not None or node.colocated_with is not None
 
     def label(self, node: Node) -> str | Node | None:
-        """The same for nodes that have to be together; None for one that is by itself."""
+        """Return a label that is equal for nodes that must be together; None for a node by itself."""
         return node.colocated_with
 
     def asked_reason(self, node: Node) -> str | None:
@@ -77,7 +77,7 @@ class Choices:
         return None
 
     def held(self, nodes: Iterable[Node]) -> float:
-        """Bytes of the variables that nodes use, without those of groups that are settled."""
+        """Return the bytes of the variables that nodes use, without the variables of settled groups."""
         return _held_nbytes(node for node in nodes if node.colocated_with not in self._settled)
 
     def common(self, nodes: Iterable[Node]) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Choices:
         return common
 
     def counters(self, loop: WhileNode, common: Sequence[int]) -> dict[Node, int]:
-        """Counters and predicates of a loop for which nothing was asked, and where they are kept together.
+        """Return counters and predicates of a loop without requests, and the device where they are kept together.
 
         Args:
             loop: a `while` that is cut.
@@ -132,7 +132,7 @@ def _held_nbytes(nodes: Iterable[Node]) -> float:
 
 
 def _nodes_and_levels(graph: Graph) -> Iterator[tuple[Node, object]]:
-    """Every node, with what is the same for nodes that are placed together: the two bodies of a loop are one level."""
+    """Yield every node, with a key that is equal for nodes placed together: the two bodies of a loop are one level."""
     stack: list[tuple[Graph, object]] = [(graph, graph)]
     while stack:
         here, level = stack.pop()

@@ -1,10 +1,10 @@
-"""Pass: reads what the user asked of placement: device requests, colocation, and which kinds of device have kernels.
+"""Pass: reads the user's placement requests: devices, colocation, and which kinds of device have kernels.
 
 Before a graph is optimised, nodes that have to be on one device become a *group* (union-find): a node and the one it is
 placed with, all nodes that touch one resource (a variable lives on one device), and, where control flow was written by
 hand, what `hand_written` finds no way to cut. A loop written by hand is kept together as well, unless its nodes ask for
-several devices. Where devices have a memory of their own, so do all nodes that a variant (the state of a TensorArray)
-passes through: what it holds stays where it was written, and requests for another device are ignored.
+several devices. If devices have a memory of their own, all nodes that a variant (the state of a TensorArray) passes
+through form a group as well. Its elements stay where they were written, and requests for another device are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 
 
 def needs_all_kernels(node: Node) -> bool:
-    """Whether a device that has kernels on arrays alone has none for the node (`Capabilities.kernels`).
+    """Return True if a device with kernels on arrays alone has none for the node (`Capabilities.kernels`).
 
     It computes on the host: with strings, by the user's own function or coroutine, or outputs whose shapes depend on
     data.
@@ -41,10 +41,10 @@ def needs_all_kernels(node: Node) -> bool:
 def usable_devices(
     nodes: Iterable[Node], request: str | None, devices: Sequence[Device]
 ) -> tuple[tuple[int, ...], bool]:
-    """Positions of the devices that all `nodes` may share, and whether they are those that `request` names.
+    """Return positions of the devices that all `nodes` may share, and True if `request` names these devices.
 
-    They are not if no device it names has kernels for all the nodes: then those that have, whatever was asked for. If
-    none has, any will do: what a device has no kernel for, the host computes on its behalf, with a copy out and in.
+    False means that no device of the request has kernels for all the nodes: then devices that have them are returned.
+    If none has, any will do: what a device has no kernel for, the host computes on its behalf, with a copy out and in.
     """
     asked = _matching(request, devices)
     usable = tuple(index for index, device in enumerate(devices) if device.capabilities.kernels == "all")
@@ -57,16 +57,16 @@ def usable_devices(
 def resolve_requests(
     graph: Graph, source: Graph, devices: Sequence[Device], *, soft: bool = True, spread: bool = False
 ) -> tuple[str, ...]:
-    """Checks the constraints, and leaves each node with those of its whole group.
+    """Check the constraints, and give each node the constraints of its whole group.
 
-    Afterwards `node.device` joins the requests of its group (``"sim:1"`` for ``"sim"`` and ``"sim:1"``), or is None,
-    and `node.colocated_with` is a label that the members of a group share, or None if there is no other member: later
+    Afterwards `node.device` joins the requests of its group (``"sim:1"`` for ``"sim"`` and ``"sim:1"``), or is None.
+    `node.colocated_with` is a label that the members of a group share, or None if there is no other member. Later
     passes may join and drop nodes, and nothing is lost.
 
     Args:
         graph: a private copy of the needed part of the user's graph, changed in place.
         source: the user's graph, in which nodes are looked up that are not needed and yet name a device.
-        devices: those of the session.
+        devices: the session's devices.
         soft: a request for a kind of device that has no kernel is let pass, and `place` finds another device.
         spread: cut loops written by hand although nothing asks for it.
 
@@ -95,16 +95,16 @@ class _Groups:
         self.present = {node.name for node in nodes}
         self.parent: dict[Hashable, Hashable] = {}
         self.links: dict[Hashable, list[tuple[Hashable, str]]] = {}
-        """Who is joined with whom, and why; for messages."""
+        """Links between joined nodes, with reasons; for messages."""
         self.askers: dict[str, Node] = {}
         self.pruned: dict[str, Node] = {}
         self.hubs: dict[Tensor, object] = {}
         """The stand-in for a variant, at each place that holds it."""
         self.notes: list[str] = []
         self.loops: list[list[Node]] = []
-        """The nodes of each loop written by hand, those of loops in it included."""
+        """The nodes of each loop written by hand, with inner loops."""
         self.keepers: list[Node] = []
-        """Nodes of gradients that ask for a device as what they differentiate does: a preference."""
+        """Nodes of gradients that ask for the device of the differentiated node: a preference."""
         # Kernels cannot follow a reference into the memory of another card.
         self.follows_variants = any(device.capabilities.own_memory for device in devices)
         for node in nodes:
@@ -167,7 +167,7 @@ class _Groups:
                     self._join(node.name, members[0].name, f"{node.name} is in one loop with {members[0].name}")
 
     def _join_variants(self, node: Node) -> None:
-        """Joins what makes a variant with what uses it, through branches and loops."""
+        """Join the makers of a variant with its users, through branches and loops."""
         if isinstance(node, StructuredNode):
             for one, other in _same_values(node):
                 if one.dtype == VARIANT:
@@ -250,7 +250,7 @@ class _Groups:
         )
 
     def _path(self, start: str, end: str) -> list[str]:
-        """Why two nodes are of one group: the links on a shortest way from one to the other."""
+        """Explain why two nodes are in one group: the links on a shortest path between them."""
         came_from: dict[Hashable, tuple[Hashable, str]] = {}
         waiting: deque[Hashable] = deque([start])
         while end not in came_from:

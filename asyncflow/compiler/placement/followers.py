@@ -1,4 +1,4 @@
-"""Where nodes go that do no work of their own: constants, fed and fetched values, parameters, `cond` and `while`."""
+"""Devices for nodes without work of their own: constants, fed and fetched values, parameters, `cond` and `while`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 
 def place_followers(graph: Graph, choices: Choices, where: dict[Node, int], why: dict[Node, str]) -> None:
-    """Adds every node of `graph` that is not there yet to `where` and `why`.
+    """Add every missing node of `graph` to `where` and `why`.
 
-    A constant or fed value goes to its first user; a capture to where its value is; a loop variable to where its next
-    value is made, or, if it never changes, where its initial value is; a `while` and a `cond` to the predicate; and
-    what is fetched or streamed is handed out where it is.
+    A constant or fed value goes to its first user, and a capture to its value. A loop variable goes to the maker of its
+    next value or, if it never changes, of its initial value. A `while` and a `cond` go to the predicate; fetched and
+    streamed values are handed out where they are.
     """
     _Followers(graph, choices, where, why).run()
 
@@ -50,7 +50,7 @@ class _Followers:
             self.device_of_node(node)
 
     def put_bound(self, nodes: Sequence[Node]) -> None:
-        """Puts constants and fed values that something was asked for where their group is."""
+        """Put constants and fed values with requests on the device of their group."""
         groups = {node.colocated_with: device for node, device in self.where.items() if node.colocated_with is not None}
         for node in nodes:
             if node in self.where or not self.choices.is_bound(node) or node.op not in (CONSTANT, FEED):
@@ -115,7 +115,7 @@ class _Followers:
         return owner.inputs[position], "where the captured value is"
 
     def working_users(self, tensor: Tensor) -> Iterator[Node]:
-        """The nodes that use a value and have a place, in order, those in branches and loops included."""
+        """Yield the nodes that use a value and have a place, in order, also inside branches and loops."""
         stack, seen = [tensor], {tensor}
         while stack:
             here = stack.pop()

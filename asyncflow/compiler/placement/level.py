@@ -1,7 +1,7 @@
 """One level of a structured graph, the root's nodes or those of a body, as a problem for `list_schedule`.
 
-A loop's level holds its predicate and its body, several iterations of them if they may overlap: what may run at once
-then does so in the simulated execution as well, and stages of a pipeline pay.
+A loop's level holds its predicate and its body, several iterations of them if they may overlap. Their overlap then
+shows in the simulated execution as well, and stages of a pipeline pay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Split:
         span: ns from start to end.
         inputs: the device that needs each of its inputs; None: none does.
         outputs: the device of each of its outputs; None: everywhere.
-        whole: what it would be as one node; None: it has to be cut.
+        whole: the alternative of one node; None if it has to be cut.
     """
 
     where: dict[Node, int]
@@ -62,13 +62,13 @@ class Split:
 
 @dataclass(slots=True)
 class PlacementLevel:
-    """Builds the problem, node by node.
+    """The problem of one level, built node by node.
 
     Attributes:
-        choices: what nodes may choose from.
+        choices: allowed devices of nodes.
         costs: of nodes.
         inside: how a branch or loop is to be treated, given where its inputs are, as far as that is known.
-        counters: nodes to keep together, with those that are on the same device.
+        counters: nodes to keep together, with the others on the same device.
     """
 
     choices: Choices
@@ -80,7 +80,7 @@ class PlacementLevel:
     index: dict[Tensor, int] = field(default_factory=dict)
     """The value that a tensor is in the iteration at hand."""
     gate: int | None = None
-    """A task that those wait for that use what comes into the iteration, or have no other input."""
+    """Task that other tasks wait for, if they use values entering the iteration, or have no other input."""
     structured: dict[Node, Whole | Split] = field(default_factory=dict)
     _groups: dict[Hashable, int] = field(default_factory=dict)
     _tasks: dict[Node, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class PlacementLevel:
         self.problem = Problem(limits=choices.limits, transfer=self.costs.transfer, trials=choices.trials)
 
     def give(self, tensors: Iterable[Tensor], value: Value) -> int:
-        """Lets a value that is there from the start be what these tensors stand for; returns its number."""
+        """Add a value that exists from the start and stands for these tensors; return its number."""
         self.problem.values.append(value)
         number = len(self.problem.values) - 1
         self.index.update(dict.fromkeys(tensors, number))
@@ -123,7 +123,7 @@ class PlacementLevel:
         return allowed[0] if len(allowed) == 1 else None
 
     def device_of(self, number: int, solution: Solution) -> int | None:
-        """Where a value is in a solution; None: everywhere, or not known."""
+        """Return the device of a value in a solution; None: everywhere, or not known."""
         return Places(self.problem, solution.devices).of(self.problem.values[number])
 
     def needed_on(self, number: int, solution: Solution) -> int | None:
@@ -140,7 +140,7 @@ class PlacementLevel:
         return loads(self.problem, solution.devices)
 
     def solve(self) -> Solution:
-        """The best placement found. What is cut and need not be stays whole where others make up for it."""
+        """Return the best placement found. Optional cuts are undone where others make up for them."""
         solution = search(self.problem)
         whole = {node: x.whole for node, x in self.structured.items() if isinstance(x, Split) and x.whole is not None}
         if not whole:

@@ -1,9 +1,9 @@
-"""Which device each task should run on: a search that judges by a simulated execution.
+"""Device for each task: a search that judges by a simulated execution.
 
-Tasks are put where they would finish first, those with the longest way to the end first (HEFT, Topcuoglu 2002; white
-paper 2015 §3.2.1 without the ranks). That is compared with keeping everything together, with cutting the tasks into
-stages, and with doing the same on the fastest devices only; small problems are then bettered by moving one group at a
-time.
+Tasks are put where they would finish first, in order of their longest path to the end (HEFT, Topcuoglu 2002; white
+paper 2015 §3.2.1 without the ranks). The result is compared with keeping everything together, with cutting the tasks
+into stages, and with doing the same on the fastest devices only. Small problems are then improved by moving one group
+at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from asyncflow.compiler.placement.simulated_execution import SPREAD, Execution, Problem, Task, edges, loads, simulate
 
 GAIN = 0.9
-"""Tasks are only spread if that takes at most this part of the time they take together."""
+"""Largest share of the time on one device for which spreading tasks pays."""
 
 _AS_GOOD = 1.03
 """Of placements that take so little longer than the best, the one with the fewest transfers is taken."""
@@ -22,10 +22,10 @@ _AS_GOOD = 1.03
 _WORTH_A_MOVE = 1.005
 
 _MOST_GATHERINGS = 4
-"""So many devices are tried as the one where everything is kept together."""
+"""Maximum number of devices tried as the one that keeps everything together."""
 
 _MOST_ON_FEWER = 60_000
-"""So many tasks, times the devices that each may go to, are placed on fewer devices than there are."""
+"""Maximum number of tasks, times allowed devices, placed on fewer devices than there are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Solution:
 
     Attributes:
         devices: by group; `SPREAD` for spread tasks.
-        span: ns of a simulated run, with what is repeated.
+        span: ns of a simulated run, repetitions included.
         overflow: bytes by which devices exceed their limits in it.
         crossings: how often a value goes to another device.
         finishes: by group, when it would end on each device, as seen when it was put on one; None if it had no choice.
@@ -77,7 +77,7 @@ def search(problem: Problem) -> Solution:
 
 
 def _with_fewest_crossings(found: Sequence[Solution]) -> Solution:
-    """Of those that are about as good as the best."""
+    """Return the solution with fewest crossings among those about as good as the best."""
     overflow, span = min(solution.cost for solution in found)
     as_good = (solution for solution in found if solution.overflow <= overflow and solution.span <= _AS_GOOD * span)
     return min(as_good, key=lambda solution: solution.crossings)
@@ -108,7 +108,7 @@ def _added(problem: Problem, devices: Sequence[int]) -> float:
 
 
 def _fewer(problem: Problem) -> Iterator[frozenset[int]]:
-    """The fastest 2 devices, 3 and so on, but not all; first those that leave out what is slower than the rest."""
+    """Yield the fastest 2 devices, 3 and so on, but not all; first the sets that leave out slower devices."""
     times = {d: sum(task.times[d] for task in problem.tasks) for d in range(len(problem.limits))}
     fastest = sorted(times, key=lambda device: (times[device], device))
     sizes = range(2, len(fastest))
@@ -121,7 +121,7 @@ def _fewer(problem: Problem) -> Iterator[frozenset[int]]:
 
 
 def _gathered(problem: Problem, greedy: Solution) -> Solution:
-    """The best of those that keep what is free to go anywhere on one device."""
+    """Return the best solution that keeps all free groups on one device."""
     pinned = [0.0] * len(problem.limits)
     for group in problem.groups:
         if len(group.allowed) == 1:
@@ -146,7 +146,9 @@ def _gathered(problem: Problem, greedy: Solution) -> Solution:
 
 
 def _pipelines(problem: Problem, greedy: Solution, usable: Sequence[int]) -> Iterator[Solution]:
-    """Those that cut what is free into as many stages of equal work as there are usable devices, or fewer."""
+    """Yield solutions that cut the free groups into as many stages of equal work as there are usable devices, or
+    fewer.
+    """
     free = [index for index, group in enumerate(problem.groups) if len(group.allowed) > 1]
     free.sort(key=lambda index: problem.groups[index].tasks[0])
     work = {index: sum(min(problem.tasks[task].times) for task in problem.groups[index].tasks) for index in free}
@@ -207,7 +209,7 @@ def _moved(problem: Problem, start: Solution, group: int) -> Solution:
 
 
 class _Greedy:
-    """Puts groups where their first task, and with it the work of all others, would finish first.
+    """A greedy placement: groups go where their first task, and with it the work of all others, would finish first.
 
     With `usable`, they go to no other device if they may go to one of these. `promised` is the work of the groups on
     each device, done or not.
@@ -237,7 +239,9 @@ class _Greedy:
         return solution
 
     def _order(self) -> list[int]:
-        """By the longest way to the end, which no task has a shorter one of than those that wait for it."""
+        """Return the tasks by their longest path to the end; no task has a shorter one than the tasks waiting for
+        it.
+        """
         tasks, values = self.problem.tasks, self.problem.values
         followers = edges(tasks)
         ranks = [0.0] * len(tasks)
@@ -283,7 +287,7 @@ class _Greedy:
         return sum(self.problem.tasks[member].times[device] for member in self.groups[group].tasks)
 
     def _first_home(self, task: Task) -> int | None:
-        """Where the first input is that is in one place, or else the first task that it runs after."""
+        """Return the device of the first input that is in one place, or of the first task that it runs after."""
         homes = [self.execution.places.of(self.problem.values[i]) for i in task.inputs]
         homes += [self.devices[self.problem.tasks[before].group] for before in task.waits]
         return next((home for home in homes if home is not None), None)

@@ -25,10 +25,10 @@ NS_PER_DRAW = 40.0
 NS_PER_STRING = 150.0
 
 ASSUMED_ITERATIONS = 10
-"""Of a loop, for what it costs as a whole."""
+"""Number of iterations assumed for the cost of a whole loop."""
 
 LARGE_ELEMENTS = 16_384
-"""Where sizes are only known in a run, inputs of so many elements may mean work that is too long for the event loop."""
+"""Elements of inputs that may mean work too long for the event loop, where sizes are only known in a run."""
 
 _FREE = frozenset({CONSTANT, IDENTITY, NO_OP, PARAMETER, FEED, FETCH, EMIT})
 
@@ -47,8 +47,9 @@ class NodeCosts:
     """Costs on each of some devices, in the order of the devices.
 
     Args:
-        devices: those of the session.
-        measured: mean ns of a firing by node name; taken for every device, as where it was measured is not known.
+        devices: the session's devices.
+        measured: mean ns of a firing by node name, used for every device, as the device of the measurement is not
+            known.
     """
 
     def __init__(self, devices: Sequence[Device], measured: Mapping[str, float]) -> None:
@@ -67,7 +68,7 @@ class NodeCosts:
         return tuple([device.kernel_ns(*work) for device in self.devices])
 
     def is_small(self, node: Node) -> bool:
-        """Whether every device is done with it about as soon as it has begun."""
+        """Return True if every device is done with the node about as soon as it has begun."""
         flops, nbytes = self.work(node)
         return flops <= _SMALL_FLOPS and nbytes <= SMALL_NBYTES and self.measured.get(node.name, 0.0) <= _SMALL_FLOPS
 
@@ -83,7 +84,7 @@ class NodeCosts:
         return flops, made + sum(map(tensor_nbytes, node.inputs))
 
     def transfer(self, nbytes: float, source: int, target: int) -> float:
-        """The ns until a value of so many bytes is on another device."""
+        """Return the ns until a value of `nbytes` bytes is on another device."""
         if source == target:
             return 0.0
         key = (nbytes, source, target)
@@ -107,7 +108,7 @@ def spec_nbytes(spec: Spec) -> float:
 
 
 def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float:
-    """One firing of `node` on values of these shapes; what is not known counts little."""
+    """Return the ns of one firing of `node` on values of these shapes; unknown extents count little."""
     flops = flops_of(node, input_shapes, output_shapes)
     if flops is not None:
         return NS_PER_CALL + NS_PER_FLOP * flops
@@ -120,7 +121,7 @@ def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence
 
 
 def may_be_long(node: Node, limit_ns: float) -> bool:
-    """Whether one firing may well take longer than `limit_ns`; see `assumed_ns`."""
+    """Return True if one firing may well take longer than `limit_ns`; see `assumed_ns`."""
     return assumed_ns(node) > limit_ns
 
 
@@ -147,14 +148,14 @@ class RegionEstimate:
     is_told: bool
 
     def expects(self, limit_ns: float, inputs: Iterable[Value]) -> bool:
-        """Whether a kernel may take longer than `limit_ns`, given the region's inputs."""
+        """Return True if a kernel may take longer than `limit_ns`, given the region's inputs."""
         if self.longest_ns > limit_ns or self.is_told:
             return True
         return self.is_open and sum(getattr(value, "size", 1) for value in inputs) >= LARGE_ELEMENTS
 
 
 def estimate_region(nodes: Iterable[Node]) -> RegionEstimate:
-    """The estimate for the nodes of a region, those in branches and loops included."""
+    """Return the estimate for the nodes of a region, also inside branches and loops."""
     once = longest = 0.0
     is_open = is_told = False
     for node in nodes:

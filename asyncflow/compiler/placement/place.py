@@ -1,15 +1,15 @@
 """Pass: chooses a device for every node (white paper 2015 §3.2.1, §4.3).
 
-Requests, colocation and kernels say where a node may go (`constraints`, `choices`); among what is left a simulated
-execution finds where it is best, from measured or estimated times, transfers and memory limits (`list_schedule`).
+Requests, colocation and kernels limit the devices of a node (`constraints`, `choices`). Among the rest a simulated
+execution finds the best, from measured or estimated times, transfers and memory limits (`list_schedule`).
 
 A branch or loop is placed from the inside out. It stays whole, to become one function, if all its requests agree and it
 is light, or cutting it gains too little. Otherwise its nodes are placed one by one, and its integer scalars (counters,
 and the predicates made of them) are kept on one device: the one the loop asks for, or all requests inside it, or the
 session's first.
 
-What does no work follows what does: a constant or fed value goes to its first user, a loop variable to where its next
-value is made, a capture to where its value is, a `cond` or `while` to its predicate.
+Nodes without work follow others: a constant or fed value goes to its first user, a loop variable to the maker of its
+next value, a capture to its value, a `cond` or `while` to its predicate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIGHT_NS = 200_000.0
 """A body whose nodes take less together is not worth cutting."""
 
 _OVERLAPPING, _MOST_UNROLLED = 4, 4_000
-"""So many iterations that may overlap are simulated, unless that makes too many nodes."""
+"""Number of overlapping iterations that are simulated, and the most nodes that this may make."""
 
 _MANY = 128.0
 """The number of overlapping iterations whose time is counted: filling a pipeline then matters little."""
@@ -48,7 +48,7 @@ _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the nodes of a graph are, and why, both by node name; and what else there is to say of it."""
+    """Devices of a graph's nodes, with reasons, both by node name; and further notes."""
 
     devices: dict[str, str]
     reasons: dict[str, str]
@@ -73,12 +73,12 @@ def place(
     placed: Mapping[str, str] = _NOWHERE,
     notes: tuple[str, ...] = (),
 ) -> Placement:
-    """Gives every node of `graph`, bodies included, the full name of one device in `node.device`.
+    """Give every node of `graph`, bodies included, the full name of one device in `node.device`.
 
     Args:
         graph: structured, from `resolve_requests` and the optimisations; changed in place.
-        devices: those of the session, the preferred one first.
-        costs: mean ns of a firing by node name, from earlier runs; what is missing is estimated.
+        devices: the session's devices, the preferred one first.
+        costs: mean ns of a firing by node name, from earlier runs; missing ones are estimated.
         seed: puts nodes at random where they may be, to show that results do not depend on it. None: where they finish
             first.
         placed: the devices of nodes by name in a run that is done again; not regarded unless it has them all.
@@ -194,7 +194,7 @@ class _Placer:
         return whole if split.span > GAIN * together else replace(split, whole=whole)
 
     def fits(self, whole: Whole) -> bool:
-        """Whether a device has room for it, were it empty."""
+        """Return True if a device has room for it, were the device empty."""
         limits = (self.choices.limits[device] for device in whole.allowed)
         return any(limit is None or whole.workspace + whole.held <= limit for limit in limits)
 
@@ -336,7 +336,7 @@ class _Placer:
         return where, why
 
     def reason(self, node: Node, level: PlacementLevel, solution: Solution) -> str:
-        """Why a node is where it is."""
+        """Return the reason for a node's place."""
         if node in level.counters:
             return "kept together with the counters and predicate of its loop"
         names = self.choices.names

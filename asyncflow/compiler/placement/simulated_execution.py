@@ -1,7 +1,7 @@
-"""A model of a run: tasks on devices, values that go from one to another, memory; and how long it all takes.
+"""A model of a run: tasks on devices, values that go from one to another, memory; and the time of it all.
 
-Each device runs its tasks one by one, in the order in which they become ready, and a value goes once to each device
-that needs it, as soon as it is there: that is what the runtime does.
+Each device runs its tasks one by one, in the order in which they become ready. A value goes once to each device that
+needs it, as soon as it exists: the runtime does the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Value:
 
 @dataclass(slots=True, kw_only=True)
 class Spread:
-    """How a task that runs on several devices uses them.
+    """A task's use of several devices.
 
     Attributes:
         loads: ns on each device.
@@ -94,11 +94,11 @@ class Problem:
     """Tasks in an order in which they can run, and the devices.
 
     Attributes:
-        first_part: how many tasks come before those that are repeated; the iterations of a loop, such as 2 of 4.
+        first_part: number of tasks before the repeated ones; the iterations of a loop, such as 2 of 4.
         repeats: how often what the other tasks add to the time is counted beyond once.
         limits: bytes each device may hold; None is no limit.
-        transfer: ns to send so many bytes from one device to another.
-        trials: so many tasks in all may be simulated in a search that moves one group after the other.
+        transfer: ns to send a number of bytes from one device to another.
+        trials: maximum number of tasks simulated in all, in a search that moves one group after the other.
     """
 
     tasks: list[Task] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Problem:
 
 
 class Places:
-    """Where values are, given where groups are (a group that is not placed yet is nowhere: None)."""
+    """Places of values, given the places of groups (a group not placed yet is nowhere: None)."""
 
     def __init__(self, problem: Problem, devices: Sequence[int | None]) -> None:
         self.problem = problem
@@ -197,7 +197,7 @@ class Execution:
         self.free = [0.0] * len(problem.limits)
 
     def ready(self, task: Task, device: int | None) -> float:
-        """When all that the task waits for is there, if it is on `device`."""
+        """Return the time at which all inputs of the task are there, if it is on `device`."""
         places, values, ends = self.places, self.problem.values, self.ends
         ready = 0.0
         for before in task.waits:
@@ -212,7 +212,7 @@ class Execution:
         return ready
 
     def run(self, index: int, ready: float, *, contend: bool = True) -> None:
-        """Runs the task where its group is, once it and its devices are ready; or at once, unless they `contend`."""
+        """Run the task on its group's device, once inputs and devices are ready; or at once, unless they `contend`."""
         task = self.problem.tasks[index]
         device = self.places.devices[task.group]
         free = self.free if contend else [0.0] * len(self.free)
@@ -233,7 +233,7 @@ class Execution:
 def simulate(
     problem: Problem, devices: Sequence[int], n_tasks: int | None = None, *, contend: bool = True
 ) -> tuple[float, float, int]:
-    """When the last of the first `n_tasks` tasks ends, in ns.
+    """Return the end of the last of the first `n_tasks` tasks, in ns.
 
     Also by how many bytes a device exceeds its limit, and how often a value goes to another device. Unless they
     `contend`, a device runs any number of tasks at a time.

@@ -1,1 +1,1 @@
-"""The program to compile: the part of a graph that one kind of run needs, and what is known of its nodes."""
+"""The program to compile: the part of a graph that one kind of run needs, and facts about its nodes."""

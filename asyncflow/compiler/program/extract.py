@@ -2,8 +2,8 @@
 
 Needed are the fetches and everything they depend on, up to the fed tensors. Where a value is needed for its shape only,
 that is found from other shapes if it can be; and a check of a shape is left out that would take more than the run has.
-Inside branches and loops that is: the results somebody uses, and, where effects are ordered, every node with a side
-effect. Loop variables and branch results nobody uses are dropped.
+Inside branches and loops these are the used results and, if effects are ordered, every node with a side effect. Unused
+loop variables and branch results are dropped.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class _Need:
 
     nodes: dict[Node, None] = field(default_factory=dict)
     done: set[Node] = field(default_factory=set)
-    """Those of them whose inputs are among what is needed."""
+    """Needed nodes whose inputs are among the needed tensors."""
     tensors: dict[Tensor, None] = field(default_factory=dict)
     inside: dict[Node, _Inside] = field(default_factory=dict)
     shapes: dict[Tensor, None] = field(default_factory=dict)
-    """Of these a shape is asked for, but perhaps nothing else."""
+    """Tensors whose shape is asked for, but perhaps not their value."""
     by_rule: dict[Tensor, None] = field(default_factory=dict)
-    """Those of them that are not computed."""
+    """Tensors of `shapes` that are not computed."""
     unchecked: set[Node] = field(default_factory=set)
     """Checks of shapes that are left out."""
 
@@ -78,7 +78,7 @@ def extract(
     streamed: Sequence[Tensor] = (),
     all_effects: bool = False,
 ) -> Extract:
-    """Copies what `fetches` need, given `feeds`.
+    """Copy the nodes that `fetches` need, given `feeds`.
 
     Args:
         graph: a root graph; not changed.
@@ -89,7 +89,7 @@ def extract(
 
     Raises:
         FeedError: a needed placeholder is not fed.
-        FetchError: what is streamed is too deep inside a loop with a pool.
+        FetchError: a streamed tensor is too deep inside a loop with a pool.
     """
     analysis = _Analysis(graph, feeds, streamed)
     roots: list[Tensor | Node] = [fetch for fetch in fetches if isinstance(fetch, Tensor | Node)]
@@ -100,7 +100,7 @@ def extract(
 
 
 class _Analysis:
-    """Walks backwards from what is asked for."""
+    """An analysis that walks backwards from the fetches."""
 
     def __init__(self, graph: Graph, feeds: Iterable[Tensor], streamed: Sequence[Tensor]) -> None:
         self.ordered = graph.effects == "ordered"
@@ -154,7 +154,9 @@ class _Analysis:
         return tensor in need.by_rule or tensor in self.feeds or tensor.node in need.nodes
 
     def _need_shape(self, tensor: Tensor, need: _Need) -> None:
-        """Of a value that nothing else needs, what tells its shape, if that is less than the value itself."""
+        """Need the sources of a value's shape, if the value itself is not needed, and if they are cheaper than the
+        value.
+        """
         if tensor in need.by_rule:
             return
         sources = None if self._is_there(tensor, need) else shape_sources(tensor)
@@ -168,7 +170,7 @@ class _Analysis:
             self._need_tensor(source, need)
 
     def _is_at_hand(self, tensor: Tensor, need: _Need) -> bool:
-        """Whether a shape can be told by what the run computes anyway."""
+        """Return True if a shape follows from values that the run computes anyway."""
         seen, pending = {tensor}, [tensor]
         while pending:
             latest = pending.pop()
@@ -243,20 +245,20 @@ class _Analysis:
 
 
 def _is_check_of_shape(node: Node) -> bool:
-    """Whether the node only checks that a value has the shape of another, which stands beside it."""
+    """Return True if the node only checks that a value has the shape of another, which stands beside it."""
     if node.op is not CHECK_SHAPE or len(node.inputs) != 2 or node.control_inputs:
         return False
     return node.inputs[1].node.op is SHAPE and node.inputs[1].graph is node.graph
 
 
 def _reads_input(node: StructuredNode, body_input: int, bodies: Sequence[_Need]) -> bool:
-    """Whether a needed part of a body reads that body input, or waits for it."""
+    """Return True if a needed part of a body reads that body input, or waits for it."""
     inner = (body.inputs[body_input] for body in node.subgraphs)
     return any(tensor.node in need.nodes for tensor, need in zip(inner, bodies, strict=True))
 
 
 def _kept_inputs(node: StructuredNode, inside: _Inside) -> list[int]:
-    """Which inputs of a structured node its needed parts use: loop variables kept, captures read."""
+    """Return the inputs of a structured node that its needed parts use: loop variables kept, captures read."""
     first = list(inside.kept) if isinstance(node, WhileNode) else [0]
     captures = range(node.first_capture, len(node.inputs))
     return first + [i for i in captures if _reads_input(node, i - node.body_offset, inside.bodies)]

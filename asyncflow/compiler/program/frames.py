@@ -1,4 +1,4 @@
-"""Which loop frame does each node of a flat graph run in?"""
+"""Loop frames of the nodes of a flat graph."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _BY_HAND = frozenset({ENTER, SWITCH})
 
 
 def has_primitives(nodes: Iterable[Node]) -> bool:
-    """Whether control flow was written by hand: nodes then belong to frames, and may be dead."""
+    """Return True if control flow was written by hand: nodes then belong to frames, and may be dead."""
     return not _BY_HAND.isdisjoint([node.op for node in nodes])
 
 
 def is_everywhere(node: Node) -> bool:
-    """Whether the node is a constant that waits for nothing: it belongs to every frame, and each partition has it."""
+    """Return True if the node is a constant without control inputs: it belongs to every frame, and each partition
+    has it.
+    """
     return node.op is CONSTANT and not node.control_inputs
 
 

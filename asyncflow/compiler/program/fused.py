@@ -1,8 +1,8 @@
 """The `fused` op: several elementwise ops that one kernel computes.
 
 Where the array namespace has an `ElementwiseKernel`, as CuPy's has, it is one kernel of generated source; elsewhere the
-ops run one by one. The results are those of the ops one by one, to the bit: every op's result is rounded to its dtype,
-and multiplications and additions stay apart (``--fmad=false``: NVRTC would contract them).
+ops run one by one. The results equal the separate ops' to the bit: every op's result is rounded to its dtype, and
+multiplications and additions stay apart (``--fmad=false``: NVRTC would contract them).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST_NAME = 60
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One of the ops.
+    """An op of a chain.
 
     Attributes:
         op: which.
@@ -55,9 +55,9 @@ class Chain:
     """Elementwise ops that feed one another. Values are numbered: first the inputs, then each member's output.
 
     Attributes:
-        inputs: specs of what comes from outside.
+        inputs: specs of the inputs from outside.
         members: in an order in which they can run.
-        outputs: numbers of the values that somebody outside uses, all of them members' outputs.
+        outputs: numbers of the values used outside, all of them members' outputs.
     """
 
     inputs: tuple[Spec, ...]
@@ -71,7 +71,7 @@ class Chain:
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each output, the inputs it depends on, which its shape comes from."""
+        """For each output, the inputs it depends on, which determine its shape."""
         found: list[frozenset[int]] = [frozenset((index,)) for index in range(len(self.inputs))]
         for member in self.members:
             found.append(frozenset().union(*(found[operand] for operand in member.operands)))
@@ -124,7 +124,7 @@ def kernel_source(chain: Chain) -> KernelSource:
 
 
 def _half_headers(chain: Chain) -> Iterator[str]:
-    """The headers of half-precision types: CuPy includes those of a kernel's parameters only."""
+    """Yield the headers of half-precision types: CuPy includes only the headers of a kernel's parameters."""
     stored = {chain.specs[number].dtype.name for number in (*range(len(chain.inputs)), *chain.outputs)}
     for name in sorted({spec.dtype.name for spec in chain.specs} & HALVES - stored):
         yield f'#ifdef __CUDACC_RTC__\n#include "cupy/{name}.cuh"\n#endif'
@@ -203,7 +203,7 @@ def _with_scalars(run: Kernel, one_by_one: Kernel, scalars: Sequence[int], *, ma
 
 
 def _has_one_shape(chain: Chain) -> bool:
-    """Whether the outputs are known to have the shape that the inputs broadcast to, which is that of the kernel."""
+    """Return True if the outputs are known to have the broadcast shape of the inputs, which is the kernel's."""
     every = range(len(chain.inputs))
     if all(len(sources) == len(every) for sources in chain.sources):
         return True
@@ -215,7 +215,7 @@ def _has_one_shape(chain: Chain) -> bool:
 
 
 def _is_one_shape(chain: Chain, shapes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether outputs have the shape that `shapes`, those of the inputs, broadcast to."""
+    """Return True if the outputs have the broadcast shape of the inputs' `shapes`."""
     try:
         whole = np.broadcast_shapes(*shapes)
     except ValueError:
@@ -224,7 +224,7 @@ def _is_one_shape(chain: Chain, shapes: tuple[tuple[int, ...], ...]) -> bool:
 
 
 def _with_checked_shapes(run: Kernel, one_by_one: Kernel, chain: Chain) -> Kernel:
-    """`run` where one kernel can do it: unknown extents may turn out to be 1."""
+    """Return `run` guarded by a check that one kernel can do it: unknown extents may turn out to be 1."""
     fits = lru_cache(maxsize=64)(lambda shapes: _is_one_shape(chain, shapes))
 
     def launch(*inputs: Any) -> Value:

@@ -1,4 +1,4 @@
-"""Control flow written by hand: in which iterations, and on which sides of which predicates, is each value live?
+"""Control flow written by hand: the iterations, and the sides of predicates, in which each value is live.
 
 That has to be known before a graph can be cut over devices: a Recv must be dead, without any message, exactly where the
 value it brings is dead, and wait for it everywhere else. `while_loop` and `cond` say so by how they are built; here it
@@ -6,9 +6,9 @@ is found from the primitives. A value is live under the `sides` of predicates th
 Merge of both sides of a predicate is live whether it holds or not; a loop's Merge is live in each iteration.
 
 A loop is *regular* if its variables go on together, by one predicate. Everything in it then arrives in every iteration
-that starts, dead or live, on any device. Of a loop on a branch not taken, what does not come from the branch, such as a
-counter that begins with a constant, would be live all the same; if nobody sees it, it is made dead. A loop that is not
-regular stays on one device, and so does what uses a value of which it is not known when it is dead.
+that starts, dead or live, on any device. In a loop on a branch not taken, a value that does not come from the branch,
+such as a counter that begins with a constant, would be live all the same. If no node can observe the difference, it is
+made dead. A loop that is not regular stays on one device, and so do nodes that use a value whose deadness is unknown.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.ops.logic import LOGICAL_NOT
 
 Side: TypeAlias = "tuple[Tensor, bool]"
-"""A predicate, and whether it holds."""
+"""A predicate, and the value that it has on this side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """When a value is live: in each iteration of a frame in which all `sides` are as they say."""
+    """The condition under which a value is live: each iteration of a frame in which all `sides` hold."""
 
     frame: FramePath
     sides: frozenset[Side] = frozenset()
@@ -45,7 +45,7 @@ class Live:
 
 @dataclass(slots=True, eq=False)
 class HandFrame:
-    """A frame that somebody entered by hand.
+    """A frame that a user entered by hand.
 
     Attributes:
         path: which it is.
@@ -73,7 +73,7 @@ class HandWritten:
 
     Attributes:
         frame_of: the frame each node runs in.
-        frames: those that are entered by hand.
+        frames: frames entered by hand.
         runs: when each node runs live; None: that is not known.
         live: when its outputs and control edges are, but for the outputs of a Switch (`live_of`).
         sides: the sides that a Switch has, of its predicate.
@@ -89,7 +89,7 @@ class HandWritten:
         self.runs: dict[Node, Live | None] = {}
         self.live: dict[Node, Live | None] = {}
         self._outer: dict[Node, frozenset[Side]] = {}
-        """Of a node in iteration 0: what has to hold around its frame at least for it to be live."""
+        """For nodes in iteration 0: sides that must hold around the frame for the node to be live."""
         self.sides = {
             node: (_literal(node.inputs[1], False), _literal(node.inputs[1], True))
             for node in self.frame_of
@@ -111,16 +111,16 @@ class HandWritten:
 
     @property
     def whole_because(self) -> str:
-        """Why nothing of a body can be cut; empty if it can."""
+        """Reason why nothing of a body can be cut; empty if it can."""
         return f"results may be dead: {_listed(self.dead_results)}" if self.dead_results else ""
 
     def live_of(self, tensor: Tensor) -> Live | None:
-        """When a value is live; None: that is not known."""
+        """Return the condition under which a value is live; None: unknown."""
         live, sides = self.live[tensor.node], self.sides.get(tensor.node)
         return live if live is None or sides is None else Live(live.frame, live.sides | {sides[tensor.index]})
 
     def is_early(self, enter: Node) -> bool:
-        """Whether what an Enter of a regular loop brings may be live where the loop is not."""
+        """Return True if a value entering a regular loop may be live where the loop is not."""
         frame = self.frames[output_frame(enter, self.frame_of[enter])]
         return frame.driver is not None and frame.trouble is None and self.runs[enter] != frame.around
 
@@ -129,7 +129,7 @@ class HandWritten:
         return max(sides, key=lambda side: self._order[side[0].node])
 
     def held(self, path: FramePath) -> HandFrame | None:
-        """The frame, this or one around it, that cannot be cut."""
+        """Return the frame, this or one around it, that cannot be cut."""
         around = (self.frames.get(path[:depth]) for depth in range(1, len(path) + 1))
         return next((frame for frame in around if frame is not None and frame.trouble is not None), None)
 
@@ -180,13 +180,13 @@ class HandWritten:
                 frame.trouble = f"it has several predicates, {_listed(frame.loop_conds)}"
 
     def _is_variable(self, source: Node, user: Node) -> bool:
-        """Whether the edge is one by which a loop's variable enters or comes round."""
+        """Return True if the edge brings a loop's variable in or back."""
         return source.op in (ENTER, NEXT_ITERATION) and _is_loop_merge(user) and source not in user.control_inputs
 
     # -- values ----------------------------------------------------------------------------------------------------
 
     def _when(self, node: Node) -> tuple[Live | None, Live | None]:
-        """When a node runs live, and when its outputs are."""
+        """Return the conditions under which a node runs live, and under which its outputs are live."""
         path = self.frame_of[node]
         runs = None if self.held(path) is not None else self._runs(node, path)
         if node.op is ENTER:
@@ -230,7 +230,7 @@ class HandWritten:
         return self._outer.get(source, frozenset())
 
     def _has_moved(self) -> bool:
-        """Whether a frame is live at other times than was taken for granted."""
+        """Return True if a frame is live at other times than assumed."""
         moved = False
         for frame in self.frames.values():
             entering = [self.runs[enter] for enter in frame.enters]
@@ -241,7 +241,7 @@ class HandWritten:
         return moved
 
     def _has_trouble(self) -> bool:
-        """Whether something was found out that was taken for granted."""
+        """Return True if an assumption has turned out wrong."""
         before = len(self._odd_exits)
         found = False
         for frame in self.frames.values():
@@ -258,7 +258,7 @@ class HandWritten:
         return found or len(self._odd_exits) > before
 
     def _trouble(self, frame: HandFrame) -> str | None:
-        """Why a frame is not regular."""
+        """Return the reason why a frame is not regular."""
         around = frame.around
         if around is None:
             dead = [enter for enter in frame.enters if self.runs[enter] is None]
@@ -286,7 +286,7 @@ class HandWritten:
         return self._trouble_when_dead(frame, around)
 
     def _trouble_when_dead(self, frame: HandFrame, around: Live) -> str | None:
-        """Why it would be seen that what is live where not all of a loop is was made dead."""
+        """Return the reason why it would show that values live outside of parts of a loop were made dead."""
         if all(self.runs[enter] == around for enter in frame.enters):
             return None
         depth = len(frame.path)
@@ -309,7 +309,7 @@ def _literal(pred: Tensor, side: bool) -> Side:
 
 
 def _merged(path: FramePath, inputs: Sequence[Live | None]) -> Live | None:
-    """When a Merge is live: whether a predicate holds does not matter if both sides of it come together."""
+    """Return the condition under which a Merge is live: a predicate does not matter if both its sides meet there."""
     left: list[frozenset[Side]] = []
     for live in inputs:
         if live is None:
@@ -323,7 +323,7 @@ def _merged(path: FramePath, inputs: Sequence[Live | None]) -> Live | None:
 
 
 def _are_opposite(one: frozenset[Side], other: frozenset[Side]) -> bool:
-    """Whether the two tell the sides of one predicate apart, and agree in everything else."""
+    """Return True if the two differ only in the side of one predicate."""
     differing = one ^ other
     return len(differing) == 2 and len({pred for pred, _ in differing}) == 1 and len(one) == len(other)
 

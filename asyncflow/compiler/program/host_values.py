@@ -1,9 +1,8 @@
-"""Pass: finds which values are on the host for certain, where devices have a memory of their own.
+"""Pass: finds the values that are certainly on the host, if devices have a memory of their own.
 
 A kernel whose inputs are all on the host and whose outputs have rank 0 is computed there, by NumPy: counters,
-predicates and learning rates cost no launch, and a loop that decides by them needs not wait for its device. The same is
-found again in a run, by looking at the values; here it is found beforehand, for what has to be decided when a graph is
-compiled.
+predicates and learning rates cost no launch, and a loop that decides by them needs not wait for its device. The run
+finds the same again, by looking at the values; here it is found beforehand, for decisions of the compiler.
 
 The code of a region takes all other arrays for the device's. Some come as vectors of the host all the same, such as a
 mask that a CPU has made: they are copied in where the region begins. A branch or loop in which the one meets the other
@@ -28,24 +27,24 @@ from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 _STORES = frozenset({NEW_STORE, MOVING_STORE, SAVE, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE, READ_SAVED})
-"""What loops save is given back as it was saved: a number that the host has counted stays there."""
+"""Ops of stores, which return saved values unchanged: a number that the host has counted stays there."""
 
 NUMBERS = "biufc"
 """Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""
 
 
 def is_metadata(node: Node) -> bool:
-    """Whether the node looks at what is known of its input without its data."""
+    """Return True if the node reads shape and dtype of its input without the data."""
     return node.op.traits.memory is Memory.METADATA
 
 
 def is_scalar_spec(spec: Spec) -> bool:
-    """Whether values of this spec are numbers of rank 0."""
+    """Return True if values of this spec are numbers of rank 0."""
     return spec.shape == () and spec.dtype.kind in NUMBERS
 
 
 def may_stay_on_host(node: Node) -> bool:
-    """Whether the node is computed on the host when its inputs are there."""
+    """Return True if the node is computed on the host when its inputs are there."""
     op = node.op
     if op.kernel is None or op.is_user or op.is_async or op.effects is not None:
         return False
@@ -55,12 +54,12 @@ def may_stay_on_host(node: Node) -> bool:
 
 
 def computes_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
-    """Whether the host does what the node computes, as it has all inputs."""
+    """Return True if the host computes the node, as it has all inputs."""
     return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)
 
 
 def may_be_host_vector(spec: Spec) -> bool:
-    """Whether a value of this spec that is not known to be on the host may be there: a short vector of integers.
+    """Return True if a value of this spec may be on the host unnoticed: a short vector of integers.
 
     Devices leave such a one where it was made, since it may be a shape.
     """
@@ -68,7 +67,7 @@ def may_be_host_vector(spec: Spec) -> bool:
 
 
 def mixes_vectors(node: Node, found: AbstractSet[Tensor]) -> bool:
-    """Whether what a branch or loop gives is a vector that is now on the host, now in the memory of the device.
+    """Return True if a branch or loop returns a vector that is sometimes on the host, and sometimes on the device.
 
     Args:
         node: any.
@@ -87,16 +86,16 @@ def mixes_vectors(node: Node, found: AbstractSet[Tensor]) -> bool:
 
 
 def find_host_values(graph: Graph) -> set[Tensor]:
-    """The tensors of a structured graph, those in branches and loops included, whose values are on the host."""
+    """Return the tensors of a structured graph, also inside branches and loops, whose values are on the host."""
     found: set[Tensor] = set()
     add_host_values(graph.nodes, found)
     return found
 
 
 def add_host_values(nodes: Iterable[Node], found: set[Tensor], *, in_buffers: bool = False) -> None:
-    """Adds those of `nodes` to the tensors on the host that are `found` before them.
+    """Add the host values among `nodes` to the ones `found` before them.
 
-    In a loop that a device runs, variables and what it decides about are `in_buffers` of the device.
+    In a loop that a device runs, variables and deciding values are `in_buffers` of the device.
     """
     for node in nodes:
         if isinstance(node, CondNode):
@@ -108,7 +107,7 @@ def add_host_values(nodes: Iterable[Node], found: set[Tensor], *, in_buffers: bo
 
 
 def is_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
-    """Whether the outputs of a node that is no branch or loop are on the host, as the tensors `found` are."""
+    """Return True if the outputs of a node, no branch or loop, are on the host, given the tensors `found` there."""
     if node.op is CONSTANT or node.op is FEED:
         return is_scalar_spec(node.outputs[0].spec)
     if node.op is PARAMETER:

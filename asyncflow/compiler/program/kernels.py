@@ -1,4 +1,4 @@
-"""Binds each node's kernel to its device, attributes and state, and guards it where the session asks for it."""
+"""Binding of each node's kernel to device, attributes and state, and guards where the session asks for them."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ _NO_VALUES: Mapping[int, Array] = MappingProxyType({})
 
 
 def is_small_spec(spec: Spec) -> bool:
-    """Whether values of this spec are known to be small."""
+    """Return True if values of this spec are known to be small."""
     size = size_of(spec.shape)
     return size is not None and size * spec.dtype.itemsize < SMALL_BYTES
 
 
 SAVES = (SAVE, SAVE_FIRST, CHECKPOINT)
-"""Ops that save their third input, or may: it depends on the number of the iteration, their second."""
+"""Ops that save their third input, or may, depending on their second input, the number of the iteration."""
 
 
 def waits_for_saved(node: Node) -> Sequence[Tensor] | None:
-    """The store, and for a read the number, that say whether `node` has to wait; None if it never does.
+    """Return the store, and for a read the number, for which `node` may have to wait; None if it never waits.
 
-    What is known to be small never moves.
+    Values known to be small never move.
     """
     if node.op is READ_SAVED:
         return None if is_small_spec(node.outputs[0].spec) else node.inputs
@@ -74,7 +74,7 @@ def waits_for_saved(node: Node) -> Sequence[Tensor] | None:
 
 
 def asks_for_memory(body: Iterable[Node]) -> bool:
-    """Return True if iterations with all these nodes, those of inner loops included, save or read what may move."""
+    """Return True if iterations with these nodes, inner loops included, save or read values that may move."""
     return any(waits_for_saved(node) is not None for node in body)
 
 
@@ -231,7 +231,7 @@ def _uploading(kernel: Kernel, positions: Sequence[int], xp: Namespace, needs_co
 
 
 def _of_numbers(kernel: Kernel, operands: Sequence[int], xp: Namespace) -> Kernel:
-    """`kernel`, where NumPy makes an array of what may all be numbers on the host: of those on the device, instead."""
+    """Wrap `kernel` so that host numbers are copied to the device, where NumPy would make an array of them alone."""
 
     def call(*inputs: Value) -> Value:
         result = kernel(*inputs)
@@ -333,7 +333,7 @@ def _constant_on(device: AsynchronousDevice, node: Node, value: Value) -> Value:
 
 
 def is_host_spec(spec: Spec) -> bool:
-    """Whether values of this spec stay on the host: counters, indices and predicates."""
+    """Return True if values of this spec stay on the host: counters, indices and predicates."""
     return spec.shape == () and spec.dtype.kind in "biu"
 
 

@@ -1,9 +1,9 @@
 """Pass: makes nodes that touch one resource run in the order they were written.
 
 Order edges are soft: they order nodes that are in the plan anyway and bring in none. A node waits for the last writer
-before it, and a writer also for the readers since. A branch that has side effects gets a result that is there when they
-are done, and a loop that writes a resource a loop variable that carries its turn from iteration to iteration, so a
-control edge from the structured node waits for the effects inside.
+before it, and a writer also for the readers since. A branch with side effects gets a result that exists once they are
+done. A loop that writes a resource gets a loop variable that carries its turn from iteration to iteration. So a control
+edge from the structured node waits for the effects inside.
 
 With ``Graph(effects="unordered")`` only the resource ``"stream"`` is ordered.
 
@@ -30,7 +30,7 @@ _FIRST_TURN = "first_turn"
 
 @dataclass(slots=True)
 class _LastTouch:
-    """Who touched a resource last."""
+    """The last accesses to a resource."""
 
     writer: Node | None = None
     readers: list[Node] = field(default_factory=list)

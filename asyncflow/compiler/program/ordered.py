@@ -1,4 +1,4 @@
-"""Things in an order in which each stands behind what it needs."""
+"""Topological order: each item behind the items that it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def ordered(things: Iterable[T], needs: Callable[[T], Iterable[T]]) -> list[T]:
-    """`things`, each behind those of them that it `needs`, which come earlier than they stand if they have to."""
+    """Return `things`, each behind the ones that it `needs`, which move forward if necessary."""
     present = dict.fromkeys(things)
     done: dict[T, None] = {}
     begun: set[T] = set()

@@ -20,9 +20,9 @@ def nbytes(spec: Spec) -> int | None:
 
 
 def cannot_fail(node: Node) -> bool:
-    """Whether running the node is sure to succeed, so that one may run it, or not, as is best.
+    """Return True if the node surely succeeds, so that it may run, or not, as is best.
 
-    What looks at shapes alone does so whatever they are; anything else may find that they do not fit.
+    A node that reads only shapes succeeds for all of them; any other node may find that they do not fit.
     """
     read = () if node.op.traits.memory is Memory.METADATA else node.inputs
     known = all(nbytes(tensor.spec) is not None for tensor in (*read, *node.outputs))
@@ -42,7 +42,9 @@ def may_be_left_out(node: Node) -> bool:
 
 
 def has_variants(tensors: Iterable[Tensor]) -> bool:
-    """Whether a TensorArray or the like is among the values: what may be used up is never shared or repeated."""
+    """Return True if a TensorArray or the like is among the values: a value that may be used up is never shared or
+    repeated.
+    """
     return any(tensor.spec.dtype == VARIANT for tensor in tensors)
 
 

@@ -14,7 +14,7 @@ from asyncflow.graph.structured import StructuredNode
 class Replacements:
     """Stand-ins; a stand-in may have one itself.
 
-    Nodes stand behind what they use, so that a pass can call `apply` on each as it comes to it. Where no tensor has a
+    Nodes stand behind their inputs, so that a pass can call `apply` on each as it comes to it. Where no tensor has a
     stand-in, no node has one.
     """
 
@@ -52,7 +52,7 @@ def join_inputs(node: StructuredNode, same: Mapping[int, int]) -> None:
 
     Args:
         node: of the branch or loop.
-        same: positions at the node of the inputs to drop, and of those to stand for them.
+        same: positions at the node of the inputs to drop, with the positions of their replacements.
     """
     if not same:
         return

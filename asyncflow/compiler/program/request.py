@@ -15,7 +15,7 @@ from asyncflow.graph.structured import bodies_in
 from asyncflow.values import Value
 
 SavedValuesChoice: TypeAlias = Literal["auto", "keep", "swap", "recompute"]
-"""What may be asked of values that loops save for their gradients."""
+"""Treatments that may be asked for values that loops save for their gradients."""
 
 Fetch: TypeAlias = Tensor | Node | SupportsTensor
 
@@ -65,7 +65,7 @@ _watchers: list[Callable[[PlanRequest, Sequence[Value]], object]] = []
 
 @contextmanager
 def watching(tell: Callable[[PlanRequest, Sequence[Value]], object]) -> Iterator[None]:
-    """Tells of each kind of run that any session begins inside, with what is fed to the first of it."""
+    """Report each kind of run that any session begins inside the block, with the feeds of its first run."""
     _watchers.append(tell)
     try:
         yield
@@ -74,29 +74,29 @@ def watching(tell: Callable[[PlanRequest, Sequence[Value]], object]) -> Iterator
 
 
 def tell_watchers(request: PlanRequest, values: Sequence[Value]) -> None:
-    """Tells those who watch of a run."""
+    """Tell all watchers of a run."""
     for tell in _watchers:
         tell(request, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Those options of a session that plans are compiled with; `SessionOptions` has their defaults and checks."""
+    """The options of a session that plans are compiled with; `SessionOptions` has their defaults and checks."""
 
     optimize: bool
-    """Fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing."""
+    """Fold constants, join equal nodes, move invariant ones out of loops, and drop nodes without effect."""
     loop_batching: bool
-    """With `optimize`, make one matrix product of those of many iterations of a loop, on CPUs."""
+    """With `optimize`, join the matrix products of many iterations of a loop into one, on CPUs."""
     fusion: bool
-    """With regions, make one kernel of chains of elementwise ones, on devices that launch them."""
+    """With regions, join chains of elementwise kernels into one, on devices that launch them."""
     cuda_graphs: bool
-    """With regions, replay those that can be captured as CUDA graphs."""
+    """With regions, replay capturable ones as CUDA graphs."""
     device_while: bool
-    """Run loops on the card that decide by its arrays and compute nothing else than a graph can hold."""
+    """Run loops on the card if they decide by its arrays and contain only nodes that a graph can hold."""
     without: Collection[str]
     """Names of passes that are left out."""
     dump: bool | str | Callable[[str, str], object]
-    """Who is told what passes change; see `asyncflow.compiler.dump`."""
+    """Receiver of the changes of passes; see `asyncflow.compiler.dump`."""
     debug: bool
     """Verify the graph after every pass, and every kernel's outputs while running."""
     check_numerics: bool
@@ -106,10 +106,10 @@ class PlanOptions:
     transfer_dtype: str | None
     """``"bfloat16"`` sends float32 values between devices as their upper 16 bits."""
     saved_values: SavedValuesChoice
-    """What is done with values that loops save for their gradients."""
+    """Treatment of values that loops save for their gradients."""
     soft_placement: bool
     """A node that has no kernel where it is asked to be goes elsewhere."""
     seed: int | None
-    """Has regions run their nodes in any order that keeps what is ordered; None: as they were written."""
+    """Seed for a random order of a region's nodes within the required order; None: as written."""
     placement_seed: int | None
-    """Places nodes at random where they may be; None where they finish first."""
+    """Seed for random placement within the constraints; None: nodes go where they finish first."""

@@ -1,4 +1,4 @@
-"""Shapes of values that a run does not compute, found from the shapes of what they would be computed from.
+"""Shapes of values that a run does not compute, found from the shapes of their node's inputs.
 
 A gradient often asks for the shape of a forward value and nothing else of it: to sum to it, to make ones of it, or to
 check what it was given. The rule by which the graph was typed tells it, without arithmetic and without the values.
@@ -28,7 +28,7 @@ class ShapeRule:
     Attributes:
         op: of the node.
         attrs: of the node.
-        inputs: what is known of its inputs.
+        inputs: specs of the node's inputs.
         index: of the output asked for.
     """
 
@@ -38,7 +38,7 @@ class ShapeRule:
     index: int
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
-        """The shape of the output, given those of the inputs.
+        """Return the shape of the output, given the inputs' shapes.
 
         Raises:
             ShapeError, DTypeError: the op does not take them.
@@ -49,7 +49,7 @@ class ShapeRule:
 
 
 def rule_of(tensor: Tensor) -> ShapeRule | None:
-    """The rule that tells the shape of `tensor` from those of its node's inputs; None if it takes more than shapes."""
+    """Return the rule that derives the shape of `tensor` from its node's inputs; None if shapes do not suffice."""
     node = tensor.node
     op = node.op
     if not op.is_pure or not node.inputs or node.control_inputs or runs_on_host(node) or host_inputs(node):
@@ -66,7 +66,7 @@ _RANKS_TRIED = 4
 
 
 def _is_closed(rule: ShapeRule, rank: int) -> bool:
-    """Whether nothing stays open once all shapes are known, those of unknown rank to be of this."""
+    """Return True if the shape is fully known once all shapes are, with unknown ranks taken as `rank`."""
     guesses = (((1,) * rank if spec.shape is None else spec.shape) for spec in rule.inputs)
     try:
         return is_static(rule.shape([tuple(1 if extent is None else extent for extent in guess) for guess in guesses]))
@@ -105,4 +105,4 @@ SHAPE_BY_RULE = Op(
     host_inputs=inputs_from(0),
     traits=METADATA_UNCAPTURED,
 )
-"""The shape of a value, given those of its node's inputs that are not known beforehand."""
+"""Op that returns the shape of a value, given the unknown shapes among its node's inputs."""

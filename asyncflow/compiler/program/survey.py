@@ -16,13 +16,13 @@ class Survey(NamedTuple):
 
     Attributes:
         states: what tells the variables that it touches from others.
-        is_repeatable: it only computes: run again, it gives the same, and nobody notices.
+        is_repeatable: it only computes: a second run gives the same, and has no visible effect.
         read_on_host: states that CPUs use, and that another session, which shares the container, may have on a card.
         writes: the ones among `states` that it may write.
         takes: it takes elements of queues or inputs.
         waits: it may wait in line of a resource, such as a queue.
         awaits: it has coroutines of the user's, which may be calls of functions with limits.
-        gathers: it has firings that are computed with those of other runs, in batches or pools.
+        gathers: some firings are computed together with firings of other runs, in batches or pools.
     """
 
     states: frozenset[Hashable]

@@ -51,4 +51,4 @@ TRUNCATE = Op("truncate", lambda value: Spec(uint16, value.shape), _truncate, tr
 """The upper 16 bits of a float32, which are a bfloat16 (white paper 2015 §5.5): half the bytes, 8 bits of precision."""
 
 EXPAND = Op("expand", lambda value: Spec(float32, value.shape), _expand, traits=OPAQUE)
-"""The float32 of its upper 16 bits, the lower ones zero."""
+"""Op that makes a float32 of its upper 16 bits, with zeros below."""

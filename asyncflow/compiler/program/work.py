@@ -1,4 +1,4 @@
-"""How much work is a kernel, as far as its op and shapes say?"""
+"""Estimated work of a kernel, from its op and shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASSUMED_EXTENT = 256
 
 
 def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float | None:
-    """The arithmetic of `node` on values of these shapes, by what its op says; None if it says nothing.
+    """Return the arithmetic operations of `node` on values of these shapes, by its op's cost; None if the op has none.
 
     The cost function of a user is given shapes without unknown extents. If it does not take them it counts as none, for
     a guess must not fail a program; it is told, unless it is the rank that was guessed.
@@ -39,7 +39,9 @@ def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[
 
 
 def makes_what_it_is_told(node: Node) -> bool:
-    """Whether values decide how much a kernel makes, as those of `arange` do: then shapes say nothing of its time."""
+    """Return True if values decide the size of a kernel's results, as for `arange`: shapes then do not tell its
+    time.
+    """
     return (
         node.op.flops is None
         and bool(host_inputs(node))

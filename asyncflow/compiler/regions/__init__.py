@@ -1,1 +1,1 @@
-"""Nodes that become one generated function, and what cards do by themselves."""
+"""Regions: nodes that become one generated function, and work that cards do by themselves."""

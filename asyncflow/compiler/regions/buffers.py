@@ -1,8 +1,8 @@
-"""Which buffers of a straight line of nodes may be written again, so that loop bodies allocate nothing once warm.
+"""Buffers of a straight line of nodes that may be written again, so that loop bodies allocate nothing once warm.
 
-A value's buffer is dead after its last use, if every use is by an op that keeps nothing of its inputs, or that gives a
-view, whose uses then count as uses of the buffer (`Memory`). Anything else may keep the value: a TensorArray, a
-variable, a body it is passed into.
+A value's buffer is dead after its last use, if every use is by an op that keeps no input, or that returns a view. Uses
+of the view then count as uses of the buffer (`Memory`). Anything else may keep the value: a TensorArray, a variable, a
+body it is passed into.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dead_values(
     variables: AbstractSet[Tensor] = frozenset(),
     deep: bool = False,
 ) -> dict[int, list[Tensor]]:
-    """Find the large values that nothing uses after a node, so that their names need not hold them.
+    """Return the large values that are unused after a node, so that their names can drop them.
 
     Args:
         nodes: a straight line, in order.
@@ -85,11 +85,11 @@ def made_by(nodes: Collection[Node], results: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """How a straight line of nodes uses buffers.
+    """Uses of buffers in a straight line of nodes.
 
     Attributes:
         last: for each value in use, the index of the last node that uses its buffer.
-        kept: values whose buffers somebody may keep, so that they are never dead.
+        kept: values whose buffers may be kept elsewhere, so that they are never dead.
         owner: of a view, the value whose buffer it looks into.
     """
 
@@ -98,7 +98,7 @@ class Uses:
     owner: Mapping[Tensor, Tensor]
 
     def dies_at(self, tensor: Tensor) -> int | None:
-        """The index of the node after which the buffer is dead; None if it never is, or nobody uses it."""
+        """Return the index of the node after which the buffer is dead; None if it never is, or is unused."""
         return None if tensor in self.kept else self.last.get(tensor)
 
 
@@ -107,7 +107,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
 
     Args:
         nodes: a straight line, in order.
-        escaping: values somebody uses afterwards.
+        escaping: values used afterwards.
     """
     owner: dict[Tensor, Tensor] = {}
     last: dict[Tensor, int] = {}
@@ -127,7 +127,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
 
 
 def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
-    """Whether the node can write its result to a buffer that it is given, and that is worth it."""
+    """Return True if the node can write its result to a given buffer, and that is worthwhile."""
     takes_out = kernel.nout == 1 if isinstance(kernel, np.ufunc) else getattr(kernel, "takes_out", False)
     if not (takes_out and node.single):
         return False
@@ -140,13 +140,13 @@ def carried_results(
 ) -> frozenset[Tensor]:
     """The results of a loop body that may be written to the buffer of the loop variable before last.
 
-    That takes a result nobody else keeps, and a variable that only ufuncs look at: when the next value is there, the
-    buffer of the present one is dead, so two buffers take turns.
+    That takes a result without other references, and a variable that only ufuncs read. When the next value is there,
+    the buffer of the present one is dead, so two buffers take turns.
 
     Args:
         variables: per loop variable, its tensors in the predicate and in the body, and its result.
         condition: the uses in the predicate.
-        body: the uses in the body, with all results but those that `can_write` escaping.
+        body: the uses in the body, with all results escaping except the `can_write` ones.
         can_write: whether a result is computed by a node of the body that can write to a given buffer.
     """
     results = [result for _, _, result in variables]
@@ -172,7 +172,7 @@ def changed_in_place(
     Args:
         variables: see `carried_results`, as the others.
         condition: the uses in the predicate.
-        body: the uses in the body, with all results but those that `can_change` escaping.
+        body: the uses in the body, with all results escaping except the `can_change` ones.
         can_change: whether a result is computed by a node of the body that can change its first input.
     """
     results = [result for _, _, result in variables]
@@ -227,7 +227,7 @@ class Buffers:
         return None
 
     def may_change(self, node: Node, index: int) -> bool:
-        """Whether nobody but `node`, at `index`, looks at its first input any more."""
+        """Return True if only `node`, at `index`, still uses its first input."""
         x, *others = node.inputs
         return self.uses.dies_at(x) == index and all(self.uses.owner.get(other, other) is not x for other in others)
 

@@ -1,11 +1,11 @@
-"""What may be captured in a CUDA graph? Nodes of which it is known that they launch kernels and do nothing else.
+"""Capture of nodes in CUDA graphs: allowed are nodes known to launch kernels and do nothing else.
 
-Left out are tensor products (for which CuPy calls cuBLAS, which it does not while a stream captures), sorting, linear
-algebra and what has shapes that depend on the data (they wait for the device), random numbers, state and tensor arrays
-(they keep what they are given), and the user's functions. Products of matrices are not CuPy's on a device that captures
-(`devices/cuda/experimental/products.py`). Python decides while it captures, so branches and loops in a graph are those
-of the values on the host at that time, which are part of what the graph is valid for. Only loops that a device runs by
-itself decide by its own values, and so do branches and loops in them.
+Left out are tensor products (CuPy calls cuBLAS for them, which it does not while a stream captures). So are sorting,
+linear algebra and ops with data-dependent shapes (they wait for the device), random numbers, state and tensor arrays
+(they keep their inputs), and users' functions. Products of matrices are not CuPy's on a device that captures
+(`devices/cuda/experimental/products.py`). Python decides while it captures. So branches and loops in a graph follow the
+values on the host at that time, which are part of the graph's validity. Only loops that a device runs by itself decide
+by its own values, and so do branches and loops in them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from asyncflow.ops.indexing import GETITEM
 from asyncflow.values import Kernel, Namespace
 
 _COPIES_A_LAUNCH = 2
-"""Launching a kernel from Python takes about as long as copying so many arrays in or out of a graph's buffers."""
+"""Number of array copies in or out of a graph's buffers that take as long as launching a kernel from Python."""
 
 _LEAST_GAIN = 2
 """Launches that looking up and launching the graph take."""
 
 
 def can_capture(region: Region, on_host: AbstractSet[Tensor]) -> bool:
-    """Whether the region can be captured, and is launched faster as a CUDA graph.
+    """Return True if the region can be captured, and is launched faster as a CUDA graph.
 
     Args:
         region: of a device whose regions enqueue.
@@ -45,7 +45,7 @@ def can_capture(region: Region, on_host: AbstractSet[Tensor]) -> bool:
 
 
 def may_be_captured(node: Node, on_host: AbstractSet[Tensor]) -> bool:
-    """Whether the node does nothing, in a region, that a CUDA graph cannot hold."""
+    """Return True if a CUDA graph can hold all of the node's work in a region."""
     if node.op in (CONSTANT, IDENTITY, NO_OP, PARAMETER):
         return True
     if isinstance(node, StructuredNode):
@@ -62,7 +62,7 @@ def _launches(node: Node, on_host: AbstractSet[Tensor]) -> bool:
 
 
 def _finds_its_inputs(node: Node, on_host: AbstractSet[Tensor]) -> bool:
-    """Whether no input has to be copied to the host or from there."""
+    """Return True if no input has to be copied to or from the host."""
     read = host_inputs(node)
     for index, tensor in enumerate(node.inputs):
         if index in read:
@@ -87,11 +87,13 @@ DEVICE_WHILE = Op(
     _not_bound,
     is_async=True,
 )
-"""A loop that a device runs by itself: `loop` is its old node, `captured_on_host` is as in `captures_on_host`."""
+"""Op for a loop that a device runs by itself: `loop` is its old node, `captured_on_host` is as in
+`captures_on_host`.
+"""
 
 
 def is_device_loop(node: Node, on_host: AbstractSet[Tensor]) -> bool:
-    """Whether the node is a loop that decides by what a device computes, and that the device can run by itself.
+    """Return True if the node is a loop that decides by device values, and that the device can run by itself.
 
     Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
     the device's inside. In it there may be loops of that kind, whatever they decide by, and branches with such results.
@@ -100,7 +102,7 @@ def is_device_loop(node: Node, on_host: AbstractSet[Tensor]) -> bool:
 
 
 def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor]) -> str | None:
-    """Why a device cannot run a loop by itself, in a few words; None if it can."""
+    """Return the reason why a device cannot run a loop by itself, in a few words; None if it can."""
     inside = host_values_inside(loop, captures_on_host(loop, on_host))
     return (
         _no_buffers(loop)
@@ -112,7 +114,9 @@ def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor]) -> str | None
 
 
 def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | None:
-    """Why the first of the nodes in a branch or loop that cannot be in a device's loop cannot; None if all can."""
+    """Return the reason why the first unsuitable node in a branch or loop cannot be in a device's loop; None without
+    one.
+    """
     # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
     nodes = (inner for body in node.subgraphs for inner in body.nodes)
     for inner in sorted(nodes, key=lambda inner: inner.op is DEVICE_WHILE):
@@ -131,7 +135,7 @@ def _why_no_branch(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | N
 
 
 def _no_buffers(node: Node) -> str | None:
-    """Which output is no number, or an array of a shape that is not known; None if there is none."""
+    """Return the first output that is no number, or whose shape is unknown, in words; None if there is none."""
     for tensor in node.outputs:
         spec = tensor.spec
         if not (spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16"):
@@ -142,7 +146,7 @@ def _no_buffers(node: Node) -> str | None:
 
 
 def _host_vector(tensors: Sequence[Tensor], on_host: AbstractSet[Tensor]) -> str | None:
-    """Whether one of them is an array of the host's, such as a shape, which is not copied to a device in a graph."""
+    """Return words about a host array among the tensors, such as a shape, which a graph cannot copy to the device."""
     found = any(tensor in on_host and tensor.shape != () for tensor in tensors)
     return "a value of it is an array of the host's, such as a shape" if found else None
 

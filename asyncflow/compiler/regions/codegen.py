@@ -1,10 +1,10 @@
 """Generates the Python function of a region: straight-line calls on bound kernels, native `while` and `if`.
 
 Values of rank 0 are NumPy scalars and combine by Python operators, which give the same dtype and the same bits as the
-ufuncs. Loop variables are local variables. A region with loops is a generator: at every back edge it counts down the
-budget it was given, and yields when that is spent, so that whoever drives it can look at the clock, stop it, or carry
-it on elsewhere. So is one with kernels that may be long, each of which counts too, and one that may have to
-wait, for saved values or in a line. Any other is a plain function.
+ufuncs. Loop variables are local variables. A region with loops is a generator. At every back edge it counts down its
+budget, and yields when the budget is spent. So its driver can look at the clock, stop it, or carry it on elsewhere. Two
+other kinds of regions are generators, too: regions with kernels that may be long, each of which counts, and regions
+that may have to wait, for saved values or in a line. Any other is a plain function.
 
 Errors find their node again through the line of the generated source, and their iteration through the loop counters
 among its locals.
@@ -82,7 +82,7 @@ _Found = TypeVar("_Found")
 _serial = itertools.count(1)
 
 _LAUNCHES = 32
-"""A straight line that launches kernels may be stopped after so many: each takes some microseconds to launch."""
+"""Number of launches after which a straight line may be stopped: each takes some microseconds."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelCon
 
 @dataclass(slots=True, kw_only=True)
 class RegionGenerator:
-    """Writes the function of a region.
+    """A writer of a region's function.
 
     Args:
         region: what to run.
@@ -121,8 +121,8 @@ class RegionGenerator:
         track: called with every value that may be large, and its node's name; None to leave that out.
         max_iterations: most iterations of a loop.
         enqueues: the kernels only enqueue work on a device that looks after its own buffers.
-        decide: for a function that nobody stops, and that does not branch or loop: gives what to call in place of a
-            branch or loop. The function yields what that returns, and is sent the results.
+        decide: for a function that runs without stops: returns the callable in place of a branch or loop. The function
+            yields what that returns, and is sent the results.
         swapping: moves saved values. The function yields False before it waits for one, and a `WorkingSet` before an
             iteration for which memory is short.
         spare_bytes: how many bytes of buffers the function may keep to write to them again.
@@ -202,7 +202,7 @@ class RegionGenerator:
         return RegionCode(made, source, filename, places, self.is_generator, self.needs_context, phases)
 
     def tell_account(self) -> list[tuple[int, str]]:
-        """Return the lines that tell the account what is held, each with the number of the line before it."""
+        """Return the lines that tell the account the bytes held, each with the number of the line before it."""
         if self.account is None or self.held is None:
             return []
         places = self.held.places({self.names[tensor]: tensor.spec for tensor in self.region.inputs})
@@ -225,7 +225,7 @@ class RegionGenerator:
         return names
 
     def with_told(self, told: Sequence[tuple[int, str]]) -> list[str]:
-        """Return the source with these lines, too, by which those behind them move."""
+        """Return the source with these lines added, which shift the later ones."""
         before = [line for line, _ in told]
         self.places = {number + bisect_left(before, number): place for number, place in self.places.items()}
         for phase in self.phases:
@@ -238,10 +238,10 @@ class RegionGenerator:
     # -- names ---------------------------------------------------------------------------------------------------
 
     def fresh(self, path: str, fallback: str) -> str:
-        """A new Python name that reads like the last part of `path`.
+        """Return a new Python name that reads like the last part of `path`.
 
-        Of ASCII alone: Python takes some letters for others (it reads ``µ`` of either code point as one variable), and
-        not all that `re` calls a letter as one.
+        The name is ASCII: Python normalises some letters (it reads ``µ`` of either code point as one variable), and
+        rejects some that `re` calls letters.
         """
         stem = re.sub(r"[^0-9A-Za-z_]+", "_", path.rpartition("/")[2]).strip("_") or fallback
         if stem[0].isdigit() or keyword.iskeyword(stem):
@@ -280,7 +280,7 @@ class RegionGenerator:
             self.places[len(self.lines)] = self.place(node, block)
 
     def place(self, node: Node, block: _KnownNames) -> SourcePlace:
-        """Where in the program a line for `node` belongs."""
+        """Return the place in the program of a line for `node`."""
         arguments = (self.names.get(tensor) or self.constants.get(tensor, "") for tensor in node.inputs)
         return SourcePlace(node, block.loops, tuple(arguments))
 
@@ -309,15 +309,15 @@ class RegionGenerator:
         carried: frozenset[Tensor] = frozenset(),
         end: tuple[int, Callable[[Sequence[str]], None]] | None = None,
     ) -> None:
-        """A straight line of nodes.
+        """Write a straight line of nodes.
 
         Args:
             nodes: in order.
-            escaping: values somebody uses afterwards.
+            escaping: values used afterwards.
             block: where it stands.
             carried: results of a loop's body that take turns with its variables.
-            end: how many nodes are needed in the last iteration of a loop, and what writes how it ends behind them,
-                given the variables that the others would let go of.
+            end: the number of nodes needed in the last iteration of a loop, and a writer of the loop's end behind them,
+                given the variables that the other nodes would drop.
         """
         escaping = tuple(escaping)
         block.nodes, block.escaping = nodes, escaping
@@ -341,7 +341,7 @@ class RegionGenerator:
         return self.enqueues or self.track is not None
 
     def drop(self, values: Iterable[Tensor], block: _KnownNames) -> None:
-        """Have names let go of values that nothing uses any more; those of loop variables are bound again."""
+        """Drop the names of unused values; names of loop variables are bound again."""
         names = {self.names[x]: x.node.op is PARAMETER for x in values}
         if self.held is not None:
             self.held.dropped(names)
@@ -454,7 +454,9 @@ class RegionGenerator:
         return found
 
     def granted(self, node: Node, expression: str, block: _KnownNames) -> str:
-        """The variable that holds what a state gives; while that is a place in line, the function yields it."""
+        """Write a wait for a state's result, and return the variable that holds it; the function yields while it is
+        a place in line.
+        """
         self.is_generator = True
         self.bound.update(PlaceInLine=PlaceInLine, claimed=claimed)
         found = self.fresh(node.name, "found")
@@ -650,9 +652,10 @@ class RegionGenerator:
             self.spare_bytes = spare_bytes
 
     def put_owned(self, loop: WhileNode, place: int, nodes: Iterable[Node], variable: str, block: _KnownNames) -> str:
-        """A variable for the buffer that nodes of a body may write to in place of a copy.
+        """Return a variable for the buffer that nodes of a body may write to in place of a copy.
 
-        It is what the first iteration makes, as the value before it may be anybody's, or else what the run was lent.
+        It holds the first iteration's result, as the value before may have other references, or else the buffer lent to
+        the run.
         """
         own = self.fresh("own", "own")
         self.owned.update(dict.fromkeys(nodes, own))
@@ -690,7 +693,9 @@ class RegionGenerator:
     def in_place(
         self, loop: WhileNode, can: Callable[[Node], bool], find: Callable[..., Iterable[_Found]]
     ) -> Iterable[_Found]:
-        """Of the results of a loop's body that are computed by such nodes in it, those that `find` finds."""
+        """Return the findings of `find` among the results of a loop's body that are computed by suitable nodes in
+        it.
+        """
         if self.enqueues:
             return ()
         condition, body, members = loop.predicate, loop.body, set(loop.body.nodes)
@@ -706,11 +711,11 @@ class RegionGenerator:
         return find(variables, in_cond, in_body, may)
 
     def can_write(self, node: Node) -> bool:
-        """Whether a node can write to a buffer that takes turns with another."""
+        """Return True if a node can write to a buffer that takes turns with another."""
         return self.reordered.isdisjoint(node.outputs) and writes_to_buffer(node, self.kernel(node))
 
     def can_change(self, node: Node) -> bool:
-        """Whether a node can change its first input in place of a copy."""
+        """Return True if a node can change its first input in place of a copy."""
         return (
             node.single and node.outputs[0].shape not in (None, ()) and getattr(self.kernel(node), "takes_own", False)
         )
@@ -745,7 +750,7 @@ class RegionGenerator:
 
 
 def _is_light(nodes: Iterable[Node]) -> bool:
-    """Whether all values of these nodes, and of those in their bodies, are known to be small."""
+    """Return True if all values of these nodes, also in their bodies, are known to be small."""
     return all(
         all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))
         and all(_is_light(body.nodes) for body in node.subgraphs)

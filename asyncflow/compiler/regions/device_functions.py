@@ -1,7 +1,7 @@
-"""Functions of bodies whose branches and loops are for a CUDA device to decide, or for whoever waits for it.
+"""Functions of bodies whose branches and loops a CUDA device, or the code waiting for it, decides.
 
-They are generated as those of regions are, but where a body branches or loops, its function yields the `Branch` or
-`Loop` that is to be decided (`asyncflow.devices.decisions`), which holds the functions of the bodies inside.
+They are generated as the functions of regions are. Where a body branches or loops, its function yields the `Branch` or
+`Loop` to be decided (`asyncflow.devices.decisions`), which holds the functions of the inner bodies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeviceFunctions:
         return run
 
     def body(self, part: Subgraph) -> Body:
-        """The function of a loop's or a branch's body, from its inputs to its results."""
+        """Return the function of a loop's or a branch's body, from its inputs to its results."""
         region = Region(tuple(part.nodes), tuple(part.inputs), tuple(part.results))
         return (
             RegionGenerator(region=region, bind=self.bind, enqueues=True, decide=self._decision)

@@ -27,7 +27,7 @@ from asyncflow.values import Kernel, Namespace
 
 
 def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:
-    """Replaces loops by `device_while` nodes, in place, also those in the bodies of other loops and of branches.
+    """Replace loops by `device_while` nodes, in place, also in the bodies of other loops and of branches.
 
     Args:
         graph: with the device of every node in ``node.device``.
@@ -45,7 +45,7 @@ def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = 
 
 
 def _replace_one(graph: Graph, devices: Collection[str], on_host: AbstractSet[Tensor], fusion: bool) -> bool:
-    """Whether there was a loop to be replaced, in the graph or below."""
+    """Replace one loop, in the graph or below; return True if there was one."""
     for position, node in enumerate(graph.nodes):
         places = devices_of_loop(node) if isinstance(node, WhileNode) else ()
         device = places[0] if len(places) == 1 else None
@@ -64,7 +64,7 @@ def _replace_one(graph: Graph, devices: Collection[str], on_host: AbstractSet[Te
 
 
 def devices_of_loop(node: WhileNode) -> tuple[str, ...]:
-    """The devices that a loop has nodes on, in the order in which it names them."""
+    """Return the devices of a loop's nodes, in order of first mention."""
     members = [inner for part in node.subgraphs for inner in part.walk() if not inner.subgraphs]
     found = [inner.device for inner in members if inner.op is not PARAMETER and inner.op is not CONSTANT]
     return tuple(dict.fromkeys(device for device in found if device is not None))

@@ -1,9 +1,9 @@
-"""Pass: makes one node, and on a card one kernel launch, of elementwise nodes that feed one another.
+"""Pass: joins elementwise nodes that feed one another into one node, which on a card is one kernel launch.
 
 A straight line of nodes, all on one device and none of which waits, is covered with *units*: at first one per node.
-Units that share an edge, or else an input of their shape, become one if all their values have one shape as far as is
-known, and if nothing has to run between them. Where an extent that is not known turns out to be 1, the `fused` node
-runs its members one by one.
+Units that share an edge, or else an input of their shape, are joined if all their values have one shape as far as
+known, and if no other node has to run between them. Where an extent that is not known turns out to be 1, the `fused`
+node runs its members one by one.
 
 Left alone are integers and booleans of rank 0, which are kept on the host, and dtypes without C++ type.
 """
@@ -45,7 +45,7 @@ def fuse_regions(graph: Graph, devices: Collection[str]) -> None:
 
 
 def fuse_region(region: Region) -> Region:
-    """`region` with fused nodes, its own and in place those of the branches and loops in it."""
+    """Return `region` with fused nodes; its branches and loops are fused in place."""
     for node in region.nodes:
         fuse_bodies(node)
     nodes, outputs = fuse_line(region.nodes, region.outputs)
@@ -53,7 +53,7 @@ def fuse_region(region: Region) -> Region:
 
 
 def fuse_bodies(node: Node) -> None:
-    """Fuses, in place, what is in the bodies of a branch or loop, and in the bodies inside."""
+    """Fuse the bodies of a branch or loop in place, and all inner bodies."""
     for body in node.subgraphs:
         for inner in body.nodes:
             fuse_bodies(inner)
@@ -64,12 +64,12 @@ def fuse_line(nodes: Sequence[Node], results: Sequence[Tensor]) -> tuple[list[No
     """Fuses a straight line.
 
     Args:
-        nodes: of one graph or body and one device, in an order in which they can run. Those that use what a fused node
-            makes are changed in place.
+        nodes: of one graph or body and one device, in an order in which they can run. Users of a fused node are changed
+            in place.
         results: tensors that are used outside; they may be of other nodes.
 
     Returns:
-        The nodes, in an order in which they can run; and what stands for `results`.
+        Returns the nodes, in an order in which they can run, and the replacements of `results`.
     """
     made: list[Node] = []
     replacements = Replacements()
@@ -103,14 +103,14 @@ def _common_shape(first: Shape, second: Shape) -> Shape:
 
 @dataclass(slots=True, eq=False)
 class _FusedUnit:
-    """Nodes that run as one.
+    """A unit: nodes that run as one.
 
     Attributes:
         members: numbers of the nodes, ascending.
-        shape: of what they compute; None for a node that cannot be fused.
+        shape: of their results; None for a node that cannot be fused.
         own: the set of its members, as bits.
-        before: the set of nodes that have to run before it, those of whole units.
-        behind: likewise those that have to run after it.
+        before: the set of nodes that have to run before it, with whole units.
+        behind: likewise the nodes that have to run after it.
     """
 
     members: list[int]
@@ -151,7 +151,7 @@ class _Line:
         return self._replaced(numbers)
 
     def _find_order(self, numbers: dict[Node, int]) -> None:
-        """Sets what is before and behind each node."""
+        """Set the nodes before and behind each node."""
         for number, node in enumerate(self.nodes):
             for source in node.sources:
                 if source in numbers:
@@ -191,7 +191,7 @@ class _Line:
         return len(members) <= _MOST_MEMBERS and count <= _MOST_PARAMETERS and nbytes <= _MOST_PARAMETER_BYTES
 
     def _interface(self, members: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """The values that members use from outside, and those of theirs that are used outside."""
+        """Return the outside values that members use, and the members' values used outside."""
         inside = set(members)
         made = [self.nodes[member].outputs[0] for member in members]
         used = dict.fromkeys(tensor for member in members for tensor in self.nodes[member].inputs)
@@ -202,7 +202,7 @@ class _Line:
     # -- replacing -----------------------------------------------------------------------------------------------
 
     def _replaced(self, numbers: dict[Node, int]) -> list[Node]:
-        """The line with the units' nodes in it, which use their old inputs still."""
+        """Return the line with the units' nodes in it, which still use their old inputs."""
         made: list[Node] = []
         # Each behind what it needs, and else where its last member stood.
         last = (unit for number, unit in enumerate(self.units) if unit.members[-1] == number)

@@ -35,7 +35,7 @@ _KEEPING = (ACCUMULATE, ADD_PARTS, ADD_ROWS)
 """Ops that put values into a store of gradients."""
 
 VARIABLE_WRITES = (ASSIGN, ASSIGN_ADD, ASSIGN_SUB, UPDATE, USER_UPDATE)
-"""Ops whose result a variable keeps, so that it is tracked where it is made."""
+"""Ops whose result a variable keeps, so that the result is tracked where it is made."""
 
 _ELSEWHERE = (VARIABLE_READ, row_store.SLICE, tensor_array.READ, *VARIABLE_WRITES)
 """Ops whose results are in memory that counts where it was made."""
@@ -67,7 +67,7 @@ _Happening = tuple[Callable[..., None], tuple[object, ...]]
 """A note: a method of the replay, and its arguments."""
 
 _GROUPS = ("saved", "begun", "looked at")
-"""As `ToldAccount.tell` takes them."""
+"""Kinds of stores, as `ToldAccount.tell` takes them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class _Buffer:
         is_store: a store, whose bytes the account counts.
         of_stores: it has stores, which count by themselves.
         is_empty: a store to which nothing was written yet.
-        has_all: what is read of it stays in it.
+        has_all: values read from it stay in it.
         names: variables of the function that hold it.
         is_kept: a store or variable holds it, and it counts there.
         is_mixed: a branch gives it, and the other one what counts elsewhere.
@@ -117,7 +117,7 @@ class _Buffer:
 
 
 class HeldPlace(NamedTuple):
-    """Where an account is told, behind `line` of the source.
+    """A place where an account is told, behind `line` of the source.
 
     Attributes:
         held: expression for the bytes of values there.
@@ -143,7 +143,7 @@ class HeldPlace(NamedTuple):
 
     @property
     def most(self) -> str:
-        """An expression for what was held at most."""
+        """An expression for the peak number of bytes held."""
         return " + ".join(each for each in (self.held, self.ahead) if each != "0")
 
     def text(self) -> str:
@@ -155,7 +155,7 @@ class HeldPlace(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is held that counts."""
+        """True if no countable value is held."""
         return self.held == self.ahead == "0" and not self.stores
 
 
@@ -203,7 +203,7 @@ class HeldBytes:
         self._note(self._loop, body, frozenset(variables), counter, start, end, depth)
 
     def closes_branch(self, outputs: Sequence[str]) -> None:
-        """End a branch, of which these names stay."""
+        """End a branch whose `outputs` stay."""
         branch, self._notes = self._notes, self._outer.pop()
         self._note(self._branch, branch, frozenset(outputs))
 
@@ -217,7 +217,7 @@ class HeldBytes:
     # -- the replay ----------------------------------------------------------------------------------------------
 
     def places(self, inputs: Mapping[str, Spec]) -> list[HeldPlace]:
-        """Find where a function of these inputs tells its account, in the order of lines."""
+        """Return the places where a function of these inputs tells its account, in the order of lines."""
         self._begin(inputs, 0)
         self._play(self._notes)
         if self._fullest:  # now it is known where to stand still
@@ -351,7 +351,7 @@ class HeldBytes:
             self._give(name, None)
 
     def _give(self, name: str, buffer: _Buffer | None, *, is_sure: bool = True) -> None:
-        """Give a variable a buffer, or none that counts; what it had may be free."""
+        """Give a variable a buffer, or None for an uncounted value; its old buffer may become free."""
         (self._unsure.discard if is_sure else self._unsure.add)(name)
         self._assigned.add(name)
         old = self._names.get(name)

@@ -1,17 +1,18 @@
-"""Which regions of a card are better one? Those whose calls cost the host more than waiting for one another costs.
+"""Joining of a card's regions whose calls cost the host more than waiting for one another costs.
 
-`make_regions` keeps nodes apart that wait for different values, or whose values others wait for at different times. On
-a card that gains the time of kernels that run meanwhile, and costs a call of a region each, which is the host's, and
-takes as long as many a kernel. So two regions of one lane become one where
+`make_regions` keeps nodes apart that wait for different values, or whose values other nodes await at different times.
+On a card this gains the time of kernels that run meanwhile. It costs a call of a region each, in host time, which takes
+as long as many a kernel. So two regions of one lane become one where
 
-- none of the two waits for what it would not have to wait for anyway, unless the other is all that wants its values;
+- neither waits for a value that it would not need anyway, unless the other is the only user of its values;
 - no third node runs between them;
-- they do not wait for different large values of other devices, all of which would have to be there at once;
-- what is delayed all the same is worth a call: kernels that no longer run while the region waits for its inputs, and
-  kernels that run before others get what the region gives.
+- they do not wait for different large values of other devices, which would all have to be present at once;
+- the remaining delay is worth a call: kernels that no longer run while the region waits for its inputs, and kernels
+  that run before others get the region's results.
 
-In a loop, a delay comes back in each iteration only if it is on a cycle of the loop: if what is delayed is needed, by
-way of others, for what the region waits for in a later iteration. Else it is the time that a pipeline takes to fill.
+In a loop, a delay comes back in each iteration only if it is on a cycle of the loop: if the delayed values are needed,
+by way of others, for values that the region awaits in a later iteration. Else it is the time that a pipeline takes to
+fill.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MOST_IN_LANE = 48
 """All pairs of a lane are looked at, again and again; where it has more regions, they stay as they are."""
 
 _MOST_UNITS = 8192
-"""The sets of what is before and behind each take up to 16 MiB."""
+"""Maximum number of units; the sets of units before and behind each take up to 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class RegionCosts:
 
 
 def region_costs(devices: Sequence[Device]) -> RegionCosts:
-    """The costs of regions on `devices`, as far as it is known beforehand; nobody knows of branches and loops."""
+    """Return the costs of regions on `devices`, as far as known beforehand; branches and loops count as infinite."""
     costs = NodeCosts(devices, {})
     launching = [device.asynchronous for device in devices if device.capabilities.runs_regions]
     calls = {device.name: device.region_ns for device in launching if device is not None}
@@ -63,13 +64,13 @@ def region_costs(devices: Sequence[Device]) -> RegionCosts:
 
 
 class Body(NamedTuple):
-    """A graph or body whose nodes are clustered, and what tells how they wait for each other.
+    """A graph or body whose nodes are clustered, with the ways its nodes wait for each other.
 
     Attributes:
         graph: all nodes.
         carried: for a loop's body, each variable where it stands, and the result that is its next value.
-        wanted: results that somebody wants as soon as they are there: who decides on the next iteration, or users of
-            a branch.
+        wanted: results that are wanted as soon as they exist: by the decision on the next iteration, or by users of a
+            branch.
         is_loop: whether it is a loop's body.
     """
 
@@ -87,14 +88,14 @@ def join_regions(
     on_host: AbstractSet[Tensor],
     largest: int,
 ) -> list[list[Node]]:
-    """`clusters`, some of them joined.
+    """Return `clusters`, some of them joined.
 
     Args:
-        body: what they are of.
+        body: the graph or body of the clusters.
         clusters: nodes that may be in a region, single ones too; they do not wait for each other in a circle.
         lane_of: where a cluster runs; None if it has to stay as it is.
-        costs: those of the devices.
-        on_host: tensors whose values the host computes; they never keep anybody waiting.
+        costs: the devices' costs.
+        on_host: tensors whose values the host computes; these delay nothing.
         largest: nodes in a region.
     """
     numbers: dict[ComputeStream, list[int]] = {}
@@ -121,15 +122,15 @@ class _JoinedUnit:
     Attributes:
         nodes: in no particular order.
         kernels_ns: the time of their kernels.
-        own: the unit itself, with those that it was made of; 0 once it is part of another.
-        before: those it needs, directly or not, in the same iteration.
-        behind: those that need it.
-        waits: those it needs directly, but for numbers of the host.
-        received: those on other devices that give it large values.
-        carried: those whose values of the iteration before it needs directly.
-        late: likewise directly, or by way of those before it.
-        wanted: those that want its values, in this iteration or the next; the bit behind the last unit's is for others.
-        returns: those that need it in this iteration or a later one, by any way.
+        own: the unit itself, with the units joined into it; 0 once it is part of another.
+        before: units it needs, directly or not, in the same iteration.
+        behind: units that need it.
+        waits: units it needs directly, without numbers of the host.
+        received: units on other devices that give it large values.
+        carried: units whose values of the iteration before it needs directly.
+        late: likewise directly, or by way of units before it.
+        wanted: units that want its values, in this iteration or the next; the bit behind the last unit's is for others.
+        returns: units that need it in this iteration or a later one, by any way.
     """
 
     nodes: list[Node]
@@ -197,7 +198,7 @@ class _Units:
             self.units[giver].wanted |= 1 << index
 
     def close(self) -> None:
-        """Adds to what each unit needs directly what that needs."""
+        """Close the relation: add to each unit's direct needs the needs of those units."""
         units = self.units
         order = list(TopologicalSorter({i: list(_bits(unit.before)) for i, unit in enumerate(units)}).static_order())
         for index in order:
@@ -235,7 +236,7 @@ class _Units:
                         changes = True
 
     def may_join(self, one: _JoinedUnit, other: _JoinedUnit) -> bool:
-        """Whether nothing has to run between them, and nobody loses more than time of kernels."""
+        """Return True if no other unit has to run between them, and only time of kernels is lost."""
         is_between = one.behind & other.before or other.behind & one.before
         receives_more = one.received & ~other.received and other.received & ~one.received
         return not (is_between or receives_more) and _may_wait(one, other) and _may_wait(other, one)
@@ -257,7 +258,7 @@ class _Units:
         return lost
 
     def share(self, comes_back: bool) -> float:
-        """How many iterations share a delay."""
+        """Return the number of iterations that share a delay."""
         return 1 if comes_back or not self.is_loop else ASSUMED_ITERATIONS
 
     def merge(self, one: _JoinedUnit, other: _JoinedUnit) -> None:
@@ -278,7 +279,7 @@ class _Units:
 
 
 def _may_wait(unit: _JoinedUnit, other: _JoinedUnit) -> bool:
-    """Whether nobody loses more than time of kernels if `unit` waits for all that `other` waits for."""
+    """Return True if only time of kernels is lost when `unit` waits for everything that `other` waits for."""
     both = unit.own | other.own
     if not unit.wanted & ~both:
         return True

@@ -1,4 +1,4 @@
-"""Which nodes of a loop its last iteration is for, and which only make variables for a further one."""
+"""Nodes of a loop that its last iteration needs, apart from nodes that only make variables for a further one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def only_node(condition: Subgraph) -> Node | None:
 
 
 def needed_to_end(loop: WhileNode, kept: Iterable[int]) -> tuple[list[Node], list[Node]]:
-    """The nodes of a body that its last iteration is for, and those that only make variables for a further one.
+    """Return the nodes of a body that its last iteration needs, and the nodes that only make variables for a further
+    one.
 
-    `kept` are the variables that somebody reads after the loop. Effects, and what users wrote, are not left out.
+    `kept` are the variables read after the loop. Effects, and what users wrote, are not left out.
     """
     body, decided = loop.body, {x for node in loop.predicate.nodes for x in node.inputs}
     places = {*kept, *(place for place, x in enumerate(loop.predicate.inputs[: loop.n_vars]) if x in decided)}

@@ -1,4 +1,4 @@
-"""Who decides whether a loop on a card goes on, the card or the host, and why: for `Plan.explain`."""
+"""The driver of each loop on a card, the card or the host, with the reason: for `Plan.explain`."""
 
 from __future__ import annotations
 

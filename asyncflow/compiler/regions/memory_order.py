@@ -1,8 +1,8 @@
-"""Values whose axes may stand in memory in another order than they are counted in, as those of a transpose do.
+"""Values whose axes may stand in memory in another order than they are counted in, as a transpose's do.
 
-What is computed of them element by element is of that order, too. Written to a buffer of the usual order it would be
-the same numbers, and yet what products and sums make of it would differ in the last bits from what they make without a
-region: kernels for operands of either order add in different orders.
+Elementwise results of them have that order, too. Copied to a buffer of the usual order they would be the same numbers.
+But products and sums of them would differ in the last bits from the results without a region: kernels for operands of
+either order add in different orders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TURNING = (EINSUM, MATRIX_TRANSPOSE, PERMUTE_DIMS)
 
 
 def find_reordered(nodes: Collection[Node]) -> frozenset[Tensor]:
-    """Those of a region's nodes, and of the bodies in them; what a product gives is of the usual order."""
+    """Return the reordered values of a region's nodes, and of their bodies; a product has the usual order."""
     found: set[Tensor] = set()
     count = -1
     while len(found) > count:  # a loop variable may be what the iteration before has turned

@@ -13,12 +13,12 @@ from asyncflow.graph.structured import WhileNode
 from asyncflow.values import Kernel, Value
 
 _MOST_NAMES = 3
-"""A label names so many scopes, those of most nodes first."""
+"""Maximum number of scopes in a label, by number of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """Where in the program a line of generated source belongs."""
+    """The place in the program of a line of generated source."""
 
     node: Node
     loops: tuple[tuple[str, str], ...]
@@ -29,12 +29,12 @@ class SourcePlace:
 
 @dataclass(slots=True, eq=False)
 class Phase:
-    """A stretch of a region that timelines show by itself: a loop, or what is between loops.
+    """A phase: a stretch of a region that timelines show by itself, either a loop or the code between loops.
 
     Attributes:
         line: its first line in the source; it goes on to the next phase's.
-        nodes: those outside all loops; of a loop, that one; none where the function ends after a loop.
-        counter: the variable that counts the loop's iterations; empty for what is no loop.
+        nodes: the nodes outside all loops; of a loop, its node; none where the function ends after a loop.
+        counter: the variable that counts the loop's iterations; empty for other phases.
     """
 
     line: int
@@ -43,12 +43,12 @@ class Phase:
 
     @property
     def label(self) -> str:
-        """Its name, as a user knows it."""
+        """Name of the phase, as a user knows it."""
         return self.nodes[0].name.removesuffix("/while") if self.is_loop else label_of(self.nodes)
 
     @property
     def is_loop(self) -> bool:
-        """Whether it is one loop."""
+        """True if it is one loop."""
         return bool(self.nodes) and isinstance(self.nodes[0], WhileNode)
 
 
@@ -75,19 +75,21 @@ class RegionCode:
     phases: tuple[Phase, ...]
 
     def phase_at(self, line: int) -> Phase | None:
-        """The one that a line of the source belongs to; the first for what comes before it, None if there is none."""
+        """Return the phase of a line of the source; the first for earlier lines, None without phases."""
         if not self.phases:
             return None
         return self.phases[max(0, bisect_right(self.phases, line, key=attrgetter("line")) - 1)]
 
     @property
     def label(self) -> str:
-        """Its content, in the user's names."""
+        """Description of the region's content, in the user's names."""
         loops = [phase.label for phase in self.phases if phase.is_loop]
         return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
 
     def place_of(self, error: BaseException) -> tuple[SourcePlace, tuple[int, ...], tuple[Value, ...]] | None:
-        """Where `error` was raised: the place, the iteration numbers of the loops around it, and the node's inputs."""
+        """Return the place where `error` was raised, the iteration numbers of the loops around it, and the node's
+        inputs.
+        """
         found = None
         traceback = error.__traceback__
         while traceback is not None:
@@ -111,7 +113,9 @@ def label_of(nodes: Sequence[Node]) -> str:
 
 
 def _scope(node: Node) -> str:
-    """The outermost scope of a node, empty for one that stands in none; of a gradient, with that of what it is of."""
+    """Return the outermost scope of a node, empty for none; of a gradient, with the scope of the differentiated
+    node.
+    """
     first, *others = node.name.split("/")
     if not others:
         return ""

@@ -1,22 +1,22 @@
 """Pass: groups nodes into regions, each of which becomes one generated Python function.
 
-A region is a cluster of nodes that never wait, whole `cond` and `while` nodes included. It must not cost concurrency:
-nodes join one region only if they wait for the same *barriers* (nodes that may wait: coroutine ops, the user's own
-functions, streamed values, and branches and loops that contain them) and are waited for by the same ones, those of a
-loop's next iteration included.
+A region is a cluster of nodes that never wait, whole `cond` and `while` nodes included. It must not cost concurrency.
+Nodes join one region only if they wait for the same *waiting nodes*, and the same ones wait for them, in a loop's next
+iteration too. Waiting nodes are coroutine ops, the user's own functions, streamed values, and branches and loops that
+contain them.
 
-A region belongs to one *lane*, a compute stream of a device. Values that cross from lane to lane are barriers as well,
-one per value and lane it goes to: it is sent as soon as it is there, and holds back only those who need it.
+A region belongs to one *lane*, a compute stream of a device. Values that cross from lane to lane count as waiting nodes
+as well, one per value and lane it goes to: it is sent as soon as it exists, and delays only its users.
 
-Devices that launch their kernels one by one have no regions. On one whose regions enqueue, nothing in a region may wait
-for the device either: branches and loops join one only if they decide by what is on the host.
+Devices that launch their kernels one by one have no regions. On a device whose regions enqueue, nothing in a region may
+wait for the device either: branches and loops join a region only if they decide by values on the host.
 
-What is before a node grows along every edge, and what is behind it shrinks, so all nodes of a cycle of clusters would
-have the same before and behind. No barrier or crossing is then on the cycle, it stays in one lane, and all its nodes
-are in one cluster: regions never wait for each other in a circle, whatever the lanes are.
+The set before a node grows along every edge, and the set behind it shrinks, so all nodes of a cycle of clusters would
+have equal sets. No waiting node or crossing is then on the cycle, it stays in one lane, and all its nodes are in one
+cluster. So regions never wait for each other in a circle, whatever the lanes are.
 
 Loops that stay primitives get regions inside their bodies, so their iterations still overlap. One kind of loop that
-waits is a region by itself, and a barrier to all others: see `waits_in_turn`.
+waits is a region by itself, and a waiting node to all others: see `waits_in_turn`.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ _ONE_STREAM: Mapping[Node, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Nodes that run as one function.
+    """A region: nodes that run as one function.
 
     Attributes:
         nodes: in the order in which they run.
         inputs: tensors from outside, in the order of the region node's inputs.
-        outputs: tensors that somebody outside uses, in the order of its outputs.
+        outputs: tensors used outside, in the order of its outputs.
     """
 
     nodes: tuple[Node, ...]
@@ -80,7 +80,7 @@ class Region:
         return f"{len(self.nodes)} nodes"
 
     def walk(self) -> Iterator[Node]:
-        """Every node, those in branches and loops included."""
+        """Yield every node, also inside branches and loops."""
         for node in self.nodes:
             yield node
             for body in node.subgraphs:
@@ -99,15 +99,15 @@ def make_regions(
     costs: RegionCosts | None = None,
     seed: int | None = None,
 ) -> dict[Node, int]:
-    """Replaces clusters by `region` nodes, in place.
+    """Replace clusters by `region` nodes, in place.
 
     Args:
         graph: with the device of every node in ``node.device``, if there is more than one.
-        streams: the compute stream of each node; 0 for those not named.
+        streams: the compute stream of each node; 0 for missing ones.
         asynchronous: names of the devices that launch kernels one by one.
         enqueuing: names of the devices whose regions enqueue kernels and do not wait for them.
         on_host: tensors whose values are on the host; see `find_host_values`.
-        costs: those of `enqueuing` devices, by which regions are joined; None if they are not.
+        costs: costs of `enqueuing` devices, by which regions are joined; None to join none.
         seed: draws one of the orders in which the nodes of a region may run; None for the one they are in.
 
     Returns:
@@ -120,7 +120,7 @@ def make_regions(
 
 
 def is_compilable(node: Node) -> bool:
-    """Whether generated code can run the node: it never waits, and neither does anything inside it."""
+    """Return True if generated code can run the node: neither it nor any inner node ever waits."""
     if node.subgraphs:
         return all(is_compilable(inner) for body in node.subgraphs for inner in body.nodes)
     if node.op in (EMIT, FEED, FETCH, CONTROL_TRIGGER):
@@ -131,10 +131,10 @@ def is_compilable(node: Node) -> bool:
 
 
 def waits_in_turn(node: WhileNode) -> bool:
-    """Whether a loop may wait as a whole, because of one node in its body, such as a dequeue.
+    """Return True if a loop may wait as a whole, because of one node in its body, such as a dequeue.
 
-    The node's firings follow one another anyway, and the loop does nothing else that anybody could see meanwhile. What
-    it computes is small, so there is no work that could go on.
+    The node's firings follow one another anyway, and the loop has no other visible effect meanwhile. Its computation is
+    small, so no work is held up.
     """
     if node.graph.effects != "ordered" and node.parallel_iterations > 1:
         return False
@@ -148,10 +148,10 @@ def waits_in_turn(node: WhileNode) -> bool:
 
 
 def _waits_for_itself(loop: WhileNode, node: Node) -> bool:
-    """Whether a firing of a node that waits comes after that of the iteration before.
+    """Return True if a firing of a waiting node comes after the firing of the iteration before.
 
-    What waits without a side effect, such as a batched call, would wait in all iterations at once, unless it needs what
-    it gave before; and it has to say that it may be asked for on any thread.
+    A node that waits without a side effect, such as a batched call, would wait in all iterations at once, unless it
+    needs its earlier results. It must also say that it may be asked for on any thread.
     """
     if has_side_effect(node):
         return True
@@ -171,7 +171,7 @@ def _waits_for_itself(loop: WhileNode, node: Node) -> bool:
 
 
 def _may_overtake(node: Node) -> bool:
-    """Return True if firings of different iterations have effects that nothing orders, so that a seed may reorder them.
+    """Return True if nothing orders effects of different iterations, so that a seed may reorder them.
 
     A region runs its nodes together, and a loop in one has no two iterations at a time.
     """
@@ -232,7 +232,7 @@ class _Clustering:
     def joined(
         self, body: Body, clusters: list[list[Node]], lanes: Mapping[Node, ComputeStream | None]
     ) -> list[list[Node]]:
-        """`clusters`; those of cards are fewer where it does not pay to call so many."""
+        """Return `clusters`; on cards some are joined, if calling all of them does not pay."""
         if self.costs is None:
             return clusters
 
@@ -258,14 +258,14 @@ class _Clustering:
                 self.cluster(Body(body, wanted=body.results))
 
     def lane(self, node: Node) -> ComputeStream | None:
-        """Where the node runs; None for a branch or loop that is spread over several lanes."""
+        """Return the lane of the node; None for a branch or loop that is spread over several lanes."""
         found = self.lanes(node) if node.subgraphs else None
         if not found:
             return ComputeStream(node.device, self.streams.get(node, 0))
         return found.pop() if len(found) == 1 else None
 
     def lanes(self, node: Node) -> set[ComputeStream | None]:
-        """Those of the nodes inside a branch or loop."""
+        """Return the lanes of the nodes inside a branch or loop."""
         return {self.lane(inner) for body in node.subgraphs for inner in body.nodes if not has_no_stream(inner)}
 
     def may_join(self, node: Node, lane: ComputeStream | None) -> bool:
@@ -284,7 +284,9 @@ class _Clustering:
         return bool(lane and lane.device not in launching and waits_in_turn(node) and _nesting(node) <= _DEEPEST)
 
     def never_waits(self, node: Node) -> bool:
-        """Whether Python needs nothing that is in a device's memory to run the node, and knows what is there."""
+        """Return True if Python needs no value in a device's memory to run the node, and knows which values are
+        there.
+        """
         if isinstance(node, StructuredNode) and node.decision not in self.on_host:
             return False
         if mixes_vectors(node, self.on_host):
@@ -304,8 +306,8 @@ class _Crossings:
     """The values, and bare orders, that go from one lane to another.
 
     Attributes:
-        into: for each node, the numbers of those it waits for.
-        out_of: for each node, the numbers of those it sends.
+        into: for each node, the numbers of crossings it waits for.
+        out_of: for each node, the numbers of crossings it sends.
         count: how many there are.
     """
 
@@ -321,7 +323,9 @@ def _crossings(
     barriers: Collection[Node],
     carried: Sequence[tuple[Tensor, Tensor]],
 ) -> _Crossings:
-    """Those that a region might hold up: one end may be in a region, and neither is a barrier anyway."""
+    """Return the crossings that a region might delay: one end may be in a region, and neither is a waiting node
+    anyway.
+    """
     found = _Crossings()
     numbers: dict[tuple[Tensor | Node, ComputeStream | None], int] = {}
     sent_by = {variable: result.node for variable, result in carried}
@@ -348,7 +352,7 @@ def _crossings(
 
 
 def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[Node, Hashable]:
-    """For each node, the barriers and crossings before it and behind it."""
+    """Return for each node the waiting nodes and crossings before it and behind it."""
     graph = body.graph
     if not barriers and not crossings.count:
         return dict.fromkeys(graph.nodes)
@@ -370,7 +374,7 @@ def _keys(body: Body, barriers: Sequence[Node], crossings: _Crossings) -> dict[N
 
 
 def _awaited_next(body: Body, barriers: Mapping[Node, int]) -> dict[Node, int]:
-    """For the nodes of a loop's results, the barriers of the next iteration that wait for them; the decision is one."""
+    """For the nodes of a loop's results, the waiting nodes of the next iteration behind them; the decision is one."""
     found: dict[Node, int] = {}
     if not barriers:
         return found
@@ -389,7 +393,7 @@ def _before_and_behind(
     joined: Callable[[int, int], int] = or_,
     more: Callable[[int, int], int] = or_,
 ) -> dict[Node, tuple[int, int]]:
-    """Those passed before each node and those passed behind it: sets of bits, unless they are joined otherwise."""
+    """Return the crossings passed before each node and behind it: sets of bits, unless they are joined otherwise."""
     before: dict[Node, int] = {}
     behind: dict[Node, int] = {}
     for node in graph.nodes:
@@ -442,7 +446,9 @@ def _add_region(graph: Graph, cluster: Sequence[Node], used: Mapping[Tensor, Non
 
 
 def _shuffled(nodes: Sequence[Node], random: Random) -> list[Node]:
-    """`nodes`, and those of branches and loops, in any order in which each stands behind what it waits for."""
+    """Return `nodes`, and inside branches and loops too, in any order in which each stands behind the nodes it waits
+    for.
+    """
     for body in (body for node in nodes for body in node.subgraphs):
         body.nodes[:] = _shuffled(body.nodes, random)
     return ordered(random.sample(nodes, len(nodes)), _sources)
