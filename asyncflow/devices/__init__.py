@@ -1,4 +1,4 @@
-"""Where do kernels run and values live? Devices, their names, their memory, and what kernels cost."""
+"""Devices: where kernels run and values live; their names, memory and costs."""
 
 from __future__ import annotations
 

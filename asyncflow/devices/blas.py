@@ -1,15 +1,15 @@
-"""How many threads BLAS may use, for the whole process, while sessions are open.
+"""Number of BLAS threads, for the whole process, while sessions are open.
 
 BLAS starts a thread a core and spins between calls. Beside an event loop and stream threads those fight for the same
 cores: one model served with OpenBLAS's default was 12 times slower than with one thread. So the runtime takes the count
-over while a session is open, and gives back what it found.
+over while a session is open, and restores the old one at the end.
 
-BLAS knows one count for the process. When open sessions ask for different ones, the smallest wins: it is the one that
-cannot starve the others' event loops. (A BLAS built on OpenMP keeps a count per thread, and then only the thread that
-acquired is limited; NumPy's own wheels carry OpenBLAS on plain threads.)
+BLAS knows one count for the process. When open sessions ask for different counts, the smallest wins: it cannot starve
+the others' event loops. (A BLAS built on OpenMP keeps a count per thread, and then only the thread that acquired is
+limited; NumPy's own wheels carry OpenBLAS on plain threads.)
 
-Where threadpoolctl is not installed, as on a machine with cards that runs asyncflow from its source tree with what it
-has, BLAS keeps its threads, and a line in the log says so.
+If threadpoolctl is not installed, as on a machine with cards that runs asyncflow from its source tree, BLAS keeps its
+threads, and a line in the log says so.
 """
 
 from __future__ import annotations

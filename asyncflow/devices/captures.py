@@ -1,8 +1,8 @@
-"""When regions and loops become graphs that are launched as a whole, and which graphs there are.
+"""The rules by which regions and loops become graphs that are launched as a whole, and the cache of graphs.
 
-One that ran a few times on inputs of one kind is captured, and launched from then on. A graph is valid for the shapes
-and dtypes of its arrays, and for the very values of what is on the host: the code may have branched on them, and
-kernels have them as arguments. What sees ever new ones is left alone, and so is what cannot be captured.
+A region that ran a few times on inputs of one kind is captured, and launched from then on. A graph is valid for the
+shapes and dtypes of its arrays, and for the very values on the host: the code may have branched on them, and kernels
+have them as arguments. A region with ever new host values is left alone, and so is a region that cannot be captured.
 
 Real and simulated cards share these rules. How a graph is made and launched is a card's own matter.
 """
@@ -25,11 +25,11 @@ WARM_UPS = 2
 """Calls with the same key before the capture: they compile the kernels, and most keys are never seen again."""
 
 MOST_KEYS = 8
-"""Keys that a region or loop is captured for; if none of so many came twice, it is left alone."""
+"""Number of keys that a region or loop is captured for; if none of them came twice, it is left alone."""
 
 _MOST_PIECES = 16
 _PIECE = 32
-"""A region with loops is captured in at most so many pieces of so many iterations: capturing holds up the thread."""
+"""Maximum number of pieces of a region with loops, and of iterations in a piece: capturing holds up the thread."""
 
 _LARGEST_KEY = 64
 """Elements of a host array that may be part of a key."""
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class NotCapturableError(Exception):
-    """Something to be captured does what a graph cannot hold."""
+    """Code to be captured that a graph cannot hold."""
 
 
 def host_key(value: Value) -> Hashable:
@@ -70,7 +70,7 @@ class GraphCache(Generic[Graph]):
 
     @property
     def is_refused(self) -> bool:
-        """Whether nothing will be captured any more, so that nobody need make a key."""
+        """True if nothing will be captured any more, so that no key is needed."""
         return self._is_refused
 
     def get(self, key: Hashable, make: Callable[[], Graph]) -> Graph | None:
@@ -118,7 +118,7 @@ class GraphCache(Generic[Graph]):
         self._is_refused = True
 
     def clear(self) -> None:
-        """Forget all graphs; what they held is free in the order of their stream. Start anew."""
+        """Forget all graphs; their memory is free in the order of their stream. Start anew."""
         self._found.clear()
         self._is_refused = False
 

@@ -1,4 +1,6 @@
-"""How long will a kernel of the host take? It decides where it is placed, and whether it may run on the event loop."""
+"""Expected time of a kernel on the host. It decides the kernel's place, and whether the kernel may run on the event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ INLINE_LIMIT_NS = 200_000
 """A kernel that is expected to take longer does not run on the event loop (0.2 ms)."""
 
 SLICE_NS = 200_000
-"""How long a slice of a region should take: short beside a turn, long beside looking at the clock."""
+"""Target time of a region's slice: short beside a turn, long beside a look at the clock."""
 
 _WEIGHT = 0.25
 
@@ -30,7 +32,7 @@ _GOOD_RECORD = 512
 """Short calls in a row behind which one slow call counts as the machine's doing."""
 
 _MORE_PROOF = 8
-"""Each call that is slow on the event loop all the same has the next proof take so many times as many calls."""
+"""Factor on the number of calls of the next proof, after a proved call was slow on the event loop."""
 
 
 class MeasuredCost:
@@ -38,14 +40,14 @@ class MeasuredCost:
 
     It begins as the static estimate it is given; the first measurement replaces that, and each later one moves
     exponentially weighted means (a quarter each), through which the least-squares line goes. While sizes do not differ
-    there is no line to fit: then a larger size is expected to cost in proportion and a smaller one as much as the mean,
-    both of them the most that a straight line through the mean could say, for the event loop's sake.
+    there is no line to fit. Then a larger size is expected to cost in proportion and a smaller one as much as the mean.
+    Both are upper bounds over all lines through the mean, for the event loop's sake.
 
     A first measurement that is beyond what the second says counts for nothing: it was cold (caches, imports, memory
     that was new to the process), and must not keep a node off the event loop.
 
     What "size" is, is the caller's choice (elements, bytes, flops), but always the same for one node. Measure kernels
-    wherever they ran: that is how one that was sent to a thread wrongly finds its way back.
+    wherever they ran: so a kernel that was sent to a thread wrongly finds its way back.
     """
 
     __slots__ = ("_covariance", "_mean_ns", "_mean_size", "_measured", "_variance", "base_ns", "slope_ns")
@@ -62,12 +64,12 @@ class MeasuredCost:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a measurement has replaced the estimate."""
+        """True if a measurement has replaced the estimate."""
         return self._measured > 0
 
     @property
     def mean_ns(self) -> float:
-        """The mean of what was measured lately; 0 before."""
+        """Mean of recent measurements; 0 before the first."""
         return self._mean_ns
 
     def predict_ns(self, size: int) -> float:
@@ -119,12 +121,12 @@ class Proof:
 class UserCost(MeasuredCost):
     """The expected time of code of the user's, by the clock on the wall: infinite until it has proved to be short.
 
-    A function may wait for a disk or a server, or turn slow at any call; meanwhile the event loop would stand still.
-    So a call is for a thread until eight in a row took at most `INLINE_LIMIT_NS`, and their mean and mean deviation
-    do. A call that is slow on the event loop takes the proof back, from all nodes that call the function. The next
-    proof takes eight times as many calls (8, 64, 512), so that a function that is slow now and then stays on threads;
-    behind 512 short calls in a row, or eight times the last proof, it takes eight calls again, since a busy machine
-    may have held up that one. A call that was expected to be slow, as it is on more elements, proves nothing.
+    A function may wait for a disk or a server, or turn slow at any call; meanwhile the event loop would stand still. So
+    a call is for a thread until eight in a row took at most `INLINE_LIMIT_NS`, and their mean and mean deviation do. A
+    call that is slow on the event loop takes the proof back, from all nodes that call the function. The next proof
+    takes eight times as many calls (8, 64, 512), so that a function that is slow now and then stays on threads. After
+    512 short calls in a row, or eight times the last proof, it takes eight calls again, since a busy machine may have
+    delayed the slow one. A call that was expected to be slow, as it is on more elements, proves nothing.
     """
 
     __slots__ = ("_deviation_ns", "_proofs", "_short", "_slow")
@@ -191,7 +193,7 @@ class _Unlearnt(MeasuredCost):
     __slots__ = ()
 
     def observe(self, size: int, ns: int) -> None:
-        """Learn nothing."""
+        """Ignore the measurement."""
 
 
 ON_A_THREAD: Final = _Unlearnt(base_ns=inf)

@@ -1,8 +1,8 @@
-"""Functions on a device's arrays that decide by what is in them.
+"""Functions on a device's arrays that decide by the arrays' values.
 
-Such a function is a generator: it yields what is to be decided, a `Branch` or a `Loop`, is sent the results, and goes
-on. Whoever runs it chooses how: a capture makes conditional nodes (`cuda/experimental/conditional.py`), the host waits
-for the predicate (`cuda/experimental/host_loop.py`). A function that decides nothing is a plain one::
+Such a function is a generator: it yields a decision, a `Branch` or a `Loop`, is sent the results, and goes on. Whoever
+runs it chooses how: a capture makes conditional nodes (`cuda/experimental/conditional.py`), the host waits for the
+predicate (`cuda/experimental/host_loop.py`). A function that decides nothing is a plain one::
 
     def collatz(n, steps):
         (n,) = yield Branch(n % 2 == 0, lambda n: (n // 2,), lambda n: (3 * n + 1,), (n,))
@@ -22,7 +22,7 @@ from asyncflow.values import Kernel, Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One of two functions is to be run.
+    """A decision: one of two functions is to be run.
 
     Attributes:
         pred: a boolean array with one element, or a boolean of the host.
@@ -41,11 +41,11 @@ _UNNAMED = LoopIdentity("loop")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """A body is to be run as long as a condition holds; the results are the variables.
+    """A decision: a body is to be run as long as a condition holds; the results are the variables.
 
     Attributes:
         condition, body: take the variables and then the captures.
-        variables: what they begin with: arrays, or numbers of the host.
+        variables: initial values: arrays, or numbers of the host.
         captures: arrays and host values that do not change.
         identity: for errors.
     """
@@ -89,7 +89,7 @@ class Ended:
     """A function has ended.
 
     Attributes:
-        value: what it returned.
+        value: its result.
     """
 
     value: Value
@@ -102,7 +102,7 @@ def decisions(function: Kernel, arguments: Sequence[Value]) -> Generator[Decisio
 
 
 def advance(running: Generator[Decision, Any, Any], results: Sequence[Value] | None) -> Decision | Ended:
-    """The decision that a generator wants next, once it has the results of its last decision; None to start it."""
+    """Advance a generator to its next decision, with the results of the last one; None to start it."""
     try:
         return running.send(results)
     except StopIteration as stop:

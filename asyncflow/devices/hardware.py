@@ -1,4 +1,4 @@
-"""What machine is this? The processor, its memory, and whether an NVIDIA driver is there."""
+"""The machine: processor, memory, and presence of an NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ KERNEL_VARIABLES: Final = (
     "MKL_DEBUG_CPU_TYPE",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Environment variables by which a BLAS takes other kernels, or other blocks, than it would choose by itself."""
+"""Environment variables that make a BLAS take other kernels, or other blocks, than it would choose by itself."""
 
 ASK_S: Final = 30.0
-"""How long another process may take to say which BLAS it has, in seconds."""
+"""Seconds that another process may take to name its BLAS."""
 
 
 def processor() -> str:
@@ -37,14 +37,16 @@ def processor() -> str:
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on, which a container may have cut down."""
+    """Return the number of cores this process may run on, which a container may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def usable_memory() -> int | None:
-    """Bytes of memory this process may use: the machine's, or its control group's if that is less; None if unknown."""
+    """Return the bytes of memory this process may use: the machine's, or its control group's if less; None if
+    unknown.
+    """
     try:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on Windows
@@ -54,7 +56,7 @@ def usable_memory() -> int | None:
 
 
 def blas_library() -> str:
-    """The BLAS that NumPy calls, with its version and the processor whose kernels it uses."""
+    """Return the BLAS that NumPy calls, with its version and the processor whose kernels it uses."""
     libraries = blas_libraries()
     if not libraries:
         return f"{np.show_config(mode='dicts')['Build Dependencies']['blas']['name']} (not controllable)"
@@ -67,9 +69,10 @@ def blas_library() -> str:
 
 
 def blas_hindrance() -> str | None:
-    """Says what keeps NumPy's BLAS from the kernels that it would choose by itself; None if nothing does.
+    """Describe the setting that keeps NumPy's BLAS from its own choice of kernels; None without one.
 
-    Another process, without the variables, says what it would choose: to ask for the very same kernels does no harm.
+    Another process, without the variables, finds that choice: a setting that asks for the very same kernels does no
+    harm.
     """
     given = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
     if not given:
@@ -94,7 +97,7 @@ def blas_hindrance() -> str | None:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether the driver's device files are there."""
+    """Return True if the driver's device files exist."""
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg"))
 
 

@@ -1,8 +1,8 @@
 """Memory that arrays have freed: kept for the arrays of the next run while sessions are open, then given back.
 
-glibc gives memory to the kernel as soon as 128 KiB to a few MiB are free at the end of its heap, so that the next run
-gets pages that the kernel has to clear, one fault each. Where arrays are large and arithmetic is little, that took half
-of the time of a training step. A serving process runs the same plan again and again: it keeps what it needs for one.
+glibc gives memory to the kernel as soon as 128 KiB to a few MiB are free at the end of its heap. The next run then gets
+pages that the kernel has to clear, one fault each. Where arrays are large and arithmetic is little, that took half of
+the time of a training step. A serving process runs the same plan again and again: it keeps the memory of one run.
 
 Where users have told glibc themselves, by its variables, or another library allocates, nothing is changed.
 """
@@ -27,15 +27,15 @@ _Value = TypeVar("_Value")
 KEPT: Final = 256 << 20
 """Free bytes that each of glibc's heaps may keep."""
 LARGEST: Final = 32 << 20
-"""Arrays above this have pages of their own, which they give back; glibc allows no more."""
+"""Size above which arrays have pages of their own, which they give back; glibc allows no more."""
 PADDING: Final = 64 << 20
-"""Bytes that are asked for at once, not touched and hence not taken. A heap of a thread is made of parts of so many, of
-which glibc gives back any that is free, whatever it may keep, unless padding would ask for it again."""
+"""Bytes that are asked for at once, not touched and hence not taken. A thread's heap consists of parts of this size.
+glibc gives back any free part, whatever it may keep, unless padding would ask for it again."""
 PART: Final = 8 << 20
 """Bytes that are given back at once while old values are dropped: where pages are small, that takes a millisecond."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MOST_HEAPS = -1, -2, -3, -8
 _TRIMS_AT: Final = 128 << 10
-"""Where glibc begins to give back, and how much it asks for at once, unless told otherwise."""
+"""Free bytes at which glibc gives memory back, and bytes it requests at once, by default."""
 _USERS: Final = (
     "MALLOC_ARENA_MAX",
     "MALLOC_TRIM_THRESHOLD_",
@@ -56,12 +56,12 @@ class Allocator(Protocol):
         """Gives free memory back."""
 
     def madvise(self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, advice: int, /) -> int:
-        """Tell the kernel what becomes of pages."""
+        """Advise the kernel on the use of pages."""
 
 
 @cache
 def _glibc() -> Allocator | None:
-    """The C library, if it is glibc and the user has left its heaps alone."""
+    """Return the C library, if it is glibc and the user has left its heaps alone."""
     library = None if any(name in os.environ for name in _USERS) or os.name != "posix" else ctypes.CDLL(None)
     return cast("Allocator", library) if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
@@ -77,7 +77,7 @@ class Heap:
         self._users = 0
 
     def enter(self) -> None:
-        """Counts one more user; the first makes the heaps keep what is freed."""
+        """Count one more user; the first makes the heaps keep freed memory."""
         with self._lock:
             self._users += 1
             if self._users == 1 and self._allocator is not None:
@@ -86,11 +86,11 @@ class Heap:
                 self._allocator.mallopt(_MMAP_THRESHOLD, LARGEST)
 
     def leave(self) -> None:
-        """Counts one user less; after the last the heaps give back what is free, and what is freed from then on.
+        """Count one user less; after the last, the heaps give back free memory, and later freed memory, too.
 
-        On a thread, which nobody waits for: it takes a millisecond for some MiB. From which size on arrays have pages
-        of their own stays as it is: glibc does not tell what it was. An interpreter that ends gives everything back,
-        and a thread that it is to start would never begin.
+        That happens on a thread in the background: it takes a millisecond for some MiB. The size from which arrays have
+        pages of their own stays as it is: glibc does not tell the old one. An interpreter that ends gives everything
+        back, and a thread that it is to start would never begin.
         """
         with self._lock:
             self._users -= 1
@@ -124,7 +124,7 @@ class Heap:
         self._give_back_beyond(PADDING)
 
     def _give_pages_back(self, values: list[_Value]) -> None:
-        """Give back the pages of the last value if it is a large array to which nothing else refers."""
+        """Give back the pages of the last value if it is a large array without other references."""
         if self._allocator is None or _references(values) > _SOLE:
             return
         value: object = values[-1]
@@ -137,7 +137,7 @@ class Heap:
         self._allocator.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
     def _give_back_beyond(self, free: int) -> None:
-        """Has the heaps keep so much of what they are about to give back, as long as they keep any."""
+        """Make the heaps keep `free` bytes of the memory they are about to give back, as long as they keep any."""
         with self._lock:
             if self._users and self._allocator is not None:
                 self._allocator.mallopt(_TOP_PAD, free)

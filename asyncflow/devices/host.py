@@ -1,8 +1,8 @@
-"""What does the thread that drives simulated devices spend its time on?
+"""The time of the thread that drives simulated devices.
 
-On this runtime one thread, that of the event loop, does all that is not computed on a card: it starts runs, interprets
-nodes, launches kernels, gives copies to streams, and is notified when they end. However many cards there are, there is
-one such thread, and a program whose launches keep it busy does not get faster with more of them.
+On this runtime one thread, the event loop's, does all work outside of cards. It starts runs, interprets nodes, launches
+kernels, gives copies to streams, and is notified when they end. However many cards there are, there is one such thread,
+and a program whose launches keep it busy does not get faster with more of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Final, Literal, TypeAlias, get_args
 from asyncflow.streams.sim.stream import HostClock
 
 Launches: TypeAlias = Literal["regions", "nodes", "graphs"]
-"""How kernels come to a card: by regions with fused chains, one node at a time, or by regions made CUDA graphs."""
+"""Ways in which kernels come to a card: by regions with fused chains, one node at a time, or by regions made CUDA
+graphs.
+"""
 
 LAUNCHES: Final[tuple[Launches, ...]] = get_args(Launches)
 
@@ -26,15 +28,15 @@ Call: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The times, in seconds, that a thread of the host takes for what it does.
+    """Times, in seconds, of a host thread's activities.
 
     Attributes:
         name: as `host_named` reads it.
-        summary: what it is, for people.
+        summary: description for people.
         thread_a_device: every device has a thread of its own; else one thread drives all devices of a process.
-        launches: how kernels come to a card, unless somebody chooses.
+        launches: way of launching kernels, unless the user chooses one.
         run_s: starting a run on one device, and ending it.
-        node_s: interpreting a node, without what it launches.
+        node_s: interpreting a node, without its launches.
         primitive_s: passing a value on in a loop or branch that is interpreted: Enter, Merge, Switch and the like.
         step_s: a number that a region computes on the host, or a value that it saves or finds again.
         view_s: an array that looks into another, made by a region.
@@ -109,11 +111,11 @@ class HostThread:
 
     @property
     def ready_ns(self) -> int:
-        """When it could begin with something else."""
+        """The time at which the thread could begin with other work."""
         return max(self.free_at_ns, self._clock.now_ns())
 
     def spend(self, call: Call, times: int = 1) -> int:
-        """Do something, so often; when it is done."""
+        """Spend time on calls; return the time at which they are done."""
         taken_ns = self._ns[call] if times == 1 else self.taken_ns(call, times)
         self.calls[call] += times
         self.busy_ns[call] += taken_ns
@@ -128,6 +130,6 @@ class HostThread:
         return self._ns[call] if times == 1 else round(self.host.cost_s(call) * 1e9 * times)
 
     def note_region(self, taken_ns: int, arrays: int) -> None:
-        """Note that a region took so long that could have been a CUDA graph with so many buffers."""
+        """Note the time of a region that could have been a CUDA graph with this number of buffers."""
         graph_ns = round((self.host.graph_s + arrays * self.host.buffer_s) * 1e9)
         self.saved_by_graphs_ns += max(taken_ns - graph_ns, 0)

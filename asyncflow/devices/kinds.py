@@ -1,4 +1,4 @@
-"""Which kinds of device there are: the package's own, and those that others offer.
+"""Kinds of device: the package's own, and kinds that others offer.
 
 A kind is found by its name, the first half of ``cuda:1``. Another package offers one as an entry point of the group
 ``asyncflow.devices``, whose name is the kind's and whose object is a `DeviceKind`; it is looked for when its name is
@@ -29,7 +29,7 @@ class DeviceDescription:
     """One line of ``asyncflow devices``."""
 
     name: str
-    """Such as ``cpu:0``; a kind alone where there is none of it."""
+    """Name such as ``cpu:0``; a kind alone if there is no such device."""
     available: bool
     detail: str
     """The device in words; where it is not available, why."""
@@ -40,7 +40,7 @@ class DeviceOptions:
     """The wishes of a session for the devices that it opens.
 
     Attributes:
-        memory_limit: bytes that each may hold; None for what there is.
+        memory_limit: bytes that each may hold; None for all of its memory.
         compute_streams: how many streams of kernels each has.
         sharing: how many devices of the kind the session opens.
         host: where saved values go.
@@ -55,7 +55,7 @@ class DeviceOptions:
 
 
 class DeviceKind(ABC):
-    """A kind of device: opens those of its name. It is made once, and knows nothing of sessions.
+    """A kind of device: opens the devices of its name. It is made once, and knows nothing of sessions.
 
     Attributes:
         name: lower-case letters, the first half of its devices' names.
@@ -72,7 +72,7 @@ class DeviceKind(ABC):
         """
 
     def why_not(self, index: int) -> str | None:
-        """Why there is no such device here, to follow its name and a colon; None if there is."""
+        """Return the reason why there is no such device here, to follow its name and a colon; None if there is one."""
         del index
         return None
 
@@ -88,7 +88,7 @@ _kinds: dict[str, DeviceKind] = {}
 
 
 def register_kind(kind: DeviceKind) -> None:
-    """Let devices of this kind be named, in this process.
+    """Register a kind, so that its devices can be named in this process.
 
     Raises:
         TypeError: `kind` is no `DeviceKind`.

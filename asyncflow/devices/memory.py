@@ -1,12 +1,12 @@
-"""How many bytes of arrays a device holds, which ones are the largest, and what its limit is.
+"""Bytes of arrays held by a device, the largest ones, and the limit.
 
 An account only watches: it holds weak references to the buffers that kernels returned, and a buffer leaves the account
-when Python frees it. Buffers may be freed on any thread, at any bytecode, even inside this module; so the weak
-reference's callback is a bare ``deque.append``, which takes no lock, and whoever reads the account first settles what
-has been freed.
+when Python frees it. Buffers may be freed on any thread, at any bytecode, even inside this module. So the weak
+reference's callback is a bare ``deque.append``, which takes no lock, and the next reader of the account first settles
+the freed ones.
 
-Many small values together are large: what a loop saves for its gradient, or writes to a TensorArray. Where there is a
-limit, a *store* of values counts as one buffer, by what Python takes for each small value that is put into it. That is
+Many small values together are large: what a loop saves for its gradient, or writes to a TensorArray. If there is a
+limit, a *store* of values counts as one buffer, by the size that Python takes for each small value put into it. That is
 too much once a value is taken out again, or if it is there twice; so before the limit counts as passed, all stores are
 looked through.
 """
@@ -28,13 +28,15 @@ import numpy.typing as npt
 from asyncflow.devices.options import positive_count
 
 TRACKED_BYTES = 4096
-"""Arrays smaller than this are not counted by themselves: watching one costs more than it holds."""
+"""Size in bytes below which arrays are not counted by themselves: watching one costs more than it holds."""
 
 _BUFFER, TOLD = -1, -2
-"""Counts of a `Watch` of no store: of a buffer, and of what says itself what it holds (`asyncflow.devices.told`)."""
+"""Counts of a `Watch` of no store: of a buffer, and of an object that reports its own bytes
+(`asyncflow.devices.told`).
+"""
 
 _SLACK_BYTES = 512 << 10
-"""How much is put into stores between two looks through them; by so much the limit may be passed."""
+"""Bytes put into stores between two looks through them; the limit may be passed by this amount."""
 
 _TOP = 5
 
@@ -55,7 +57,7 @@ class Held(Protocol):
     grown_from: int
 
     def since(self, count: int) -> Sequence[object]:
-        """The values put in behind the first `count` values; None for one that is not there, or in one of `buffers`."""
+        """Return the values put in behind the first `count`; None for an absent value, or one in `buffers`."""
 
     def buffers(self) -> Sequence[Buffer]:
         """Arrays that it has made for values to come."""
@@ -66,7 +68,7 @@ class LiveBuffer(NamedTuple):
 
     nbytes: int
     label: str
-    """The label given when it was tracked: the name of the node that made it."""
+    """Label given when it was tracked: the name of the node that made it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,11 @@ class MemoryStatistics:
     peak: int
     limit: int | None
     buffers: int
-    """How many buffers are alive."""
+    """Number of live buffers."""
 
 
 class MemoryLimitExceeded(Exception):
-    """A device holds more than its limit; the runtime turns it into an `OutOfMemoryError` with provenance.
+    """A device holds more than its limit; the runtime turns this into an `OutOfMemoryError` with provenance.
 
     Attributes:
         requested: bytes of the buffer that passed the limit.
@@ -153,16 +155,16 @@ class MemoryAccount:
     """The name of the device."""
 
     total: int
-    """Bytes counted so far, those that are free again among them."""
+    """Bytes counted so far, including freed ones."""
 
     fed: int
-    """Of these, bytes of what was fed: it counts once a store holds it, and no iteration takes it."""
+    """Bytes of feeds among `total`: a feed counts once a store holds it, and no iteration takes it."""
 
     advise: Callable[[], str]
     """Says, for errors, why more did not move away."""
 
     at_most: int
-    """Bytes held now, and those that were freed since somebody has looked."""
+    """Bytes held now, plus bytes freed since the last look."""
 
     def __init__(self, device_name: str, limit: int | None = None) -> None:
         """Open an account.
@@ -210,7 +212,7 @@ class MemoryAccount:
         return max(self._peak, self._lap)
 
     def lap(self, of: Hashable = "iterations") -> tuple[int, int]:
-        """The most bytes held at a time since this was asked for last, by the same name, and those held now."""
+        """Return the peak of bytes held since the last call with the same name, and the bytes held now."""
         with self._lock:
             self._settle()
             self._laps.setdefault(of, 0)
@@ -262,14 +264,14 @@ class MemoryAccount:
         self._watch(array, array.nbytes, label)
 
     def uncounted(self, values: Iterable[object]) -> list[Buffer]:
-        """The buffers behind what is fed to a run that are not counted yet; `forget` them when it has ended."""
+        """Return the uncounted buffers behind a run's feeds; `forget` them when it has ended."""
         arrays = [value for value in values if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES]
         lent = [owner for owner in map(owner_of, arrays) if id(owner) not in self._live]
         self._lent.update(map(id, lent))
         return lent
 
     def forget(self, buffers: Iterable[Buffer]) -> None:
-        """Count them no longer, as they are the caller's, who may keep them or feed them again."""
+        """Stop counting buffers that belong to the caller, who may keep them or feed them again."""
         with self._lock:
             self._settle()
             for buffer in buffers:
@@ -310,7 +312,7 @@ class MemoryAccount:
         )
 
     def _put(self, held: Held, label: str) -> int:
-        """Count what was put into a store since the last time; gives how much that is."""
+        """Count values put into a store since the last time; return their bytes."""
         key = id(held)
         with self._lock:
             self._settle()
@@ -334,7 +336,7 @@ class MemoryAccount:
         return nbytes
 
     def _look_through(self) -> None:
-        """Count what is in the stores now, each array once."""
+        """Count the present values in stores, each array once."""
         seen: set[int] = set()
         for watch in list(self._live.values()):
             held: Any = watch() if watch.count >= 0 else None
@@ -353,7 +355,7 @@ class MemoryAccount:
         self._exact = self.at_most
 
     def _watch(self, owner: Buffer, nbytes: int, label: str) -> int:
-        """Count a buffer unless it is counted; the bytes now in use, or 0 if that has not changed."""
+        """Count a buffer unless it is counted; return the bytes now in use, or 0 if unchanged."""
         key, live, freed = id(owner), self._live, self._freed
         with self._lock:
             if freed:
@@ -380,12 +382,12 @@ class MemoryAccount:
                 self._end(watch)
 
     def _end(self, watch: Watch) -> None:
-        """Forget what was noted of anything else than a buffer, which has gone."""
+        """Forget notes on a store or other object that has gone."""
         self._stores -= 1
 
 
 class ChargedAccount(MemoryAccount):
-    """The account of a device with a memory of its own, which says itself what is allocated, and what is free again.
+    """The account of a device with a memory of its own, which reports its own allocations and frees.
 
     Invariant, under the lock and after `_settle`: ``_charges`` holds exactly the charges that were not credited, and
     ``at_most`` is their sum. All methods may be called on any thread.
@@ -417,7 +419,7 @@ class ChargedAccount(MemoryAccount):
         return self.at_most
 
     def track(self, value: object, label: str = "") -> None:
-        """Does nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""
+        """Do nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""
 
     def charge(self, nbytes: int, label: str) -> int:
         """Count ``nbytes``; gives what `credit` takes.
@@ -465,10 +467,10 @@ class ChargedAccount(MemoryAccount):
 
 
 class Watch(weakref.ref[object]):
-    """A weak reference to a buffer, or to a store, that knows what it counted.
+    """A weak reference to a buffer, or to a store, with the counted bytes.
 
     Attributes:
-        key: the id of what it refers to.
+        key: the id of the referent.
         nbytes: of a buffer, or of all that is in a store.
         label: the name of the node that made it.
         count: of a store's values; negative for anything else.

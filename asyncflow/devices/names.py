@@ -1,4 +1,4 @@
-"""Names of devices (``cuda:1``), and partial ones that constrain placement (``cuda``)."""
+"""Device names (``cuda:1``), and partial ones that constrain placement (``cuda``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Read a full name, such as ``cpu:0``.
+        """Parse a full name, such as ``cpu:0``.
 
         Raises:
             PlacementError: ``text`` is no device name, or has no index.
@@ -53,7 +53,7 @@ class DeviceSpec:
         return cls(*_split(text))
 
     def matches(self, name: str) -> bool:
-        """Whether the device of this full name satisfies the constraint.
+        """Return True if the device of this full name satisfies the constraint.
 
         Raises:
             PlacementError: ``name`` is no full device name.

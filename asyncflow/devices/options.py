@@ -7,7 +7,7 @@ from typing import SupportsIndex
 
 
 def positive_count(value: object, meaning: str) -> int:
-    """``value`` if it is an int of at least 1, NumPy's among them; ``meaning`` says in the error what it counts.
+    """Return ``value`` if it is an int of at least 1, also NumPy's; ``meaning`` names the count in the error.
 
     Raises:
         ValueError: it is something else.

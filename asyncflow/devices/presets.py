@@ -1,4 +1,4 @@
-"""Which cards and links can be simulated, how fast are they, and where does each figure come from?
+"""Cards and links for simulations: their speed, and the source of each figure.
 
 Every rate is *datasheet peak × efficiency*, and both are written down. The efficiencies are rounded to 0.05 and are
 what large matrix products, copy kernels and copies commonly reach; they were not fitted to anything. A single number
@@ -14,10 +14,9 @@ cannot be right for every shape: that is what measured costs are for.
 A time that no datasheet has, the same for every NVIDIA card: ``kernel_s`` 2 µs. NVIDIA's "Getting Started with CUDA
 Graphs" measures 2.9 µs for a kernel of half a million elements on V100; the smallest are a little shorter.
 
-Hosts are no cards: what the thread that launches takes for each thing it does was fitted to times measured on this
-runtime by ``python -m benchmarks.host_costs``, on the date that stands with it. The figures are a second fit, to the
-times of the third such run, after graphs had been counted otherwise: a captured region counts as a call of a graph
-only, no longer as a call of a region too.
+Hosts are no cards: the launching thread's time for each activity was fitted to times measured on this runtime by
+``python -m benchmarks.host_costs``, on the date next to it. The figures are a second fit, to the third such run, after
+a change in counting graphs: a captured region counts only as a call of a graph, no longer as a call of a region too.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A processor with memory of its own.
+    """A card: a processor with memory of its own.
 
     Attributes:
         name: as `parse_machine` reads it.
         flops_per_s: float32 operations of a large matrix product, as achieved.
         bytes_per_s: of its memory, read and written, as achieved.
-        memory_bytes: what it can hold.
+        memory_bytes: its capacity.
         kernel_s: the shortest time a kernel occupies a stream.
         copy_engines: how many copies run at once; with 1, copies in and out take turns.
         source: where the figures come from.
@@ -77,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """Cards and what connects them.
+    """A machine: cards and the links between them.
 
     Attributes:
         cards: device i is a ``cards[i]``.
@@ -220,16 +219,16 @@ _HOST_LINKS = dict.fromkeys(("k40", "p100", "v100"), "pcie3") | dict.fromkeys(("
 _NETWORKS = ("ethernet10", "ethernet100", "infiniband")
 
 _MOST_CARDS = 1024
-"""More than anybody has in one machine: what is asked for beyond is a slip of the hand, and would take minutes."""
+"""Maximum number of cards: a larger number is probably a typing error, and would take minutes."""
 
 _PART = re.compile(r"(?:(\d+)\s*x\s*)?([a-z][a-z0-9]*)", re.IGNORECASE)
 _EXAMPLE = "'8 x v100, nvlink2'"
 
 
 def parse_machine(text: str) -> MachineSpec:
-    """Reads cards, with how many of each, and links, separated by commas: ``"2 x v100, 2 x a100, nvlink2, pcie3"``.
+    """Parse cards, with the number of each, and links, separated by commas: ``"2 x v100, 2 x a100, nvlink2, pcie3"``.
 
-    A ``pcie`` link joins the cards to their host; without one it is the slowest of those the cards were made for. An
+    A ``pcie`` link joins the cards to their host; without one it is the slowest link that the cards were made for. An
     ``nvlink`` joins the cards to each other; without one, copies between cards go through the host. A network
     (``ethernet10``, ``ethernet100``, ``infiniband``) puts each card in a host of its own: it joins them, and control
     messages take its latency.
@@ -269,7 +268,9 @@ def parse_machine(text: str) -> MachineSpec:
 
 
 def format_machine(machine: MachineSpec) -> str:
-    """The text for which `parse_machine` gives this machine, if it is made of presets: ``"8 x v100, nvlink2"``."""
+    """Return the text for which `parse_machine` gives this machine, if it is made of presets: ``"8 x v100,
+    nvlink2"``.
+    """
     groups = [(card, len(list(group))) for card, group in groupby(machine.cards)]
     parts = [f"{count} x {card.name}" if count > 1 else card.name for card, count in groups]
     if machine.peer_link is not None:
@@ -297,7 +298,7 @@ def default_host_link(cards: Iterable[Card]) -> Link:
 
 
 def work_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
-    """How long a kernel needs all of `card`: by arithmetic or by memory, whichever takes longer.
+    """Return the time for which a kernel needs all of `card`: the larger of arithmetic and memory time.
 
     Items of 8 bytes halve the arithmetic rate, as on cards for data centres; narrower ones do not raise it.
     """
@@ -306,7 +307,7 @@ def work_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
 
 
 def kernel_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
-    """How long a kernel occupies a stream of `card`: as long as its work takes, or the shortest time there is."""
+    """Return the time for which a kernel occupies a stream of `card`: its work, or the shortest possible time."""
     return max(round(card.kernel_s * _GIGA), work_ns(card, flops, nbytes, itemsize))
 
 

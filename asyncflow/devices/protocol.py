@@ -44,7 +44,7 @@ class KernelRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInfo:
-    """Facts about a kernel that a device which launches it has to know, beside the function.
+    """Facts about a kernel, beside the function, for a device that launches it.
 
     Attributes:
         name: the node's, for timelines and errors.
@@ -55,26 +55,26 @@ class KernelInfo:
         may_run_on_host: all outputs are integers or booleans of rank 0, so that with such inputs it need not be
             launched at all.
         keeps_arrays: it may hold on to its inputs, or hand out what others hold on to (state, tensor arrays).
-        moves_references: it puts values away, or finds what was put away, as they are: a few lines of Python.
+        moves_references: it stores values, or finds stored ones, as they are: a few lines of Python.
         uses_state: it touches a variable; on the host it may have to wait for what a device has written.
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
         is_user: it is the user's code, whose results have the shapes that it gives them.
-        stays: positions of inputs that a kernel of the host takes as they are, on the device. If there are some, it is
-            told of the outputs that nobody but the host uses (``leaving=``), and others may be on the device, too.
+        stays: positions of inputs that a kernel of the host takes as they are, on the device. The kernel is then told
+            of the outputs that only the host uses (``leaving=``), and other outputs may be on the device, too.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
             with the host's memory.
-        is_metadata: it needs no data of the device's, and what it gives is on the host.
+        is_metadata: it needs no data of the device's, and its result is on the host.
         in_region: it is called by the code of a region, and not by itself.
         vectors: positions of arguments that a region or loop takes for the device's, and that may be vectors of the
             host; they are copied in.
         launches: how many kernels a region launches at a time.
         captures: a region may become a CUDA graph.
         could_capture: it might, if the session asked for it; known on simulated devices only.
-        recipe: what the kernel is made of, if it is a plain function of arrays; None where it has to do with state,
-            with the user's code, or checks what it gives.
+        recipe: the kernel's ingredients, if it is a plain function of arrays; None if it uses state or user code, or
+            checks its results.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
-        infer: ``infer(input_specs, values)`` gives the specs of the outputs for those of the inputs, and for the values
-            of those that are known, by position; None where they depend on further data.
+        infer: ``infer(input_specs, values)`` returns the specs of the outputs, given the inputs' specs and known values
+            by position; None if further data decide.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Span(NamedTuple):
     nbytes: int
     """Of a copy; 0 for a kernel."""
     memory: tuple[int, ...] = ()
-    """When it was launched, and what the device held then (`asyncflow.devices.swapping.memory_sample`), if it says so:
+    """Time of the launch, and bytes held by the device then (`asyncflow.devices.swapping.memory_sample`), if reported:
     a region launches many kernels."""
 
 
@@ -133,10 +133,10 @@ class CoroutineKernel:
 
 
 class HostKernel(CoroutineKernel):
-    """One that a device leaves to the host, which takes what is there already as it is.
+    """A kernel that a device leaves to the host, which takes present values as they are.
 
     Attributes:
-        staying: positions of outputs that nobody but the host uses: they are not copied in.
+        staying: positions of outputs that only the host uses: they are not copied in.
     """
 
     __slots__ = ("staying",)
@@ -145,12 +145,12 @@ class HostKernel(CoroutineKernel):
 
 
 def is_coroutine_kernel(kernel: object) -> bool:
-    """Whether a call of a bound kernel gives a coroutine."""
+    """Return True if a call of a bound kernel gives a coroutine."""
     return isinstance(kernel, CoroutineKernel)
 
 
 def host_kernel(kernel: object) -> HostKernel | None:
-    """A bound kernel, if its device leaves it to the host."""
+    """Return a bound kernel that its device leaves to the host; None for other kernels."""
     return kernel if isinstance(kernel, HostKernel) else None
 
 
@@ -158,7 +158,7 @@ Spans: TypeAlias = list[Any]
 """The notes of a device about the work that it launches; only it knows what a note is, and `settle` reads them."""
 
 Placed: TypeAlias = Any
-"""A value where a device keeps it: a `DeviceValue`, a number of the host, or what only kernels understand."""
+"""A value where a device keeps it: a `DeviceValue`, a number of the host, or an object that only kernels understand."""
 
 Mark: TypeAlias = Any
 """A point in the work of an asynchronous device, which only that device understands."""
@@ -166,16 +166,16 @@ Mark: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities of a device, for whoever plans for it: nobody else looks at its kind.
+    """Abilities of a device, for planning code, which does not look at the device's kind.
 
     Attributes:
-        own_memory: its arrays are in a memory that neither the host nor another device looks into: what it computes
-            with has to be copied in.
+        own_memory: its arrays are in a memory that neither the host nor another device can read, so that operands have
+            to be copied in.
         runs_regions: one call enqueues all kernels of a region; else kernels are launched one by one.
         captures: when regions that can become graphs do.
         runs_loops: loops that decide by its arrays may run on it, without the host.
-        kernels: which ops it has kernels for: ``"all"``, or those on ``"arrays"``, which leaves to the host what
-            computes with strings, the user's own functions, and outputs whose shapes depend on data.
+        kernels: ops with kernels: ``"all"``, or ops on ``"arrays"``. The latter leaves work with strings, users'
+            functions, and outputs of data-dependent shapes to the host.
         takes_foreign: arrays that other libraries have in its memory may be fed, and are copied there.
     """
 
@@ -187,7 +187,7 @@ class Capabilities:
     takes_foreign: bool = False
 
     def capture_if(self, asked: bool) -> bool:
-        """Whether regions become graphs in a session that asks for it, or does not."""
+        """Return True if regions become graphs, given whether the session asks for it."""
         return self.captures == "always" or (asked and self.captures == "asked")
 
 
@@ -239,7 +239,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         Args:
             kind: the name of its kind.
             index: its number among them.
-            capabilities: what it can do.
+            capabilities: abilities of the device.
             compute_streams: how many streams of kernels it is to have.
 
         Raises:
@@ -253,7 +253,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         self._streams: Mapping[str, AnyStream] = {}
 
     def make_streams(self, make: Callable[[str], AnyStream], *others: str) -> None:
-        """Make the streams, by role: those of kernels, ``h2d``, ``d2h`` and others.
+        """Make the streams, by role: streams of kernels, ``h2d``, ``d2h`` and others.
 
         Args:
             make: gives a stream of this name.
@@ -272,14 +272,15 @@ class LogicalDevice(ABC, Generic[AnyStream]):
 
     @abstractmethod
     def kernel_ns(self, flops: float, nbytes: float) -> float:
-        """The expected time of a kernel that does so many operations on so many bytes; for placement."""
+        """Return the expected time of a kernel with `flops` operations on `nbytes` bytes; for placement."""
 
     @abstractmethod
     def transfer_ns(self, nbytes: float, target: Device) -> float:
-        """The expected time until a value of so many bytes made here is there on `target`; for placement."""
+        """Return the expected time until a value of `nbytes` bytes made here is present on `target`; for placement."""
 
     async def aclose(self, grace_s: float) -> bool:
-        """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent.
+        """Refuse further work and wait up to ``grace_s`` seconds for present work; return True if all of it ended.
+        Idempotent.
 
         Cancellation: the streams stay stopped, and still end after the work they have.
         """
@@ -288,7 +289,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self.streams)))
 
     def describe(self) -> str:
-        """One line for people: name, what it is, memory in use, limit."""
+        """Return one line for people: name, description, memory in use, limit."""
         now = self.memory.statistics()
         limit = "no limit" if now.limit is None else f"limit {format_bytes(now.limit)}"
         return f"{self.name}  {self.what}  {format_bytes(now.used)} in {now.buffers} buffers, {limit}"
@@ -306,30 +307,27 @@ class LogicalDevice(ABC, Generic[AnyStream]):
         """
 
     def check_loops(self) -> None:
-        """Raise if the device `runs_loops` and there is nothing here to make them with.
+        """Raise if the device `runs_loops` and a package for making them is missing.
 
         Raises:
-            PlacementError: what is missing.
+            PlacementError: the package is missing.
         """
 
 
 class LaunchingDevice(LogicalDevice[AnyStream]):
     """A device whose kernels are launched and not waited for; its values are its own kind of object.
 
-    *Host values* (anything that is no `DeviceValue`, such as NumPy scalars) may be mixed with them in every call.
-    All methods are called on the event loop's thread, and none but `start` blocks. What need not do anything does
-    nothing here.
+    *Host values* (anything that is no `DeviceValue`, such as NumPy scalars) may be mixed with them in every call. All
+    methods are called on the event loop's thread, and none but `start` blocks. Optional operations do nothing here.
 
-    Attributes (more in `LogicalDevice`):
-        region_ns: the expected time that calling a region takes the host, without its kernels.
-        launch_ns: the expected time that launching a kernel takes the host.
-        view_ns: the expected time that making a view of an array takes the host.
-        step_ns: the expected time that a number takes which the host computes, or a value that is saved or found again.
-        variable_ns: the expected time that handing a loop's variable on to the next iteration takes the host.
-        charge: takes what the host does that no other call tells of, and how often, where that is simulated: ``"run"``,
-            for a run that begins on the device, or ``"primitive"``; else None.
+    Attributes (more in `LogicalDevice`): region_ns: the expected time that calling a region takes the host, without its
+        kernels. launch_ns: the expected time that launching a kernel takes the host. view_ns: the expected time that
+        making a view of an array takes the host. step_ns: the expected time that a number takes which the host
+        computes, or a value that is saved or found again. variable_ns: the expected time that handing a loop's variable
+        on to the next iteration takes the host. charge: takes what the host does that no other call tells of, and how
+        often, where that is simulated: ``"run"``, for a run that begins on the device, or ``"primitive"``; else None.
         copy_state_out: takes bytes and a name, and delivers None once so much state has come to the host, if that is
-            simulated. Else None: arrays that state keeps there are NumPy's, or know their `Holder`.
+        simulated. None without such a simulation: arrays that state keeps there are NumPy's, or know their `Holder`.
     """
 
     charge: Callable[[Any, int], None] | None = None
@@ -351,7 +349,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """Get ready for the first call, without blocking the event loop. Idempotent."""
 
     def start(self) -> None:
-        """`open` for those who cannot await: may block. Idempotent."""
+        """Do as `open`, for callers that cannot await: may block. Idempotent."""
 
     def activate(self) -> AbstractContextManager[object]:
         """A context in which the device's calls cost less; nothing may wait inside."""
@@ -393,14 +391,16 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """
 
     def send(self) -> int:
-        """When what is said now to another device is on its way, in nanoseconds of the event loop's clock."""
+        """Return the time at which a message sent now to another device is on its way, in nanoseconds of the event
+        loop's clock.
+        """
         return perf_counter_ns()
 
     def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`, by way of the host: ``deliver(value_here, error)`` is called once.
 
-        `sent_ns` is what `send` of the source said (None: it is sent now). `value` is kept referenced until the copy
-        is done, whatever becomes of the run. What goes wrong is delivered, not raised: the caller is the sender.
+        `sent_ns` is what `send` of the source said (None: it is sent now). `value` is kept referenced until the copy is
+        done, whatever becomes of the run. Errors are delivered, not raised: the caller is the sender.
         """
         if not isinstance(value, DeviceValue):
             # The host keeps what it has made for itself, such as the shape of an array.
@@ -428,7 +428,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
 
     @abstractmethod
     def throttle(self, resume: Callable[[], None]) -> bool:
-        """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later.
+        """Return True if launching must pause for unfinished work; then call ``resume()`` once, later.
 
         Without this a loop could be launched to its end before anything has happened, or for ever.
         """
@@ -448,7 +448,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """
 
     def record_into(self, spans: Spans | None) -> Spans | None:
-        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to.
+        """Add the work launched from here on to `spans`; None stops that. Returns the former target.
 
         What a coroutine kernel launches goes where it would have gone when it was called. `spans` is for `settle`.
         """
@@ -473,7 +473,7 @@ AsynchronousDevice: TypeAlias = LaunchingDevice[Stream]
 
 @contextmanager
 def recording(device: AsynchronousDevice, spans: Spans | None) -> Iterator[None]:
-    """Record what is launched inside, and nothing else, in `spans`; see `AsynchronousDevice.record_into`."""
+    """Record work launched inside the block, and no other, in `spans`; see `AsynchronousDevice.record_into`."""
     before = device.record_into(spans)
     try:
         yield

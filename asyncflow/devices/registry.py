@@ -1,4 +1,4 @@
-"""Which devices are there, and how does a session get the ones it names?"""
+"""Device lookup: the devices of a machine, and the ones that a session names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_devices(
     host_memory_limit: int | None = None,
     spill_directory: str | None = None,
 ) -> tuple[Device, ...]:
-    """The devices of a session, in the order named; the caller closes them.
+    """Open the devices of a session, in the order named; the caller closes them.
 
     CUDA devices beyond the number of cards share them: on a machine with two, ``cuda:2`` is a second logical device on
     card 0, with streams and a memory limit of its own.
@@ -46,7 +46,7 @@ def open_devices(
         memory_limit: bytes that each may hold; None for no limit, and for cards what the card has.
         compute_streams: how many streams of kernels each has.
         host_memory_limit: bytes of saved values of all of them that the host's memory takes; None for no limit.
-        spill_directory: where saved values go beyond that, and those of CPU devices; None for nowhere.
+        spill_directory: where saved values go beyond that, and CPU devices' values; None for nowhere.
 
     Raises:
         PlacementError: a name that is none, is there twice, or is of a kind that is not available; or no name at all.
@@ -104,6 +104,6 @@ def _full_name(spec: str) -> DeviceName:
 
 
 def available_devices() -> tuple[DeviceDescription, ...]:
-    """The devices that this machine has, and for those it has not, why."""
+    """Return the devices of this machine, and reasons for missing ones."""
     kinds = [find_kind(name) for name in kind_names()]
     return tuple(line for kind in kinds if kind is not None for line in kind.describe())

@@ -72,7 +72,7 @@ class SpillFile:
         """Read a block into memory of its size.
 
         Raises:
-            SpillError: the disk fails, or the bytes are not those that were written.
+            SpillError: the disk fails, or the bytes differ from the written ones.
         """
         where = f"{label!r} ({format_bytes(block.nbytes)}) cannot be read back from the spill file {self._name}"
         done = 0

@@ -1,25 +1,23 @@
-"""Which saved values move out of a device's memory and back, and when: a pure state machine (EuroSys '18 §5.3).
+"""Choice and time of saved values' moves out of a device's memory and back: a pure state machine (EuroSys '18 §5.3).
 
 It starts no copy, knows no device and never waits: it is told of saves, reads and copies that have ended, and answers
-which copies to start next. `asyncflow.devices.swapping` does what it says.
+which copies to start next. `asyncflow.devices.swapping` carries out its orders.
 
 Rules, the paper's:
 
-1. A value under 64 KiB never moves, and no buffer moves twice: what came back, stays.
-2. Of a run, the oldest value goes first, since a gradient loop reads it last; of several runs those of the youngest.
-3. A value that *always* moves goes once a newer one is saved. All else goes once more than 70 % of the limit are held,
-   and only as many as it takes; what was planned to stay, above 90 %.
-4. Values come back in the order in which they are read, the newest first: an iteration ahead, and further, once it is
-   known what one takes, if by what copies and steps have taken so far they would come late; and only into memory that
-   is free.
-5. A value that is read before it has left stays where it is.
-6. A loop asks before each iteration for what one takes at most, as measured. Where that is not free, more values go,
-   and the iteration begins once there is room, or no copy out is in flight that could make some. A copy out holds the
-   memory of its value until it ends, even if the value is GONE by then.
-7. Runs that only compute have an age. To begin an iteration, one leaves the older ones what theirs take; if it cannot,
-   all of its values go, and it waits until they have ended, or there is room. The oldest waits for copies alone, so
-   that nobody waits for ever. Other runs wait for nobody, and nobody for them.
-8. While less than half of the limit is held nothing is decided, and stores keep what they save to themselves.
+1. A value under 64 KiB never moves, and no buffer moves twice: a returned value stays. 2. Of a run, the oldest value
+goes first, since a gradient loop reads it last; of several runs, the youngest run's values. 3. A value that *always*
+moves goes once a newer one is saved. Other values go once more than 70 % of the limit are held, and only as many as
+needed; values planned to stay, above 90 %. 4. Values come back in the order in which they are read, the newest first:
+an iteration ahead, and only into free memory. They come back further ahead once an iteration's bytes are known, if the
+times of copies and steps show that they would come late. 5. A value that is read before it has left stays where it is.
+6. A loop asks before each iteration for what one takes at most, as measured. If that is not free, more values go, and
+the iteration begins once there is room, or no copy out is in flight that could make some. A copy out holds the memory
+of its value until it ends, even if the value is GONE by then. 7. Runs that only compute have an age. To begin an
+iteration, a run leaves the older ones the memory of theirs. If it cannot, all of its values go, and it waits until they
+have ended, or there is room. The oldest waits for copies alone, so that no run waits for ever. Other runs wait for no
+run, and no run for them. 8. While less than half of the limit is held nothing is decided, and stores keep their saved
+values to themselves.
 
 ==========  ===========================  ================================================================
 state       told                         becomes
@@ -69,18 +67,18 @@ REST = 0.5
 """Up to this part values need not be told of."""
 
 _GRAIN = 1 / 256
-"""Whether memory is short is looked at once so much of the limit has been saved since."""
+"""Share of the limit saved between two checks for short memory."""
 
 _AHEAD_UP_TO = 0.75
-"""Nothing comes back ahead of its read into memory above this part: an iteration needs the rest. Where a plan has
-counted that, nothing comes above `FULL`."""
+"""Share of the memory above which values do not come back ahead of their reads: an iteration needs the rest. With a
+plan that has counted that, the share is `FULL`."""
 
 _AHEAD = 2.0
-"""How many times what its copy is expected to take a value is asked for before it is read."""
+"""Factor on a copy's expected time for which a value is requested before its read."""
 
 
 Moves: TypeAlias = Literal["short", "late", "always"]
-"""When a value moves: once memory is short, once more is held than was planned, or from the first byte."""
+"""Time at which a value moves: once memory is short, once more is held than was planned, or from the first byte."""
 
 
 class Space:
@@ -101,7 +99,7 @@ class Space:
         self._lock = Lock()
 
     def take(self, nbytes: int) -> bool:
-        """Take so many bytes, if they are free."""
+        """Take `nbytes` bytes, if they are free; return True if so."""
         with self._lock:
             if self.limit is not None and self.used + nbytes > self.limit:
                 return False
@@ -115,7 +113,7 @@ class Space:
 
 
 class SavedState(enum.Enum):
-    """Where a value is; see the table above."""
+    """Place of a value; see the table above."""
 
     KEPT = enum.auto()
     LEAVING = enum.auto()
@@ -126,15 +124,15 @@ class SavedState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class SavedGroup:
-    """The values of one run, in the order in which they were saved, which is the reverse of that of their reads.
+    """The values of one run, in the order in which they were saved, which is the reverse of their reads.
 
     Attributes:
         key: of the run.
         count: how many were saved so far.
         live: how many of them are not GONE.
-        newest: the last one that always moves, and has not been asked to.
-        kept: those that may go once memory is short, the oldest first.
-        out: those that have left, or are leaving, the newest last, whichever went first.
+        newest: the last value that always moves, and has not been asked to.
+        kept: values that may go once memory is short, the oldest first.
+        out: values that have left, or are leaving, the newest last, whichever went first.
         short: memory is for them above this part of the limit.
         saves, reads: how fast they follow one another.
         last: the rank of the last value that each node saved.
@@ -159,7 +157,7 @@ class SavedGroup:
 
     @property
     def takes(self) -> int:
-        """The bytes that its iteration takes; a guess where none was measured."""
+        """Bytes that its iteration takes; a guess without measurement."""
         takes = 0
         for working_set in self.sets:
             takes += working_set.expected(self.largest)
@@ -167,7 +165,7 @@ class SavedGroup:
 
     @property
     def needs(self) -> int:
-        """The same, with those of what has to come back first."""
+        """The same, with values that have to come back first."""
         if not self.out:
             return self.takes
         read = itertools.takewhile(lambda handle: handle.rank > self.until, reversed(self.out))
@@ -181,19 +179,19 @@ class SavedHandle:
     Attributes:
         nbytes: its size.
         label: the node that saves it.
-        group: those it is one of.
+        group: its group.
         rank: its place there.
-        stride: how many places the value that the same node saved before is away: those of one iteration.
+        stride: distance in places to the value that the same node saved before: the values of one iteration.
         state: where it is; `SwapManager` alone changes it.
         holders: how many entries of stores refer to it.
         has_moved: it has left, or was about to, and never will again.
         space: where it goes or is.
         copying: a copy of it is in flight.
         here: the device's buffer, for whoever copies it.
-        there: what has been copied out.
+        there: the copied value.
         error: why it cannot come back.
         tag: its iteration, where that is traced.
-        is_late: somebody waits for it to come back.
+        is_late: True if a reader waits for it to come back.
     """
 
     nbytes: int
@@ -225,7 +223,7 @@ class _Lap:
 
     Attributes:
         group: of the run.
-        used, total, ahead: those of the account then, and what had come ahead of its read.
+        used, total, ahead: the account's figures then, and the bytes that had come ahead of their reads.
         taken: the most bytes that it has taken; None until it has ended, or a loop inside it has begun.
     """
 
@@ -250,7 +248,7 @@ class SwapStatistics(NamedTuple):
     """Bytes of saved values of one device."""
 
     kept: int = 0
-    """On the device, those that are leaving or coming among them."""
+    """Bytes on the device, including leaving and coming values."""
     host: int = 0
     """Away, in the memory of the host."""
     disk: int = 0
@@ -261,25 +259,25 @@ class SwapStatistics(NamedTuple):
     discarded: int = 0
     """Moved out so far, and not needed any more."""
     coming: int = 0
-    """Of those on the device, the ones that are on their way back."""
+    """Bytes on their way back, among the bytes on the device."""
     late: int = 0
-    """How many reads so far were of values that were away, and for which nobody had asked ahead."""
+    """Number of reads of values that were away, and had not been requested ahead."""
 
 
 class SwapManager:
-    """Decides for the saved values of one device of a session; see the rules above. One caller at a time.
+    """The manager of the saved values of one device of a session; see the rules above. One caller at a time.
 
     Attributes:
         least_bytes: smaller values never move.
         missing: bytes of the largest value that had no place to go.
-        plenty: up to so many bytes values need not be told of.
+        plenty: bytes up to which it need not be told of values.
         ns_per_byte: what a copy takes, as measured so far.
     """
 
     def __init__(
         self, account: Account, spaces: Sequence[Space], *, least_bytes: int = LEAST_BYTES, ns_per_byte: float = 0.1
     ) -> None:
-        """Begin with nothing.
+        """Begin without values.
 
         Args:
             account: of the device.
@@ -381,7 +379,7 @@ class SwapManager:
         self._has_ended(handle)
 
     def came(self, handle: SavedHandle, taken_ns: int) -> None:
-        """A copy in has ended: what was away is free."""
+        """Note the end of a copy in: the memory where the value was is free."""
         self._ended(handle, taken_ns)
         self._on_the_way.discard(handle)
         self._coming -= handle.nbytes
@@ -453,7 +451,7 @@ class SwapManager:
         self._ages.add(key)
 
     def knows(self, key: int) -> bool:
-        """Whether a run has an age, or has saved values or asked for room."""
+        """Return True if a run has an age, or has saved values or asked for room."""
         return key in self._ages or key in self._groups
 
     def leaves(self, key: int) -> None:
@@ -462,7 +460,7 @@ class SwapManager:
         self._groups.pop(key, None)
 
     def asks(self, key: int, sets: Sequence[WorkingSet]) -> tuple[bool, Orders]:
-        """Let a run begin an iteration of these loops, or not yet; return that, and who makes room."""
+        """Let a run begin an iteration of these loops, or not yet; return that, and the orders that make room."""
         group = self.group(key)
         most, used = self._account.lap()
         self._measure(group, sets, most)
@@ -488,11 +486,11 @@ class SwapManager:
                 del self._laps[each]
 
     def has_plenty(self, takes: float = 0) -> bool:
-        """Whether much is free beside so many bytes; anybody may ask."""
+        """Return True if much is free beside `takes` bytes; thread-safe."""
         return self._account.at_most + takes <= self.plenty
 
     def need_not_ask(self, key: int, sets: Sequence[WorkingSet]) -> bool:
-        """Whether a run that is to begin an iteration need not ask: it has been measured, and much is free."""
+        """Return True if a run need not ask before an iteration: it has been measured, and much is free."""
         group = self._groups.get(key)
         if group is None:
             return False
@@ -507,16 +505,16 @@ class SwapManager:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no value is known, here or away: then no copy is in flight that anybody needs."""
+        """True if no value is known, here or away: then no needed copy is in flight."""
         return not any(self._held.values())
 
     def admits(self, key: int) -> tuple[bool, Orders]:
-        """The same, for one that has asked, and has to again."""
+        """Decide again, for a run that has asked before."""
         group = self._groups.get(key)
         return (True, _NOTHING) if group is None else self._admits(group, self._account.lap()[1])
 
     def _admits(self, group: SavedGroup, used: int) -> tuple[bool, Orders]:
-        """Whether an iteration may begin where so many bytes are held, as the account has just been asked."""
+        """Return whether an iteration may begin while `used` bytes are held, as the account has just reported."""
         limit = self._account.limit
         if limit is None:
             return True, _NOTHING
@@ -537,12 +535,12 @@ class SwapManager:
         return True, orders
 
     def _elders(self, group: SavedGroup) -> list[SavedGroup]:
-        """The older runs for which this one has to wait where memory is short."""
+        """Return the older runs for which this one has to wait if memory is short."""
         ages = self._ages
         return [x for x in self._groups.values() if x.key < group.key and x.key in ages and group.key in ages]
 
     def relieve(self, nbytes: float | None = None) -> Orders:
-        """Those that go because memory is short now, or because so many bytes more are needed at once."""
+        """Return orders for values that go because memory is short now, or because `nbytes` more are needed at once."""
         out: list[SavedHandle] = []
         if nbytes is None:
             self._relieve(out)
@@ -561,7 +559,7 @@ class SwapManager:
 
     @property
     def is_short(self) -> bool:
-        """Whether so much is held that whoever needs more should wait for the copies out that are in flight."""
+        """True if code that needs more memory should wait for the copies out in flight."""
         limit = self._account.limit
         if not self._to_be_free or limit is None:
             return False
@@ -569,7 +567,7 @@ class SwapManager:
 
     @property
     def _to_be_free(self) -> int:
-        """Bytes that copies out free when they end: those of values that leave, or are GONE by now."""
+        """Bytes that copies out free when they end: of values that leave, or are GONE by now."""
         return self._leaving + self._ending
 
     @property
@@ -613,7 +611,7 @@ class SwapManager:
         return sorted(self._groups.values(), key=lambda group: -group.key)
 
     def _clear(self, nbytes: float, groups: Iterable[SavedGroup], out: list[SavedHandle]) -> None:
-        """Have so many bytes of these runs go, of each the oldest first."""
+        """Make `nbytes` of these runs go, of each the oldest values first."""
         for group in groups:
             while nbytes > 0 and group.kept:
                 handle = group.kept[0]
@@ -624,7 +622,7 @@ class SwapManager:
                 group.kept.popleft()
 
     def _goes(self, handle: SavedHandle, out: list[SavedHandle]) -> bool:
-        """Whether there is a place for the value; then it goes."""
+        """Return True if there is a place for the value; then it goes."""
         space = next((space for space in self._spaces if space.take(handle.nbytes)), None)
         if space is None:
             self.missing = max(self.missing, handle.nbytes)
@@ -637,7 +635,9 @@ class SwapManager:
         return True
 
     def _fetch_ahead(self, group: SavedGroup, rank: int, into: list[SavedHandle]) -> None:
-        """Start what is to be read soon: all down to this rank, an iteration away, and what else would come late."""
+        """Start copies of values that are read soon: all down to this rank, an iteration away, and values that would
+        come late.
+        """
         limit, step_ns = self._account.limit, group.reads.step_ns() or group.saves.step_ns()
         takes, is_measured = group.takes, all(each.is_measured for each in group.sets)
         free = inf

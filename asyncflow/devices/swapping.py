@@ -1,14 +1,14 @@
-"""The mover of saved values on one device: the base of what each kind of device does with a `SwapManager`.
+"""The mover of saved values on one device: base class of the devices' movers, each with a `SwapManager`.
 
-A store of saved values that may move (`asyncflow.autodiff.stores.MovingLog`) calls `keep`, `take` and `release`; what
-it holds in place of a value is a `SavedEntry`. A kind of device says which values can move (`movable`), and starts
-copies (`send`, `bring`), at whose ends `sent`, `not_sent`, `brought` or `not_brought` is called, on any thread.
+A store of saved values that may move (`asyncflow.autodiff.stores.MovingLog`) calls `keep`, `take` and `release`; it
+holds a `SavedEntry` in place of a value. A kind of device says which values can move (`movable`), and starts copies
+(`send`, `bring`). At their ends `sent`, `not_sent`, `brought` or `not_brought` is called, on any thread.
 
-As long as much is free a store keeps its values as they are (`is_at_rest`). When less is, or somebody asks, all stores
-hand over what they hold, in the order in which it was saved.
+As long as much is free a store keeps its values as they are (`is_at_rest`). When less is, or on request, all stores
+hand over their values, in the order in which these were saved.
 
-Where a value is valid in the order of its stream, `take` gives one that is COMING; whoever uses it waits for its event.
-Where values are simply there (`waits`), `take` waits, and `must_wait` says so before, for those who cannot.
+If values are valid in the order of a stream, `take` returns a COMING one, and its user waits for its event. If values
+must be present (`waits`), `take` waits, and `must_wait` says so before, for callers that cannot.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from asyncflow.values import Value
 
 
 class RestingLog(Protocol):
-    """A store whose values nobody has been told of.
+    """A store whose values have not been reported yet.
 
     Attributes:
         source: the run, and the loop in which they are saved.
@@ -63,25 +63,25 @@ class Movable(NamedTuple):
     """A value that a device can move."""
 
     owner: object
-    """The owner of its memory, which nobody else has, by which it is known again; it can be referred to weakly."""
+    """Sole owner of the value's memory, as its identity; it can be referred to weakly."""
     buffer: object
-    """The same, or what else the device copies."""
+    """Object that the device copies: the owner, or another one."""
     view: Callable[[Placed], Value] | None
     """Gives the value for a buffer that has come back; None where it is the buffer."""
 
 
 _Values: TypeAlias = defaultdict[int, Counter[str]]
-"""How many values of each label, by run."""
+"""Number of values of each label, by run."""
 
 
 class SavedEntry:
-    """Stands in a store for a value that may move.
+    """An entry of a store in place of a value that may move.
 
     Attributes:
         handle: of the value, which several entries may share.
         nbytes: its size.
         view: gives the value for a buffer that has come back; None where it is the buffer.
-        rank: the place of this save among those of the run.
+        rank: place of this save among the run's saves.
     """
 
     __slots__ = ("handle", "nbytes", "rank", "view")
@@ -94,10 +94,10 @@ class SavedEntry:
 
 
 class SwapCopy(NamedTuple):
-    """A copy of a saved value, for timelines; times are those of a trace."""
+    """A copy of a saved value, for timelines; times are the trace's."""
 
     label: str
-    """The node that saved it."""
+    """Node that saved the value."""
     tag: str
     """The iteration that did."""
     stream: str
@@ -106,13 +106,13 @@ class SwapCopy(NamedTuple):
     ended_ns: int
     nbytes: int
     is_late: bool
-    """Somebody waited for it."""
+    """True if a reader waited for it."""
     memory: tuple[int, ...]
-    """Bytes when it had ended, see `memory_sample`."""
+    """Bytes at its end, see `memory_sample`."""
 
 
 class _Pause(NamedTuple):
-    """Somebody who waits for memory before more is launched."""
+    """A launcher that waits for memory."""
 
     run: int | None
     """The run, if it has asked for room for an iteration."""
@@ -121,7 +121,7 @@ class _Pause(NamedTuple):
 
 
 class _Owner(weakref.ref[object]):
-    """A weak reference to what owns the memory of a value, by which it is known again."""
+    """A weak reference to the owner of a value's memory, as the value's identity."""
 
     __slots__ = ("handle", "key")
 
@@ -130,7 +130,7 @@ class _Owner(weakref.ref[object]):
 
 
 def _names(values: Counter[str]) -> str:
-    """Such as ``12 values (9 of while/body/tanh, 3 of while/body/x)``."""
+    """Format as ``12 values (9 of while/body/tanh, 3 of while/body/x)``."""
     return f"{values.total()} values ({', '.join(f'{count} of {label}' for label, count in sorted(values.items()))})"
 
 
@@ -146,15 +146,16 @@ def memory_sample(account: MemoryAccount, swapping: Swapping | None) -> tuple[in
 
 
 class Swapping(ABC):
-    """Moves saved values of one device of a session. All threads may call it; it never blocks but where it `waits`.
+    """A mover of saved values of one device of a session. All threads may call it; it never blocks but where it
+    `waits`.
 
     Attributes:
         account: of the device.
         manager: decides; only to be asked under the lock.
         spaces: where values may go.
-        waits: `take` gives what is there, and waits for it.
+        waits: True if `take` waits until the value is present.
         start_ns: the time that a copy is expected to take whoever launches kernels.
-        has_file: streams wait for all values but those that have to be read from a file first.
+        has_file: True if streams wait for all values except those that must be read from a file first.
         is_at_rest: stores keep their values, and no value of theirs is away.
     """
 
@@ -244,7 +245,7 @@ class Swapping(ABC):
         return SavedEntry(handle, nbytes, found.view, rank)
 
     def rests(self, log: RestingLog) -> bool:
-        """Whether a store may keep one value more, as nobody needs to be told of any; under its lock."""
+        """Return True if a store may keep one more value unreported; under its lock."""
         if not (self.is_at_rest and self.account.at_most <= self.manager.plenty):
             return False
         if id(log) not in self._resting:
@@ -258,7 +259,7 @@ class Swapping(ABC):
                 self.is_at_rest = self.manager.is_empty
 
     def _wake(self) -> None:
-        """Have stores hand over what they keep, the values of an iteration together; under the lock."""
+        """Make stores hand over their values, an iteration's together; under the lock."""
         self.is_at_rest = False
         resting, self._resting = self._resting, {}
         logs = [log for reference in list(resting.values()) if (log := reference()) is not None]
@@ -293,7 +294,7 @@ class Swapping(ABC):
         return buffer if entry.view is None else entry.view(buffer)
 
     def release(self, log: object, entries: Iterable[object]) -> None:
-        """A store ends, and with it these entries; takes no lock."""
+        """End a store with these entries; takes no lock."""
         self._resting.pop(id(log), None)
         self._released.extend(entry for entry in entries if type(entry) is SavedEntry)
         self._settle()
@@ -306,7 +307,7 @@ class Swapping(ABC):
                     self.manager.shared(entry.handle)
 
     def must_wait(self, store: Placed, number: int | None = None) -> bool:
-        """Whether value `number` of a store, or room for one more, is not there yet and a copy will bring it."""
+        """Return True if value `number` of a store, or room for one more, is missing and a copy will bring it."""
         if number is None:
             return self.manager.is_short
         entry = store.log[number]
@@ -324,14 +325,14 @@ class Swapping(ABC):
         self.manager.enters(run)
 
     def leave(self, run: int) -> None:
-        """A run has ended, or is to: it waits no more, and nobody for it."""
+        """Note the end of a run: it waits no more, and no run waits for it."""
         if self.manager.knows(run):
             with self._locked():
                 self.manager.leaves(run)
         self._moves.pop(run, None)
 
     def watch(self, run: int) -> list[SwapCopy]:
-        """Note the copies of a run's values here as they end, until it has ended."""
+        """Return a list that collects the copies of a run's values here as they end, until the run has ended."""
         self.wake()
         return self._moves.setdefault(run, [])
 
@@ -341,11 +342,11 @@ class Swapping(ABC):
             self._wake()
 
     def is_watched(self, run: int) -> bool:
-        """Whether somebody does."""
+        """Return True if the run is watched."""
         return run in self._moves
 
     def device_is_lost(self) -> None:
-        """Note what is gone with it, and what is away; takes no lock, since whoever finds out may have it."""
+        """Note which values are lost, and which are away; takes no lock, since the caller may hold it."""
         gone, away = self._gone
         for log in [log for reference in list(self._resting.values()) if (log := reference()) is not None]:
             gone[log.source[0]][log.label] += len(log)
@@ -356,7 +357,9 @@ class Swapping(ABC):
             away[handle.group.key][handle.label] += 1
 
     def tell_loss(self, error: BaseException, run: int) -> None:
-        """Have the error of a lost device name the run's saved values that are gone with it, and those that are not."""
+        """Add notes to the error of a lost device: the run's saved values that are lost with it, and the surviving
+        ones.
+        """
         gone, away = self._gone
         if run in gone:
             error.add_note(f"lost with {self.account.device}: {_names(gone[run])}")
@@ -364,12 +367,12 @@ class Swapping(ABC):
             error.add_note(f"away from it, and so not lost: {_names(away[run])}")
 
     def sample(self) -> tuple[int, ...]:
-        """Bytes that the device holds, and of saved values those of `SwapStatistics` that a `MemorySample` has."""
+        """Return the bytes held by the device, and the figures of `SwapStatistics` that a `MemorySample` has."""
         with self._lock:
             return (self.account.used, *self.manager.sample())
 
     def lacks(self, run: int, *sets: WorkingSet) -> bool:
-        """Whether a run that is to begin an iteration of these loops has to pause first."""
+        """Return True if a run must pause before an iteration of these loops."""
         if self.is_at_rest and self.manager.need_not_ask(run, sets):
             return False
         with self._lock:
@@ -381,12 +384,13 @@ class Swapping(ABC):
             return not may
 
     def throttle(self, resume: Callable[[], None], loop: AbstractEventLoop, run: int | None = None) -> bool:
-        """Whether launching has to pause; once it need not, `loop` calls ``resume()``.
+        """Return True if launching must pause; later, `loop` calls ``resume()``.
 
         Args:
             resume: goes on.
             loop: the event loop.
-            run: one that `lacks` memory, and waits for that; None for until there is some, or no copy out is in flight.
+            run: a run that `lacks` memory, and waits for it; None to wait until there is some, or no copy out is in
+                flight.
         """
         if run is None and not self.is_held_up:
             return False
@@ -396,11 +400,11 @@ class Swapping(ABC):
 
     @property
     def is_held_up(self) -> bool:
-        """Whether launching has to pause."""
+        """True if launching must pause."""
         return self.manager.is_short
 
     def close(self) -> None:
-        """Have nobody wait any more."""
+        """Release all waiting code."""
         with self._locked():
             self._is_closed = True
 
@@ -426,7 +430,7 @@ class Swapping(ABC):
 
     @abstractmethod
     def movable(self, value: Value) -> Movable | None:
-        """How the value can be moved; None if it cannot, or if that would free nothing."""
+        """Return how the value can be moved; None if it cannot, or if that would free nothing."""
 
     @abstractmethod
     def send(self, handle: SavedHandle) -> None:
@@ -438,7 +442,7 @@ class Swapping(ABC):
 
     @abstractmethod
     def discard(self, there: object) -> None:
-        """Give back what a copy out has made."""
+        """Give back the copy's memory or disk space."""
 
     @abstractmethod
     def now_ns(self) -> int:
@@ -449,7 +453,7 @@ class Swapping(ABC):
         return self.now_ns()
 
     def comes_late(self, handle: SavedHandle) -> bool:
-        """Whether a value that is COMING will not be there in time for who reads it now."""
+        """Return True if a COMING value will not be there in time for its present reader."""
         return True
 
     def sent(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
@@ -500,7 +504,7 @@ class Swapping(ABC):
             self._settle()
 
     def _tell(self) -> None:
-        """Have those look again who wait, and those go on who have paused."""
+        """Wake waiting readers, and resume paused launchers that may go on."""
         if self._waiting:
             self._changed.notify_all()
         if not self._paused:
@@ -521,7 +525,7 @@ class Swapping(ABC):
         return may
 
     def _settle(self) -> None:
-        """Drop what stores have let go of; who has the lock does so when it gives that back."""
+        """Drop entries that stores have released; a thread with the lock does so when it gives the lock back."""
         while self._released and self._lock.acquire(blocking=False):
             try:
                 while self._released:

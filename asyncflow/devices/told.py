@@ -1,8 +1,8 @@
-"""The account of a device whose functions track no values, but tell what they hold at a few places.
+"""The account of a device whose functions report the bytes held at a few places, and track no values.
 
-To track each value would cost a compiled loop more than many a kernel does. So the compiler finds what is alive where
-(`asyncflow.compiler.regions.held_bytes`), and a function tells the sum: where its loops begin and end, where it is
-fullest, and at times where it may stop. Stores say what they hold, or are looked into, at what has come.
+To track each value would cost a compiled loop more than many a kernel does. So the compiler finds the live values at
+each place (`asyncflow.compiler.regions.held_bytes`), and a function reports the sum: where its loops begin and end,
+where it is fullest, and at times where it may stop. Stores report their bytes, or their new values are looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 from asyncflow.devices.memory import TOLD, TRACKED_BYTES, Held, MemoryAccount, Watch, owner_of
 
 _SHARE, _MOST_NS = 100, 2_000_000
-"""A function that may stop tells after so many times as long as that took last, up to 0.02 ms, or at most 2 ms."""
+"""Factor on a report's own duration until the next one of a function that may stop, and the most nanoseconds of
+that: each report takes up to 0.02 ms.
+"""
 
 _LOOKED_AT = 16
 """Number of values of a store that `tell` looks at again where the store has not grown."""
@@ -36,7 +38,7 @@ class HeldState(Protocol):
 
 
 class SavedHeld(HeldState, Protocol):
-    """A state of a store that knows what it holds."""
+    """A state of a store that knows its bytes."""
 
     def standing(self) -> tuple[object, int, int]:
         """Return the first value, if it is there, and the bytes and number of all that are."""
@@ -53,7 +55,7 @@ UNBOUND = Unbound()
 
 
 class Holding:
-    """Stands for what a function holds, for as long as its variables live.
+    """A token for the values that a function holds, alive as long as its variables.
 
     Args:
         given: arrays that it has not made, and that stores may keep.
@@ -68,14 +70,14 @@ class Holding:
         self.has_told = False
 
     def others(self) -> frozenset[int]:
-        """The ids of the owners of these arrays."""
+        """Ids of the owners of these arrays."""
         if self._others is None:
             self._others = frozenset(id(owner_of(x)) for x in self._given if isinstance(x, np.ndarray))
         return self._others
 
 
 class ToldAccount(MemoryAccount):
-    """An account that functions tell what they hold. All methods may be called on any thread.
+    """An account to which functions report the bytes they hold. All methods may be called on any thread.
 
     Invariant, under the lock: ``_owners`` has the ids of the large arrays that count as parts of mixed stores.
     """
@@ -97,18 +99,18 @@ class ToldAccount(MemoryAccount):
         *,
         may_look: bool = True,
     ) -> None:
-        """Count what a function holds. Stores count for as long as they live.
+        """Count the values that a function holds. Stores count for as long as they live.
 
         Args:
-            holding: of the function; what it holds counts no longer once that is gone.
+            holding: of the function; its values no longer count once that is gone.
             nbytes: bytes of its values now.
-            ahead: bytes that it held beyond these at most since it told last.
+            ahead: most bytes held beyond these since the last report.
             saved: stores whose values it has made.
-            begun: stores of which it has made the first value alone: the others are in `saved`, too.
-            others: stores that have to be looked into, or say what they hold.
+            begun: stores of which it has made only the first value: the others are in `saved`, too.
+            others: stores that must be looked into, or report their bytes.
             may_look: all values of a store may be looked at; else this comes so often that a few have to do.
 
-        A function that has told nothing yet, and raises no peak, waits until it may stop: most end before.
+        A function without a report so far, and without a new peak, waits until it may stop: most functions end before.
         """
         if not (holding.has_told or saved or begun or others) and not self._is_peak(nbytes + ahead):
             return
@@ -155,13 +157,13 @@ class ToldAccount(MemoryAccount):
             holding.due_ns = after + min(_SHARE * (after - now), _MOST_NS)
 
     def passed(self, nbytes: int) -> None:
-        """Count what a function held at its fullest line, and holds no longer."""
+        """Count the bytes that a function held at its fullest line, and no longer holds."""
         if self._is_peak(nbytes):
             with self._lock:
                 self._lap = max(self._lap, self.at_most + nbytes)
 
     def _is_peak(self, nbytes: int) -> bool:
-        """Return True if so many bytes more are the most that was ever held."""
+        """Return True if `nbytes` more bytes make a new peak."""
         if self.at_most + nbytes <= self._lap:  # also with what has been freed and still counts
             return False
         with self._lock:
@@ -183,10 +185,10 @@ class ToldAccount(MemoryAccount):
         return watch, nbytes, count
 
     def _looked_at(self, held: Held, watch: _ToldWatch, others: Container[int], *, may_look: bool) -> int:
-        """Bytes in a store, by what has come since the last time.
+        """Return the bytes in a store, from the new values since the last time.
 
-        For what has gone, all are looked at again. Where that may be often, each value that comes pays for one look,
-        and each time for a few, so that the cost of a value does not grow with their number.
+        For removed values, all are looked at again. If that could be often, each new value pays for one look, and each
+        time for a few. So the cost of a value does not grow with their number.
         """
         fresh = held.since(watch.seen)
         watch.seen += len(fresh)

@@ -28,7 +28,7 @@ class DeviceValue:
 
     @abstractmethod
     def to_host(self, deliver: Deliver) -> None:
-        """Copy it to the host: later, ``deliver(host_value, error)`` is called once."""
+        """Copy the value to the host: later, ``deliver(host_value, error)`` is called once."""
 
 
 class DeviceArray(DeviceValue):
@@ -45,7 +45,7 @@ class DeviceArray(DeviceValue):
     can_lend = False
 
     def lend(self) -> Placed:
-        """The array itself, as one of the library that made it, for others; they must not write to it."""
+        """Return the array itself, in its library's class, for other code, which must not write to it."""
         raise NotImplementedError(f"arrays on {self.device} cannot be lent")
 
     def __getitem__(self, key: Index) -> Placed:
@@ -79,7 +79,7 @@ class DeviceArray(DeviceValue):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements."""
+        """Bytes of the elements."""
         return self.size * self.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -101,11 +101,11 @@ class DeviceArray(DeviceValue):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RowsToJoin:
-    """Arrays, some of them on a device, that are fed to it as one: they are joined there.
+    """Arrays, some of them on a device, that are fed as one: they are joined on the device.
 
     Attributes:
         rows: the arrays.
-        join: ``join(xp, rows)`` gives the one.
+        join: ``join(xp, rows)`` returns the joined array.
     """
 
     rows: Sequence[Placed]
@@ -116,30 +116,34 @@ _OF_NUMPY = (np.ndarray, np.generic)  # a union made at each call would take lon
 
 
 def is_array(value: object) -> bool:
-    """Whether a device can hold a host value: an array or scalar of NumPy's, not of strings or objects."""
+    """Return True if a device can hold a host value: an array or scalar of NumPy's, not of strings or objects."""
     return isinstance(value, _OF_NUMPY) and value.dtype.kind not in "OSUT"
 
 
 def stays_on_host(value: object) -> bool:
-    """Whether a host value is no matter for a device: all that is no `is_array`, and counters and predicates."""
+    """Return True if devices leave a host value on the host: anything that is no `is_array`, and counters and
+    predicates.
+    """
     if not isinstance(value, _OF_NUMPY) or value.dtype.kind in "OSUT":
         return True
     return value.ndim == 0 and value.dtype.kind in "biu"
 
 
 _FEW = 64
-"""Most elements of what counts as a shape."""
+"""Maximum number of elements of a shape."""
 
 _PLAIN = (type(None), str, bytes, bool, int, float, complex, np.generic)
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value made on the device is one of the host all the same: a number or text of Python's or NumPy's."""
+    """Return True if a value made on the device belongs to the host all the same: a number or text of Python's or
+    NumPy's.
+    """
     return isinstance(value, _PLAIN)
 
 
 def is_shape(value: object) -> bool:
-    """Whether a value that the host has made may be a shape, and stays there: a short vector of integers."""
+    """Return True if a value made by the host may be a shape, and stays there: a short vector of integers."""
     return isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biu" and value.size <= _FEW
 
 

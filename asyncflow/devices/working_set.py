@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from typing import Protocol
 
 _GUESS = 2
-"""How many times what one of another loop of the run takes an iteration is expected to, until that is known."""
+"""Factor on another loop's bytes for an iteration's expected bytes, until those are measured."""
 
 _MEASURED = 3
-"""So many iterations of a loop say how much one takes."""
+"""Number of measured iterations of a loop that suffice."""
 
 _SPARE = 4
-"""Before that, iterations may overlap where there is room for so many times what the first ones took."""
+"""Factor on the first iterations' bytes for which there must be room before iterations overlap without a
+measurement.
+"""
 
 
 _MEMORY = 0.9
-"""The weight of what was measured before."""
+"""Weight of earlier measurements."""
 
 
 class Account(Protocol):
@@ -28,7 +30,7 @@ class Account(Protocol):
 
     @property
     def used(self) -> int:
-        """Bytes it holds, those of copies that come in among them."""
+        """Bytes held, including copies that come in."""
 
     @property
     def at_most(self) -> int:
@@ -36,14 +38,14 @@ class Account(Protocol):
 
     @property
     def total(self) -> int:
-        """Bytes it has taken so far, whatever it gave back."""
+        """Bytes taken so far, including freed ones."""
 
     @property
     def fed(self) -> int:
-        """Of these, those of what was fed."""
+        """Bytes of feeds among `total`."""
 
     def lap(self) -> tuple[int, int]:
-        """The most bytes it has held at a time since this was asked for last, and those it holds now."""
+        """Return the peak of bytes held since the last call, and the bytes held now."""
 
 
 class WorkingSet:
@@ -78,18 +80,20 @@ class WorkingSet:
         self._is_beside = self._is_shared = self.is_measured = False
 
     def loops_around(self) -> Iterator[WorkingSet]:
-        """Yield those of the loops around, from the innermost outward."""
+        """Yield the working sets of the loops around, from the innermost outward."""
         outer = self.outer
         while outer is not None:
             yield outer
             outer = outer.outer
 
     def expected(self, largest: int) -> int:
-        """The most, guessed before a few were measured, where `largest` is what is known of other loops."""
+        """Return the peak, guessed before a few iterations were measured, from the `largest` of other loops."""
         return self.most if self.is_measured else _GUESS * max(self.most, largest)
 
     def fits(self, count: int) -> bool:
-        """Whether there is room for so many iterations at a time, in whatever order they run, beside what is there."""
+        """Return True if there is room for `count` iterations at a time, in whatever order they run, beside the
+        present bytes.
+        """
         limit = self._account.limit
         if limit is None:
             return True
@@ -100,7 +104,7 @@ class WorkingSet:
         return fits
 
     def measured(self, most: int, total: int, *, is_alone: bool = True) -> None:
-        """So many bytes were taken since the last iteration began that was by itself.
+        """Note the bytes taken since the last iteration began that ran alone.
 
         If other runs took some of it (not `is_alone`), it is too much, and stands until a run is alone.
         """

@@ -82,7 +82,7 @@ FIGURES: Final = {
     "cli": Figures(0.0, 28, 0, 0),
     "compiler": Figures(0.5, 38, 26, 0),
     "control": Figures(0.0, 39, 4, 0),
-    "devices": Figures(14.0, 64, 40, 99),
+    "devices": Figures(0.5, 36, 19, 0),
     "graph": Figures(0.1, 44, 1, 0),
     "inputs": Figures(0.0, 33, 1, 0),
     "lift": Figures(0.2, 36, 7, 0),

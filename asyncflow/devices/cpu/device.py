@@ -1,4 +1,4 @@
-"""The CPU as a device: NumPy, and a few threads for what is too long for the event loop."""
+"""The CPU as a device: NumPy, and a few threads for kernels too long for the event loop."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class CpuDevice(LogicalDevice[ThreadStream]):
                 self.pacing = SwapManager(self.memory, ())
 
     async def aclose(self, grace_s: float) -> bool:
-        """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
+        """Refuse further work and wait up to ``grace_s`` seconds for present work; return True if all of it ended.
+        Idempotent.
+        """
         have_ended = await super().aclose(grace_s)
         if self.swapping is not None:
             self.swapping.close()
@@ -88,10 +90,10 @@ class CpuDevice(LogicalDevice[ThreadStream]):
         return NS_PER_CALL + max(NS_PER_FLOP * flops, NS_PER_BYTE * nbytes)
 
     def transfer_ns(self, nbytes: float, target: Device) -> float:
-        """The expected time until a value of so many bytes made here is there on `target`.
+        """Return the expected time until a value of `nbytes` bytes made here is present on `target`.
 
-        Nothing is copied between CPU devices. A device with memory of its own knows the link it is behind, and is
-        asked what the same bytes would take the other way.
+        Nothing is copied between CPU devices. A device with memory of its own knows its link, and is asked for the time
+        of the same bytes in the other direction.
         """
         if target.name == self.name:
             return 0.0

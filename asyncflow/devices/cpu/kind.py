@@ -1,4 +1,4 @@
-"""The kind ``cpu``: as many logical devices as anybody likes."""
+"""The kind ``cpu``: any number of logical devices."""
 
 from __future__ import annotations
 

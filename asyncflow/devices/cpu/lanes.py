@@ -1,15 +1,15 @@
-"""Which of a CPU's threads does a firing go to? Chosen when it is launched: the one with the least to do.
+"""Choice of a CPU's thread for each firing, made when it is launched: the thread with the least to do.
 
 Why any thread will do. Elsewhere a kernel counts as done when it is enqueued, and the order of its stream is what makes
 its value valid. On a CPU it counts as done when it has returned *and the event loop has been told*; only then does the
-scheduler hand on its value, or let go of what an order edge held back. So whatever uses a value, and whatever comes
-behind an effect in the order of a program, is launched after the end of what it waits for, on the same thread or on
-another: the threads order nothing that the scheduler has not ordered before. (That the loop is told and gives work by
-locks is what makes one thread's memory seen by the next.) Nothing orders two runs; what they share are variables, whose
-writes are atomic on any threads (`VariableState`). What is left is code that keeps state of its own and says so
-(`Op.alone`): two firings of such are never under way on two threads at once, but queue on one.
+scheduler hand on its value, or let go of what an order edge held back. So the user of a value, and the next node after
+an effect, is launched after the end of its predecessors, on the same thread or on another: the threads order nothing
+that the scheduler has not ordered before. (The loop hands over results and work by locks, which makes one thread's
+memory visible to the next.) Nothing orders two runs; they share variables, whose writes are atomic on any threads
+(`VariableState`). The exception is code that keeps state of its own and says so (`Op.alone`): two firings of such code
+are never under way on two threads at once, but queue on one.
 
-Which threads there are. A firing is *short*, *medium* or *long* by what it is expected to take, or *unmeasured*::
+Which threads there are. A firing is *short*, *medium* or *long* by its expected time, or *unmeasured*::
 
     lane                  0 ... n-1    n    n+1    n: the device's share of the cores, at most 8, at least `planned`
     long                     x
@@ -18,8 +18,8 @@ Which threads there are. A firing is *short*, *medium* or *long* by what it is e
     of its node under way    x                     so that a burst of them does not hold up the first of another node
     short                    x         x     x     so that it need not wait for anything but others of its kind
 
-What a firing is expected to take is the processor's time, but for functions of the user's, which may wait for something
-else: on a busy machine all firings take longer, and are no longer for that.
+The expected time is the processor's time, except for users' functions, which may wait. On a busy machine all firings
+take longer, but do not count as longer.
 
 The streams that the compiler divides a plan over (`Session(compute_streams=)`) are the first lanes: a firing stays on
 its own where that is idle.
@@ -41,10 +41,10 @@ SHORT_NS = 5_000_000
 """A firing that is expected to take no longer is a short one (5 ms)."""
 
 MEDIUM_NS = 50_000_000
-"""Or else a medium one (50 ms)."""
+"""Longest expected time of a medium firing (50 ms)."""
 
 _UNMEASURED_NS = 1_000_000_000
-"""The time assumed for what nobody has measured, so that nothing chooses to wait behind it."""
+"""Time assumed for an unmeasured firing, so that no other one chooses to wait behind it."""
 
 _SPARE_NS = 1_000_000
 """To wait for so little is better than to wake one more thread, for the interpreter's lock is one for all."""
@@ -57,7 +57,7 @@ _MOST = 8
 
 
 class Times(NamedTuple):
-    """When and where a firing ran; nanoseconds of `time.perf_counter_ns`.
+    """Times and lane of a firing; nanoseconds of `time.perf_counter_ns`.
 
     Attributes:
         lane: such as ``compute:1``.
@@ -75,7 +75,7 @@ class Times(NamedTuple):
 
     @classmethod
     def never(cls) -> Times:
-        """Those of a firing that no lane has taken."""
+        """Return the times of a firing that no lane has taken."""
         now = perf_counter_ns()
         return cls("compute", now, now, now, 0)
 
@@ -85,7 +85,7 @@ Deliver: TypeAlias = Callable[[object, BaseException | None, Times], None]
 
 
 class _ThreadLane:
-    """A thread, and what it has to do.
+    """A thread and its work.
 
     Attributes:
         name: of the stream, as traces show it.
@@ -113,7 +113,7 @@ class _ThreadLane:
 
 
 class _StatefulLane:
-    """A lane that has firings of code that keeps state of its own, which is kept alive so that its id is its own."""
+    """A lane with firings of code that keeps state of its own; the owner is kept alive so that its id stays unique."""
 
     __slots__ = ("count", "lane", "owner")
 
@@ -124,13 +124,13 @@ class _StatefulLane:
 
 
 class Lanes:
-    """The threads of one CPU device; those that are never used do not exist. Used on the event loop's thread alone.
+    """The threads of one CPU device; threads that are never used do not exist. Used on the event loop's thread alone.
 
     Attributes:
         threads: how many long firings there may be at a time.
 
-    Invariant: a lane's load is the sum over what is under way there, ``_holds`` has an entry for what is under way
-    anywhere, by the id of its owner, and ``_unmeasured`` a count, by what is unmeasured.
+    Invariant: a lane's load is the sum over its firings under way. ``_holds`` has an entry for each firing under way
+    anywhere, by the id of its owner, and ``_unmeasured`` a count of unmeasured ones by node.
     """
 
     __slots__ = ("_holds", "_lanes", "_planned", "_unmeasured", "threads")
@@ -153,11 +153,11 @@ class Lanes:
 
     @property
     def streams(self) -> tuple[ThreadStream, ...]:
-        """All of them."""
+        """Streams of all lanes."""
         return tuple(lane.stream for lane in self._lanes)
 
     def holds(self, owner: object) -> bool:
-        """Whether a firing of code with this state is under way, so that another has to queue behind it."""
+        """Return True if a firing of code with this state is under way, so that another has to queue behind it."""
         return id(owner) in self._holds
 
     def submit(
@@ -172,9 +172,10 @@ class Lanes:
         owner: object = None,
         node: Hashable = None,
     ) -> Callable[[], bool]:
-        """Does ``work(*args)`` on one of the threads, then calls `deliver`; see `ThreadStream.submit`.
+        """Do ``work(*args)`` on one of the threads, then call `deliver`; see `ThreadStream.submit`.
 
-        What is returned withdraws the work: it returns False if the work has started, and else `deliver` is not called.
+        The function that is returned withdraws the work: it returns False if the work has started, and otherwise
+        `deliver` is not called.
 
         Args:
             work: what to call.
@@ -183,8 +184,8 @@ class Lanes:
             loop: calls `deliver`.
             expected_ns: how long it is expected to take; None if that has not been measured.
             planned: the stream that the compiler has chosen.
-            owner: whose state the work changes; None if that is nobody's, or safe on any threads.
-            node: whose firing it is: one that is unmeasured may be as long as those of its node that are under way.
+            owner: the object whose state the work changes; None without one, or if it is safe on any threads.
+            node: the firing's node: an unmeasured firing may be as long as other firings of its node under way.
 
         Raises:
             SessionClosedError: the device is closed, or this process is a fork of its owner.

@@ -1,4 +1,4 @@
-"""How a CPU device with a limit moves saved values: to a spill file and back, on threads of their own."""
+"""Moving of saved values by a CPU device with a limit: to a spill file and back, on separate threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NS_PER_BYTE = 1.0
 
 
 class _Spilled(NamedTuple):
-    """A record of an array: its bytes, and what they mean."""
+    """A record of an array: its bytes, and their meaning."""
 
     block: SpillBlock
     dtype: DType
@@ -32,7 +32,7 @@ class _Spilled(NamedTuple):
 
 
 class CpuSwapping(Swapping):
-    """Moves saved values of a CPU device to a file; who reads one that is away waits for it."""
+    """A mover of a CPU device's saved values to a file; a reader of a value that is away waits for it."""
 
     waits = True
 
@@ -53,7 +53,7 @@ class CpuSwapping(Swapping):
         self._failure = ""
 
     def movable(self, value: Value) -> Movable | None:
-        """An array that has all of its memory to itself."""
+        """Return how an array with memory of its own can be moved; None for other values."""
         if type(value) is not np.ndarray or value.dtype.hasobject:
             return None
         owner = owner_of(value)
@@ -65,7 +65,7 @@ class CpuSwapping(Swapping):
         return Movable(owner, owner, partial(_view, value.dtype, value.shape, value.strides, offset))
 
     def send(self, handle: SavedHandle) -> None:
-        """Write it, on a thread."""
+        """Write the value to the file, on a thread."""
         self._writing.enqueue(self._write, handle)
 
     def bring(self, handle: SavedHandle) -> None:
@@ -85,7 +85,7 @@ class CpuSwapping(Swapping):
         return perf_counter_ns()
 
     def close(self) -> None:
-        """Have nobody wait any more, and give back the disk."""
+        """Release all waiting code, and the disk space."""
         super().close()
         self._file.close()
 

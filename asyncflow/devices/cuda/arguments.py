@@ -74,7 +74,7 @@ class Values:
         value.order(self.stream)
 
     def hold(self, arguments: Sequence[Value]) -> None:
-        """Keep memory of other streams, and devices, until the work that this one is given in this turn is done."""
+        """Keep memory of other streams, and devices, until the work given to this stream in this turn is done."""
         if not self._is_alone:
             self._device.hold(self.stream, *[x.array for x in arguments if type(x) is CudaArray])
         opaque = [x.value for x in arguments if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone)]
@@ -82,7 +82,7 @@ class Values:
             self.stream.hold(*opaque)
 
     def wrapped(self, output: Value, name: str) -> Placed:
-        """The device value for what a kernel gave."""
+        """Return the device value for a kernel's output."""
         if isinstance(output, self._ndarray):
             return CudaArray(output, self._device, self.stream, name)
         output = as_scalar(output)

@@ -1,4 +1,4 @@
-"""Is CUDA usable on this machine, and if not, why? The one module that imports CuPy."""
+"""Availability of CUDA on this machine, with the reason if it is off. The only module that imports CuPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_VERSION = 14
 
 @dataclass(frozen=True, slots=True)
 class CudaBackend:
-    """CuPy and the cards it sees.
+    """CuPy and its cards.
 
     Attributes:
         cupy: the module; None if CUDA is not usable.
@@ -38,11 +38,13 @@ class CudaBackend:
 
 
 stand_ins: list[CudaBackend] = []
-"""What tests without a card have in the place of what is here, the last of them."""
+"""Replacements for the real backend in tests without a card; the last one counts."""
 
 
 def cuda_backend() -> CudaBackend:
-    """CUDA on this machine. The first call imports CuPy where there is a driver, and runs one kernel on each card."""
+    """Return CUDA on this machine. The first call imports CuPy where there is a driver, and runs one kernel on each
+    card.
+    """
     return stand_ins[-1] if stand_ins else _probe()
 
 
@@ -74,7 +76,7 @@ def _what_is_missing() -> list[str]:
 
 
 def describe_cards(cupy: Cupy, *, try_kernel: bool = False) -> CudaBackend:
-    """CUDA with this module for CuPy; each card has to run a kernel if that is to be tried."""
+    """Return the backend of this CuPy module; with `try_kernel`, each card has to run a kernel."""
     lines = []
     runtime = cupy.cuda.runtime
     for card in range(runtime.getDeviceCount()):

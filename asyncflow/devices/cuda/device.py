@@ -1,11 +1,11 @@
-"""A CUDA device: CuPy's kernels on streams of its own, which nobody on the event loop ever waits for.
+"""A CUDA device: CuPy's kernels on streams of its own, for which the event loop never waits.
 
 One invariant keeps it simple: *a value is valid in the order of its compute stream*. A kernel counts as done once it is
 launched. Only copies (to and from the host, from other devices) and reading a value touch events; each of them records
 on the producer, waits on the consumer, and keeps the memory referenced until the event has completed.
 
-Memory is taken from the pool while a compute stream is CuPy's current one, so freed memory is used again in the order
-of that stream, its *home*. What another stream reads or writes is kept until that stream is done with it.
+Memory is taken from the pool while a compute stream is CuPy's current one. So freed memory is used again in the order
+of that stream, its *home*. Memory that another stream reads or writes is kept until that stream is done with it.
 
 The copies are in `asyncflow.devices.cuda.transfers.copies`, what launches kernels in `asyncflow.devices.cuda.launch`,
 how far the device has got and whether it is lost in `asyncflow.devices.cuda.progress`.
@@ -63,7 +63,9 @@ _NS_PER_KERNEL = 3_000.0
 _NS_PER_FLOP = 1e9 / 10e12
 _NS_PER_BYTE = 1e9 / 1.5e12
 _NS_PER_COPY = 60_000.0
-"""With what the host does for it: one thread launches for all devices, so spreading small kernels gains nothing."""
+"""Nanoseconds of a copy, host work included: one thread launches for all devices, so spreading small kernels gains
+nothing.
+"""
 _NS_PER_HOST_BYTE = 1e9 / 20e9
 
 
@@ -72,9 +74,8 @@ class CudaDevice(Progress):
 
     Any number of them may share a card; each has streams, memory, a limit and a throttle of its own.
 
-    Attributes (more in `Progress`):
-        copies: what moves its values.
-        exchange: what takes arrays from other libraries, and lends them some.
+    Attributes (more in `Progress`): copies: moves its values. exchange: takes arrays from other libraries, and lends
+        them some.
     """
 
     region_ns = DEFAULT_HOST.region_s * 1e9  # measured on the host of another card, as are these
@@ -93,7 +94,7 @@ class CudaDevice(Progress):
         host: Space | None = None,
         spill_directory: str | None = None,
     ) -> None:
-        """Make the device ``cuda:<index>``; nothing of CUDA is touched before `start`.
+        """Make the device ``cuda:<index>``; CUDA is not touched before `start`.
 
         Args:
             cupy: the module.
@@ -103,7 +104,7 @@ class CudaDevice(Progress):
                 card at the start, and CUDA is not asked for memory in a run. With several compute streams it is: memory
                 belongs to one of them, and how much each needs is not known.
             compute_streams: how many kernels may run at once.
-            pinned: host memory for copies; None for the one that all devices share.
+            pinned: host memory for copies; None for the slab that all devices share.
             host: where saved values go; None for as much memory there as they take.
             spill_directory: where they go beyond that; None for nowhere.
 
@@ -177,11 +178,11 @@ class CudaDevice(Progress):
 
     @property
     def what(self) -> str:
-        """The card that it is on."""
+        """The card of the device."""
         return f"card {self.physical}"
 
     def check_loops(self) -> None:
-        """Raise if there is nothing to make loops with that the card runs by itself.
+        """Raise if the package for loops that the card runs by itself is missing.
 
         Raises:
             PlacementError: there is not.
@@ -198,7 +199,7 @@ class CudaDevice(Progress):
         return max(_NS_PER_KERNEL, _NS_PER_FLOP * flops, _NS_PER_BYTE * nbytes)
 
     def transfer_ns(self, nbytes: float, target: Device) -> float:
-        """The expected time until a value of so many bytes made here is there on `target`."""
+        """Return the expected time until a value of `nbytes` bytes made here is present on `target`."""
         if target is self:
             return 0.0
         if isinstance(target, CudaDevice):
@@ -207,7 +208,9 @@ class CudaDevice(Progress):
         return _NS_PER_COPY + _NS_PER_HOST_BYTE * nbytes
 
     async def aclose(self, grace_s: float) -> bool:
-        """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
+        """Refuse further work and wait up to ``grace_s`` seconds for present work; return True if all of it ended.
+        Idempotent.
+        """
         if self._is_started:
             await self.copies.ended(grace_s)
         have_ended = await super().aclose(grace_s)
@@ -238,12 +241,12 @@ class CudaDevice(Progress):
         return CudaRegionLauncher(self, function, info, is_generator=is_generator)
 
     def bind_loop(self, loop: LoopCode, info: KernelInfo) -> WhileLauncher:
-        """A loop that the card runs by itself, where it can be captured; see `WhileLauncher`."""
+        """Return a loop that the card runs by itself, if it can be captured; see `WhileLauncher`."""
         self.make_capturable()
         return WhileLauncher(self, cuda_bindings(), loop, info)
 
     def make_capturable(self) -> None:
-        """Has products of matrices made so that CUDA graphs can hold them, from here on, if there is cuBLAS for it."""
+        """Make products of matrices from here on so that CUDA graphs can hold them, if there is a cuBLAS for it."""
         with capturing, self.cupy.cuda.Device(self.physical):
             if self._namespace.products is not None or (library := cublas(self.cupy)) is None:
                 return
@@ -262,7 +265,9 @@ class CudaDevice(Progress):
     # -- values in -----------------------------------------------------------------------------------------------
 
     def constant(self, value: Placed) -> Placed:
-        """A device value that has been there from the start; what has rank 0, and all that is no array, stays."""
+        """Return a device value that exists from the start; values of rank 0, and anything but arrays, stay on the
+        host.
+        """
         if stays_on_host(value):
             return value
         if not np.ndim(value):
@@ -301,8 +306,8 @@ class CudaDevice(Progress):
     def copied_pageable(self, value: Array, name: str) -> CudaArray:
         """A copy of an array of the host, without pinned memory; blocks until all earlier work has ended.
 
-        Any thread may call it. Another may capture on the compute stream meanwhile: what is allocated or recorded there
-        then would be the graph's, and nobody may wait for that stream, or copy on it.
+        Any thread may call it. Another thread may capture on the compute stream meanwhile. Memory allocated, or events
+        recorded, there would then belong to the graph, and no thread may wait for that stream, or copy on it.
         """
         cupy = self.cupy
         with capturing, self.compute:
@@ -319,7 +324,7 @@ class CudaDevice(Progress):
     def feed(self, value: Placed, deliver: Deliver, name: str = "feed") -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
-        `value` must not change before that, but for a `ForeignArray`. Counters, predicates and what is no array stay
+        `value` must not change before that, but for a `ForeignArray`. Counters, predicates and anything but arrays stay
         host values.
         """
         if self.exchange.returned:
@@ -370,9 +375,9 @@ class CudaDevice(Progress):
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def hold(self, stream: CudaStream, *arrays: Value) -> None:
-        """Keep arrays until the work that `stream` is given in this turn is done, unless their memory is its own.
+        """Keep arrays until the work given to `stream` in this turn is done, unless their memory belongs to it.
 
-        Memory that is freed is used again in the order of its home; where there is one compute stream, that is it.
+        Freed memory is used again in the order of its home, which is the only compute stream if there is one.
         """
         if self._count > 1 and (foreign := [array for array in arrays if home_of(array) is not stream]):
             stream.hold(*foreign)
@@ -399,7 +404,7 @@ class CudaDevice(Progress):
     # -- timelines -----------------------------------------------------------------------------------------------
 
     def record_into(self, spans: Spans | None) -> Spans | None:
-        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
+        """Add the work launched from here on to `spans`; None stops that. Returns the former target."""
         if spans is not None and self._clock.is_old:
             self._host.enqueue(self._clock.refresh)
         before, self._spans = self._spans, spans
@@ -414,7 +419,7 @@ class CudaDevice(Progress):
         return _UNTIMED if self._spans is None else HostSpan(name, self._spans)
 
     def timed(self, stream: CudaStream, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Record when the work that is given to `stream` inside begins and ends there, if somebody wants to know."""
+        """Record begin and end of the work that is given to `stream` inside the block, if spans are recorded."""
         if self._spans is None:
             return _UNTIMED
         self.launched += 2  # its events take as much room in the stream as kernels do

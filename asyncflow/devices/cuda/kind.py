@@ -26,7 +26,7 @@ class CudaKind(DeviceKind):
         )
 
     def why_not(self, index: int) -> str | None:
-        """Why CUDA is off."""
+        """Return the reason why CUDA is off."""
         backend = cuda_backend()
         return None if backend.cupy is not None else f"CUDA is off on this machine: {backend.reason}"
 

@@ -1,4 +1,4 @@
-"""How a CUDA device runs a kernel: it is launched on a compute stream, and its result counts as there.
+"""Launch of kernels on a CUDA device: on a compute stream, after which the result counts as present.
 
 ==========================  =================================================================================
 any other kernel            called with CuPy arrays while its stream is the current one; nothing waits
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Kernel, Value
 
 STEP_LAUNCHES = 32
-"""A region stops for its driver after so many launches, if it was told to after each step."""
+"""Number of launches after which a region stops for its driver, if it stops after each step."""
 
 LONG_ELEMENTS = 1 << 15
 """A kernel of the host on more elements gets the device's host thread, and does not hold up the event loop."""
@@ -215,7 +215,7 @@ class CudaRegionLauncher:
 
 
 async def _all(values: Sequence[Value]) -> list[Placed]:
-    """The values, those of futures among them once they are there; of several failures the first."""
+    """Return the values, once the futures among them are done; of several failures, raise the first."""
     futures = [value for value in values if isinstance(value, asyncio.Future)]
     if futures:
         await asyncio.gather(*futures)
@@ -223,5 +223,5 @@ async def _all(values: Sequence[Value]) -> list[Placed]:
 
 
 def is_coroutine_function(kernel: Kernel) -> bool:
-    """Whether a kernel must be called on the event loop, since what it gives is to be awaited."""
+    """Return True if a kernel must be called on the event loop, since its result has to be awaited."""
     return any(inspect.iscoroutinefunction(x) for x in (kernel, getattr(kernel, "__call__", None)))  # noqa: B004

@@ -1,16 +1,16 @@
-"""The memory of a CUDA device: what admits an allocation, where it comes from, and who is told when it is freed.
+"""The memory of a CUDA device: admission of allocations, their source, and notice when they are freed.
 
 Three parts. A `ChargedAccount` says how many bytes a logical device holds and refuses what passes its limit *before*
-CUDA is asked. A `CudaPool` takes admitted memory from a CuPy pool of its own, whose limit is only the backstop, and
-hangs a `Lease` on each piece, which tells the account when Python frees it. `install_allocator` makes CuPy's
+CUDA is asked. A `CudaPool` takes admitted memory from a CuPy pool of its own, whose limit is only the backstop. It
+attaches a `Lease` to each piece, which tells the account when Python frees it. `install_allocator` makes CuPy's
 allocations inside ``with stream:`` come from that stream's pool.
 
-A CuPy pool keeps its free memory by the stream that was current at the allocation, and gives a freed piece out again
+A CuPy pool keeps its free memory by the stream that was current at the allocation, and hands a freed piece out again
 *at once, with no event*. So all memory of a logical device is allocated with its compute stream active, and a piece
 that another stream works on is kept referenced until an event of that stream has completed.
 
-Arrays may be freed on any thread, at any bytecode, also by a garbage collection inside this module: what a `Lease` does
-then takes no lock of ours (CuPy's own pool is made for it), and the account is settled by whoever asks it next.
+Arrays may be freed on any thread, at any bytecode, also by a garbage collection inside this module. So a `Lease` then
+takes no lock of this module (CuPy's own pool is made for it), and the account is settled by its next reader.
 
 ``cupy`` is a parameter everywhere: only the CUDA backend imports it.
 """
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
 
 ALLOCATION_BYTES = 512
-"""CuPy's pools give out multiples of this, and that is what counts: an array of 4 bytes holds 512."""
+"""Granularity of CuPy's pools, which is the size that counts: an array of 4 bytes holds 512."""
 
 
 class DeviceMemoryExhausted(MemoryLimitExceeded):
-    """A CUDA device has no piece of the size asked for, although its limit would allow it.
+    """A CUDA device has no piece of the requested size, although its limit would allow it.
 
     The free memory is in smaller pieces, or the card has less than the limit: other programs and other devices use it.
     """
@@ -53,7 +53,7 @@ class Lease:
     Attributes:
         home: the stream that was active at the allocation, in whose order the memory is used again.
         pointer: CuPy's pointer to the piece, which gives it back to its pool.
-        pool: CuPy's pool. A piece does not keep its pool alive, and a pool that goes frees what is still in use.
+        pool: CuPy's pool. A piece does not keep its pool alive, and a dropped pool frees memory that is still in use.
     """
 
     __slots__ = ("__weakref__", "_account", "_charge", "home", "pointer", "pool")
@@ -78,13 +78,13 @@ def home_of(array: CupyArray) -> CudaStream | None:
 
 
 class CudaPool:
-    """Where the memory of one logical device comes from; logical devices that share a card have one each.
+    """The source of one logical device's memory; logical devices that share a card have a pool each.
 
     Attributes:
         account: what the device holds.
         label: what the next allocations are called in ``account.top()``: the name of the node that runs.
-        make_room: asked once for so many bytes, or for all there may be, where an allocation does not fit; whether it
-            has freed some.
+        make_room: asked once for a number of bytes, or for as many as possible, when an allocation does not fit;
+            returns True if it has freed some.
         name: of the logical device, such as ``cuda:0``.
         physical: CUDA's number of the card.
     """
@@ -185,7 +185,7 @@ class CudaPool:
         return max(room, 0)
 
     def release(self) -> None:
-        """Give back to the card what is free and in one piece; arrays that are alive stay valid. Idempotent.
+        """Give free whole blocks back to the card; live arrays stay valid. Idempotent.
 
         Stalls the card and the calling thread: call it when the device is closed, on a worker thread.
         """
@@ -202,11 +202,11 @@ class CudaPool:
 class PrivatePool:
     """A pool of a device for the arrays of a captured CUDA graph, whose addresses are the graph's for as long as it is.
 
-    What is freed here can only be allocated again here, never by the rest of the device. It takes whole blocks from
-    the device's pool, which count, under one name, from when they are first needed until the private pool and all its
-    arrays are gone. So it keeps within the device's limit, and where that pool is primed CUDA is not asked either.
+    Memory freed here can only be allocated again here, never by the rest of the device. It takes whole blocks from the
+    device's pool. They count, under one name, from their first use until the private pool and all its arrays are gone.
+    So it keeps within the device's limit, and where that pool is primed CUDA is not asked either.
 
-    Whoever holds the graph holds the pool, which is the stream's while it is captured, and then nobody's.
+    The holder of the graph holds the pool, which is the stream's pool only during the capture.
     """
 
     __slots__ = ("_cupy", "_physical", "_pool")

@@ -36,7 +36,7 @@ _MOST_JOINED = 8
 """For more arrays CuPy copies a table of their addresses from the host: it would wait, and cannot be captured."""
 
 _MOST_STACKED = 64
-"""So many arrays one kernel of our own stacks, which takes their addresses as numbers."""
+"""Maximum number of arrays that one kernel of this module stacks, which takes their addresses as numbers."""
 
 _STACKING = (
     ", ".join(("int64 row_size", *(f"uint64 row_{k}" for k in range(_MOST_STACKED)))),
@@ -61,7 +61,7 @@ _OF_CHOICES = ("tril", "triu", "where")
 
 
 class CudaNamespace(ModuleType):
-    """The namespace that kernels of CUDA devices get as `xp`: CuPy's names, but for those in its own dictionary.
+    """The namespace that kernels of CUDA devices get as `xp`: CuPy's names, except the ones in its own dictionary.
 
     Args:
         cupy: the module.
@@ -101,7 +101,7 @@ class CudaNamespace(ModuleType):
         return found
 
     def _as_array(self, value: Value) -> CupyArray:
-        """`value` itself if it is CuPy's; a copy in the device's memory if it is a NumPy array or scalar."""
+        """Return `value` itself if it is CuPy's; a copy in the device's memory if it is a NumPy array or scalar."""
         if isinstance(value, np.generic):
             return self._cupy.full((), value, dtype=value.dtype)
         return self._upload(value) if isinstance(value, np.ndarray) else value

@@ -1,7 +1,7 @@
-"""How far a CUDA device has got with what was launched, and whether its card still works.
+"""Progress of a CUDA device with its launched work, and the state of its card.
 
-A kernel counts as done once it is launched. So launching could run ahead for ever, and what goes wrong shows at a later
-call, of anything: the first CUDA error of a card is its last, and all work that is not done fails with it.
+A kernel counts as done once it is launched. So launching could run ahead for ever, and failures show at a later call,
+of anything. The first CUDA error of a card is its last, and all unfinished work fails with it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Progress(LaunchingDevice["CudaStream"]):
     # -- how far it is -------------------------------------------------------------------------------------------
 
     def throttle(self, resume: Callable[[], None]) -> bool:
-        """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later."""
+        """Return True if launching must pause for unfinished work; then call ``resume()`` once, later."""
         if self.launched >= MARK_EVERY:
             count = self.launched
             self.when_done(lambda _error: self._caught_up(count))
@@ -132,12 +132,12 @@ class Progress(LaunchingDevice["CudaStream"]):
         return loss
 
     def loss_of(self, error: BaseException) -> DeviceLostError:
-        """The error for those whose work was not done: `error` is of a stream, and the device is lost by it."""
+        """Return the error for unfinished work: `error` comes from a stream, and makes the device lost."""
         self._lose(error)
         return self._loss()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """`error` itself; or, if CUDA raised it because the device is lost, that.
+        """Return `error`, or the loss of the device if CUDA raised `error` because of it.
 
         CuPy's errors of CUDA's runtime, of its driver (at launches), of cuBLAS and of Thrust are RuntimeErrors, and
         have nothing else in common.

@@ -1,4 +1,4 @@
-"""When work on a CUDA device began and ended, in the host's time: for timelines.
+"""Begin and end of work on a CUDA device, in the host's time: for timelines.
 
 CUDA tells the time between two events of one device, in milliseconds as a float32. So times are counted from an
 *anchor*, an event whose host time is known to some microseconds, and anchors are renewed before the steps of a float32
@@ -37,7 +37,7 @@ class Clock:
 
     @property
     def is_old(self) -> bool:
-        """Whether it is time for `refresh`."""
+        """True if it is time for `refresh`."""
         return perf_counter_ns() - self.anchor[1] > _OLD_NS
 
     def refresh(self) -> None:
@@ -91,7 +91,7 @@ class PendingSpan:
         self._into.append(self)
 
     def settled(self) -> Span:
-        """The span, once all of it has ended."""
+        """Return the span, once all of it has ended."""
         started, ended = (self._clock.time_ns(event, self._anchor) for event in (self._started, self._ended))
         return Span(self._label, self._role, started, max(started, ended), self._nbytes)
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Landing:
-    """Memory that a copy fills: a ticket of the copy keeps it, since its home stream may not use it again before.
+    """Memory that a copy fills: a ticket of the copy keeps it, since its home stream must not use it again before.
 
-    From there on that the home stream waits for the copy, its order protects the memory as it does any other, and the
-    ticket has nothing more to keep. So an array that is copied in and used takes memory for as long as its users are
-    not launched, and not until the copy is done, which the host may be far ahead of.
+    Once the home stream waits for the copy, its order protects the memory as it does any other, and the ticket has
+    nothing more to keep. So a copied array takes memory until its users are launched, and not until the copy is done,
+    which the host may be far ahead of.
 
     Attributes:
         array: CuPy's; None once the home stream waits.
-        home: that stream.
+        home: the home stream.
     """
 
     array: CupyArray
@@ -70,7 +70,7 @@ class CudaArray(DeviceArray):
         return self.home.name
 
     def to_host(self, deliver: Deliver) -> None:
-        """Copy it to the host, on ``d2h``; see `Copies.fetch`."""
+        """Copy the array to the host, on ``d2h``; see `Copies.fetch`."""
         self.home.copies.fetch(self, deliver)
 
     def lend(self) -> Placed:
@@ -129,7 +129,7 @@ class CudaArray(DeviceArray):
 
 @dataclass(slots=True, eq=False, repr=False)
 class CudaOpaque(DeviceValue):
-    """Something that is no array but holds some, such as a state of a TensorArray; valid in the order of compute.
+    """An object that is no array but holds some, such as a state of a TensorArray; valid in the order of compute.
 
     Attributes:
         value: the object.

@@ -1,15 +1,16 @@
 """A simulated device: NumPy's results on virtual time.
 
-A kernel is computed at once, when it is launched; *when it would have run* follows from a cost model: what the card
-and its links can do (`asyncflow.devices.presets`), the order of its streams, the events between them, and the thread of
-the host (`asyncflow.devices.host`), which takes a while for each launch and drives all devices, one after another.
-Nobody sees a result before its time: only events tell the host of it.
+A kernel is computed at once, when it is launched; a cost model tells *when it would have run*. The model covers the
+speed of the card and its links (`asyncflow.devices.presets`), the order of its streams, and the events between them. It
+also covers the thread of the host (`asyncflow.devices.host`), which takes a while for each launch and drives all
+devices, one after another. No result is visible before its time: only events tell the host of it.
 
-It is given what a CUDA device is given: regions, with fused chains in them, one node at a time, or regions that become
-CUDA graphs, as the machine's ``launches`` says. What a call of the host does there is one call here.
+It is used like a CUDA device: with regions that have fused chains in them, with one node at a time, or with regions
+that become CUDA graphs, as the machine's ``launches`` says. Each call of the host there is one call here.
 
 It has the hazards of a CUDA device and finds them (`HazardError`): values are ordered by events alone, and freed memory
-goes back to its stream's pool with no event. So whatever works here without a hazard waits for the right things there.
+goes back to its stream's pool with no event. So a program that works here without a hazard waits for the right events
+there.
 
 ===================  ===========================================================================================
 kernel               host, then its compute stream: ``max(kernel_s, flops / rate, bytes / bandwidth)``
@@ -59,7 +60,7 @@ from asyncflow.values import Array, Kernel, Value
 _NS_PER_S = 1e9
 
 _FARTHEST_AHEAD_NS = 1_000_000
-"""How far the host may be ahead of the clock before launching has to pause."""
+"""Nanoseconds that the host may be ahead of the clock before launching has to pause."""
 
 
 class SimDevice(Timeline):
@@ -86,12 +87,12 @@ class SimDevice(Timeline):
 
         Args:
             machine: it is one of.
-            index: among those of its kind.
+            index: number of the device within its kind.
             kind: a card, or a CPU of the host.
             memory_limit: bytes; None for the memory of the card, or no limit.
             compute_streams: for kernels.
             host: where saved values of a card go; None for as much memory as they take.
-            spills: they go to the host's disk beyond that; so do those of a CPU that has a limit.
+            spills: beyond that, values go to the host's disk; so do values of a CPU with a limit.
 
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
@@ -106,7 +107,7 @@ class SimDevice(Timeline):
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 
     def _move_saved(self, spaces: list[Space], *, spills: bool) -> None:
-        """Let saved values go to these places, and where it `spills` to the host's disk when they are full."""
+        """Let saved values go to these places, and, if it `spills`, to the host's disk when they are full."""
         if spills:
             spaces.append(Space("disk"))
             disk = SimStream(f"{self.name}/disk", self.machine.host)
@@ -125,7 +126,7 @@ class SimDevice(Timeline):
 
     @property
     def what(self) -> str:
-        """The card that it simulates."""
+        """Name of the simulated card."""
         return f"simulated {self.card.name}"
 
     def check_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -157,7 +158,7 @@ class SimDevice(Timeline):
         return (self._host_copy_s(nbytes) + there) * _NS_PER_S
 
     async def aclose(self, grace_s: float) -> bool:
-        """Take no more work and wait up to ``grace_s`` seconds of virtual time for what there is. Idempotent.
+        """Refuse further work and wait up to ``grace_s`` seconds of virtual time for present work. Idempotent.
 
         Cancellation: the streams stay closed.
         """
@@ -181,7 +182,7 @@ class SimDevice(Timeline):
         return SimHostLauncher(self, kernel, info) if info.is_async else sim_launcher(self, kernel, info)
 
     def constant(self, value: Placed) -> Placed:
-        """A device value that has been there from the start; numbers and what is no array stay host values.
+        """Return a device value that exists from the start; numbers and anything but arrays stay host values.
 
         Raises:
             MemoryLimitExceeded: it does not fit.
@@ -194,7 +195,7 @@ class SimDevice(Timeline):
         return SimArray(data, value.dtype, value.shape, storage, origin, "constant")
 
     def feed(self, value: Value, deliver: Deliver) -> None:
-        """Copy a host value in and deliver the copy at once; numbers and what is no array stay host values."""
+        """Copy a host value in and deliver the copy at once; numbers and anything but arrays stay host values."""
         try:
             copied = self.copy_in(value)
         except Exception as error:  # out of memory, or a hazard
@@ -203,7 +204,7 @@ class SimDevice(Timeline):
             deliver(copied, None)
 
     def copy_in(self, value: Placed, name: str = "feed") -> Placed:
-        """A copy of a host value on the device; numbers and what is no array stay host values.
+        """Return a copy of a host value on the device; numbers and anything but arrays stay host values.
 
         Raises:
             MemoryLimitExceeded: it does not fit.
@@ -219,8 +220,8 @@ class SimDevice(Timeline):
     def copy_to_host(self, value: SimArray, deliver: Deliver) -> None:
         """Copy an array to the host: at the copy's end, ``deliver(array, error)`` is called once.
 
-        In a simulation of shapes, what has no data comes as a read-only array of NaN (0 for integers) that takes no
-        memory.
+        In a simulation of shapes, an array without data arrives as a read-only array of NaN (0 for integers) that takes
+        no memory.
 
         Raises:
             HazardError: memory was freed too early, since the last call.
@@ -246,7 +247,7 @@ class SimDevice(Timeline):
         self.when_over(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
 
     def send(self) -> int:
-        """When what is said now to another device is on its way: once the host gets to it."""
+        """Return the time at which a message sent now to another device is on its way: once the host gets to it."""
         return self.thread.spend("node")
 
     def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
@@ -270,7 +271,7 @@ class SimDevice(Timeline):
         deliver(received, None)
 
     def read_value(self, value: DeviceValue, deliver: Deliver) -> None:
-        """Copy a value to the host for a kernel that reads it there: a `SimUnknown` for what has no data."""
+        """Copy a value to the host for a kernel that reads it there: a `SimUnknown` for a value without data."""
         if isinstance(value, SimArray) and value.data is None:
             unknown = SimUnknown(value.dtype, value.shape, value.name)
             self.copy_to_host(value, lambda _, error: deliver(None if error else unknown, error))
@@ -289,7 +290,7 @@ class SimDevice(Timeline):
             raise missing_data(value.name, repr(name))
 
     def throttle(self, resume: Callable[[], None]) -> bool:
-        """Whether the host is so far ahead of the clock that launching has to pause; then calls ``resume()``."""
+        """Return True if launching must pause, as the host is far ahead of the clock; then call ``resume()``."""
         ahead_ns = self.dispatched_ns - self.machine.now_ns()
         if ahead_ns < _FARTHEST_AHEAD_NS:
             return False
@@ -330,7 +331,7 @@ class SimDevice(Timeline):
         return link.latency_s + nbytes / link.bytes_per_s if self._is_card else 0.0
 
     def leaves_on_host(self, value: Placed) -> bool:
-        """Whether a host value is no matter for the device: what is no array, and numbers of rank 0.
+        """Return True if the device leaves a host value on the host: anything but arrays, and numbers of rank 0.
 
         A CPU on virtual time takes numbers with a fraction all the same.
         """
@@ -361,7 +362,7 @@ class SimDevice(Timeline):
         return self._filled(data, dtype, shape, event, name)
 
     def through_disk(self, nbytes: int, name: str, after: SimEvent | None = None) -> SimEvent:
-        """Write so many bytes of the host's memory to the disk, which all devices share, or read them."""
+        """Write `nbytes` of the host's memory to the disk, which all devices share, or read them."""
         disk = self._streams["disk"]
         if after is not None:
             self.order(disk, (after,))
@@ -388,7 +389,7 @@ class SimDevice(Timeline):
         return self._filled(data, value.dtype, value.shape, event, value.name)
 
     def _pack(self, value: SimArray) -> None:
-        """Launch what puts an array with gaps in C order, as copies between memories need it."""
+        """Launch the copy of an array with gaps to C order, as copies between memories need it."""
         data = value.data
         if self._is_card and isinstance(data, np.ndarray) and not data.flags.c_contiguous:
             self.settle_on(self.compute, value)

@@ -1,4 +1,4 @@
-"""The kind ``sim``, and what stands in for the kind ``cpu`` on virtual time."""
+"""The kind ``sim``, and the replacement for the kind ``cpu`` on virtual time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SimKind(DeviceKind):
     """Devices of the simulated machine that is in use, if there is one."""
 
     def __init__(self, name: Literal["sim", "cpu"]) -> None:
-        """Devices of this name: the machine's cards, or CPUs of its host."""
+        """Make the kind of this name: the machine's cards, or CPUs of its host."""
         self.name: Literal["sim", "cpu"] = name
 
     def open(self, index: int, options: DeviceOptions) -> SimDevice:
@@ -31,7 +31,7 @@ class SimKind(DeviceKind):
         )
 
     def why_not(self, index: int) -> str | None:
-        """Why there is no such card."""
+        """Return the reason why there is no such card."""
         machine = current_machine()
         if machine is None:
             inside = "open the session inside asyncflow.testing.virtual_clock()"
@@ -46,5 +46,5 @@ class SimKind(DeviceKind):
         )
 
     def describe(self) -> tuple[DeviceDescription, ...]:
-        """Nothing: this machine has none."""
+        """Return no description: this machine has no simulated devices."""
         return ()

@@ -1,4 +1,4 @@
-"""How a simulated device runs a kernel: its result at once, its time on the stream, its memory in the account."""
+"""Launch of kernels on a simulated device: its result at once, its time on the stream, its memory in the account."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SimLauncher:
     What a call costs:
 
     - A kernel that may run on the host, and has no device array among its inputs, takes the host's time only.
-    - So does one that computes nothing: it gives views of its inputs, or what state keeps, or looks at shapes.
+    - So does a kernel without computation: it returns views of its inputs, or values from state, or reads shapes.
     - Any other occupies its stream, not before the host has launched it.
 
     If only a region calls it, no node is interpreted for it.
@@ -67,7 +67,7 @@ class SimLauncher:
         Raises:
             HazardError: an input was not waited for, or memory was freed too early since the last call.
             MemoryLimitExceeded: the outputs do not fit.
-            ShapeError: shapes alone are simulated, and those of the outputs depend on data.
+            ShapeError: only shapes are simulated, and the outputs' shapes depend on data.
             BaseException: what the kernel raises, as it is.
         """
         return self._checked(args)
@@ -178,7 +178,9 @@ class SimLauncher:
         return specs is None or not any(spec_nbytes(spec) > SMALL_BYTES for spec in specs)
 
     def _check_room(self, specs: Sequence[ArraySpec], shapes: Sequence[tuple[int, ...]]) -> None:
-        """Refuse before the kernel runs and state changes; what may turn out to be a view is looked at afterwards."""
+        """Refuse outputs without room before the kernel runs and state changes; possible views are checked
+        afterwards.
+        """
         info = self._info
         if info.keeps_arrays and not shapes:
             return  # it reads state
@@ -226,7 +228,7 @@ class SimLauncher:
         shapes: Sequence[tuple[int, ...]],
         outputs: list[Placed],
     ) -> list[Placed]:
-        """Device values for what the kernel gave."""
+        """Return device values for a kernel's outputs."""
         info, device = self._info, self._device
         are_arrays = [is_array(output) for output in outputs]
         homes = _Homes(device, values, info.keeps_arrays) if True in are_arrays else None
@@ -297,7 +299,7 @@ class SimLauncher:
         return SimOpaque(output, depends, self._device) if depends else output
 
     def _count_buffers(self, output: object) -> None:
-        """Count what a store has made for itself; what it was given is kept, and counts by itself."""
+        """Count buffers that a store has made for itself; values put into it are kept, and count by themselves."""
         held: Held | None = getattr(output, "held", None)
         if held is not None and (buffers := held.buffers()):
             device, stream = self._device, self._stream
@@ -309,7 +311,7 @@ class SimLauncher:
                     made.keep(buffer)
 
     def _followed(self, array: SimArray) -> SimArray:
-        """An array made on this stream, which has waited for whatever wrote the memory it looks into."""
+        """Return an array made on this stream, which has waited for the writer of the viewed memory."""
         if array.written.stream is not self._stream:
             array.followers = (self._stream,)
         return array
@@ -325,7 +327,7 @@ class SimLauncher:
         return storage, written
 
     def _join(self, events: Sequence[SimEvent]) -> SimEvent:
-        """One event for new memory that no kernel filled: what it depends on, which its stream has to wait for."""
+        """Return one event for new memory that no kernel filled: its dependencies, which its stream has to wait for."""
         stream, state = self._stream, self._device.state_events
         latest = latest_events(events or (tuple(state.values()) if self._info.keeps_arrays else ()))
         self._device.order(stream, latest)
@@ -343,7 +345,7 @@ class SimLauncher:
         fresh_nbytes: int,
         dtypes: Sequence[DType],
     ) -> SimEvent:
-        """Give the kernel to its stream, after what wrote its inputs."""
+        """Give the kernel to its stream, after the writers of its inputs."""
         device, stream, info = self._device, self._stream, self._info
         nbytes, is_wide, elsewhere = fresh_nbytes, any(dtype in WIDE for dtype in dtypes), []
         waited = [*[array.written for array in arrays if array.written.stream is not stream], *opaque]
@@ -429,7 +431,7 @@ class _Homes:
                 self._foreign.add(id(owner_of(value)))
 
     def find(self, output: Value) -> tuple[Storage, SimEvent] | None:
-        """The storage that an output looks into, and what wrote it; None for new memory."""
+        """Return the storage of an output and the event of its writer; None for new memory."""
         if not isinstance(output, np.ndarray):
             return None
         owner = owner_of(output)
@@ -445,7 +447,7 @@ class _Homes:
         self._known[id(owner)] = (storage, written)
 
     def is_foreign(self, owner: Array) -> bool:
-        """Whether the memory came in as a host value, and so is not the device's to overwrite."""
+        """Return True if the memory came in as a host value, so that the device may not overwrite it."""
         return id(owner) in self._foreign
 
 

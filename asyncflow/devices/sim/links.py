@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class CopyLane:
-    """Something that one copy at a time can use.
+    """A resource that one copy at a time can use.
 
-    Copies are given in the order in which the host launches them, which runs ahead of virtual time and is not the order
-    in which they can begin. So a lane is no queue: a copy takes the first gap that is long enough.
+    Copies are given in the order in which the host launches them, which runs ahead of virtual time and differs from the
+    order in which they can begin. So a lane is no queue: a copy takes the first gap that is long enough.
     """
 
     __slots__ = ("_busy", "name")
@@ -23,7 +23,7 @@ class CopyLane:
         return f"<CopyLane {self.name} {self._busy}>"
 
     def first_gap(self, earliest_ns: int, duration_ns: int) -> int:
-        """When a copy could begin that begins no earlier."""
+        """Return the time at which a copy could begin, not before `earliest_ns`."""
         start, busy = earliest_ns, self._busy
         for index in range(bisect_right(busy, earliest_ns, key=_until), len(busy)):
             busy_from, busy_until = busy[index]
@@ -44,7 +44,7 @@ def _until(busy: tuple[int, int]) -> int:
 
 
 def first_common_gap(lanes: Sequence[CopyLane], earliest_ns: int, duration_ns: int) -> int:
-    """When a copy could begin that needs all `lanes` together."""
+    """Return the time at which a copy could begin that needs all `lanes` together."""
     start = earliest_ns
     while (later := max((lane.first_gap(start, duration_ns) for lane in lanes), default=start)) > start:
         start = later

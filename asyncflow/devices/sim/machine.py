@@ -30,9 +30,9 @@ class SimMachine:
         spec: the cards and what connects them.
         loop: whose time it is.
         host: what the host has seen of every stream.
-        driver: what its threads take for what they do.
+        driver: times of its threads' activities.
         launches: how kernels come to a card.
-        threads: those of the host that have done something, by what they drive.
+        threads: the host's threads used so far, by the devices they drive.
         jitter: kernels and copies take up to this fraction more or less, at random.
         shapes_only: arrays over 4 KiB have no data.
         landing: memory that a copy fills, by the event of the copy, until that is done or the pool of that memory
@@ -78,7 +78,7 @@ class SimMachine:
         return self.loop.now_ns
 
     def duration_ns(self, seconds: float) -> int:
-        """A duration as it comes out this time."""
+        """Return a duration with jitter."""
         jitter = self.jitter
         return round(seconds * 1e9 * self._random.uniform(1 - jitter, 1 + jitter) if jitter else seconds * 1e9)
 
@@ -90,7 +90,7 @@ class SimMachine:
         return self.threads[driven]
 
     def lane(self, name: str) -> CopyLane:
-        """The link of this name, shared by all that name it."""
+        """Return the link of this name, shared by all users of the name."""
         if name not in self._lanes:
             self._lanes[name] = CopyLane(name)
         return self._lanes[name]
@@ -98,7 +98,7 @@ class SimMachine:
     # -- hazards -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what was found where nothing could be raised.
+        """Raise hazards found where nothing could be raised.
 
         Raises:
             HazardError: memory was freed too early, since the last call.
@@ -157,7 +157,7 @@ class SimMachine:
 
 
 def check_chance(seed: object, jitter: object) -> None:
-    """Raise unless these can be a machine's.
+    """Raise unless seed and jitter are valid for a machine.
 
     Raises:
         TypeError: `seed` is no integer, or `jitter` no real number.

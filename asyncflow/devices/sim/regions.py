@@ -1,9 +1,9 @@
-"""How a simulated device runs a region: the host calls its function once, and that launches the kernels.
+"""Launch of regions on a simulated device: the host calls the function once, and it launches the kernels.
 
-Inside, values are the device's own, so every kernel has a time of its own, and whatever is not waited for is found.
-Where the machine or the session says so, a region becomes a CUDA graph by the same rules as on a CUDA device
-(`experimental/graph.py`): after a few calls with inputs of one kind its kernels take the host no time any more, but
-launching the graph does, and copying what goes in and comes out.
+Inside, values are the device's own, so every kernel has a time of its own, and whatever is not waited for is found. If
+the machine or the session says so, a region becomes a CUDA graph by the same rules as on a CUDA device
+(`experimental/graph.py`). After a few calls with inputs of one kind its kernels take no host time any more; launching
+the graph does, and copying its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SimRegionLauncher:
         return outputs
 
     def _note(self, taken_ns: int, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
-        """Remember what a graph would have saved, if it could be one and is none."""
+        """Note the time that a graph would have saved, if the region could be one and is none."""
         if self._info.could_capture and self._graphs is None:
             self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
 

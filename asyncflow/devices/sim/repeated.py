@@ -1,8 +1,8 @@
-"""Launches like earlier ones, which are most: their inputs have the same dtypes and shapes and are on the same stream.
+"""Launches like earlier ones, the usual case: their inputs have the same dtypes and shapes and are on the same stream.
 
 A launcher of these looks up the outputs' shapes and the cost (`_Known`), and leaves out checks that cannot fail for
-such inputs. A call of another kind goes to `SimLauncher`, before it has any effect, or leaves its outputs to
-`SimLauncher._wrap`, so that times, peaks and firings are the same as with all checks.
+such inputs. A call of another kind goes to `SimLauncher` before it has any effect, or leaves its outputs to
+`SimLauncher._wrap`. So times, peaks and firings are the same as with all checks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sim_launcher(device: SimDevice, kernel: Kernel, info: KernelInfo) -> SimLaun
 
 
 class MetadataLauncher(SimLauncher):
-    """The launcher of a kernel that needs no data, such as one that gives a shape."""
+    """The launcher of a kernel that needs no data, such as a kernel that returns a shape."""
 
     __slots__ = ()
 

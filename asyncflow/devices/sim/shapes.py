@@ -30,7 +30,7 @@ _NO_VALUES: Mapping[int, Array] = MappingProxyType({})
 
 
 class SpecRule:
-    """The shape rule of a kernel, with what it gave for inputs of before.
+    """The shape rule of a kernel, with its earlier results.
 
     Attributes:
         reads_values: it is also told the values that the kernel reads on the host.
@@ -44,7 +44,7 @@ class SpecRule:
         self.reads_values = reads_values and bool(info.host_inputs)
 
     def infer(self, values: Sequence[Placed]) -> OutputSpecs:
-        """Return dtypes and shapes of the outputs; None where they do not follow from what is known of the inputs."""
+        """Return dtypes and shapes of the outputs; None if known facts on the inputs do not determine them."""
         key = _specs_of(values)
         if key is None:
             return None
@@ -69,12 +69,12 @@ class SpecRule:
         return self._cached((specs, *((place, x.tobytes()) for place, x in known.items())), specs, known)
 
     def without_values(self, values: Sequence[Placed]) -> OutputSpecs:
-        """Return what `infer` does; None where it depends on the values that the kernel reads on the host."""
+        """Return the same as `infer`; None if the result depends on values that the kernel reads on the host."""
         key = _specs_of(values)
         return None if key is None else self._cached(key, key, _NO_VALUES)
 
     def require(self, values: Sequence[Placed]) -> Sequence[ArraySpec]:
-        """Return what `infer` does.
+        """Return the same as `infer`.
 
         Raises:
             ShapeError: the shapes depend on data.

@@ -1,10 +1,11 @@
-"""How a simulated card moves saved values: to the host on ``d2h`` when they go, back on ``h2d`` ahead of their reads.
+"""Moving of saved values by a simulated card: to the host on ``d2h`` when they go, back on ``h2d`` ahead of their
+reads.
 
 What the host has no room for goes on to its disk, and is read from there first. A CPU on virtual time has its values in
 the host's memory, so that they go to the disk at once.
 
-Copies take the time of the card's link and engines. The device's memory is free when the copy out has ended before the
-eyes of the host; what comes back has the event of its copy, for which whoever reads it waits.
+Copies take the time of the card's link and engines. The device's memory is free when the host has seen the end of the
+copy out. A returning value has the event of its copy, for which its reader waits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Contents(NamedTuple):
 
 
 class SimSwapping(Swapping):
-    """Moves saved values of a simulated card to the host's memory, and those of the host to its disk."""
+    """A mover of a simulated card's saved values to the host's memory, and of the host's values to its disk."""
 
     def __init__(self, device: SimDevice, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
         super().__init__(device.memory, spaces, ns_per_byte=ns_per_byte)
@@ -46,7 +47,7 @@ class SimSwapping(Swapping):
         self._device = device
 
     def movable(self, value: Value) -> Movable | None:
-        """An array that has its memory on the device to itself."""
+        """Return how an array with device memory of its own can be moved; None for other values."""
         if not isinstance(value, np.ndarray):
             return None
         owner, machine = owner_of(value), self._device.machine
@@ -62,7 +63,7 @@ class SimSwapping(Swapping):
         return Movable(storage, _Contents(owner, owner.dtype, owner.shape, storage), layout)
 
     def send(self, handle: SavedHandle) -> None:
-        """Copy it out, after what wrote it."""
+        """Copy the value out, after its writer."""
         contents: _Contents = handle.here
         data, dtype, shape, storage = contents
         assert storage is not None
@@ -74,7 +75,7 @@ class SimSwapping(Swapping):
         self._device.when_over(event, self.sent, handle, there, event.time_ns - copied.started_ns)
 
     def bring(self, handle: SavedHandle) -> None:
-        """Copy it in, to new memory."""
+        """Copy the value in, to new memory."""
         data, dtype, shape, _ = handle.there
         data = None if data is None else data.copy(order="K")
         with recording(self._device, None):
@@ -90,7 +91,7 @@ class SimSwapping(Swapping):
         return super().must_wait(store.value if isinstance(store, SimOpaque) else store, number)
 
     def discard(self, there: object) -> None:
-        """Nothing is left to do: it goes with its last reference."""
+        """Do nothing: the copy goes with its last reference."""
 
     def sample(self) -> tuple[int, ...]:
         """See `Swapping`; a trace asks at every launch, and with one thread for all devices it needs no lock."""
@@ -105,7 +106,7 @@ class SimSwapping(Swapping):
         return self._device.machine.now_ns()
 
     def comes_late(self, handle: SavedHandle) -> bool:
-        """Whether what is launched will have ended before the copy in."""
+        """Return True if launched work will have ended before the copy in."""
         device, contents = self._device, cast("_Contents", handle.here)
         assert contents.storage is not None
         return max(device.compute.end().time_ns, device.dispatched_ns) < contents.storage.written.time_ns

@@ -20,7 +20,7 @@ _new_tuple = tuple.__new__
 """Makes a span in half the time of its constructor: a traced run makes one a launch."""
 
 _PRIMITIVES = 3
-"""A loop's variable passes so many an iteration: Merge, Switch and NextIteration."""
+"""Primitives that a loop's variable passes in an iteration: Merge, Switch and NextIteration."""
 
 
 class Timeline(LaunchingDevice[SimStream]):
@@ -63,7 +63,7 @@ class Timeline(LaunchingDevice[SimStream]):
 
     @property
     def dispatched_ns(self) -> int:
-        """When the host will have done all that it was given so far, for whatever device."""
+        """The time at which the host will have done all its present work, for whatever device."""
         return self.thread.ready_ns
 
     def now_ns(self) -> int:
@@ -71,7 +71,7 @@ class Timeline(LaunchingDevice[SimStream]):
         return self.dispatched_ns
 
     def charge(self, call: Call, times: int = 1) -> None:
-        """Let the host spend its time on something that no other call tells of."""
+        """Let the host spend time on an activity that no other call covers."""
         self.thread.spend(call, times)
 
     # -- for launchers -------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Timeline(LaunchingDevice[SimStream]):
                 stream.wait(event)
 
     def settle_on(self, stream: SimStream, array: SimArray) -> None:
-        """Let a compute stream wait for what wrote an array, if it has not yet; the host needs to ask but once."""
+        """Let a compute stream wait for an array's writer, if it does not yet; the host needs to ask only once."""
         if array.written.stream is stream or stream in array.followers:
             return
         if self._graph_ns is None:
@@ -93,10 +93,10 @@ class Timeline(LaunchingDevice[SimStream]):
     def launch_kernel(
         self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str, fired: bool = True
     ) -> SimEvent:
-        """Launch a kernel of such cost on a compute stream; `fired` if a node was interpreted for it alone.
+        """Launch a kernel of this cost on a compute stream; `fired` if a node was interpreted for it alone.
 
-        Kernels of several streams share the card: each begins when the work of those before it is done. What lasts
-        longer than its work, because no kernel takes less than the shortest time, overlaps.
+        Kernels of several streams share the card: each begins when the work of earlier ones is done. The rest of a
+        kernel that lasts longer than its work, because of the shortest kernel time, overlaps.
         """
         return self.launch_for(stream, *self.cost(flops, nbytes, is_wide), name, fired)
 
@@ -121,7 +121,9 @@ class Timeline(LaunchingDevice[SimStream]):
         return event
 
     def _launched_ns(self, fired: bool) -> int:
-        """When the host has launched a kernel now; in a graph, when it has launched that."""
+        """Return the time at which the host has launched a kernel now; in a graph, at which it has launched the
+        graph.
+        """
         if self._graph_ns is not None:
             return self._graph_ns
         if fired:
@@ -129,7 +131,7 @@ class Timeline(LaunchingDevice[SimStream]):
         return self.thread.spend("launch") if self._is_card else self.dispatched_ns
 
     def run_on_host(self, name: str, call: Call = "node") -> None:
-        """Let the host spend its time on something that is not launched."""
+        """Let the host spend time on a node without a launch."""
         if self._graph_ns is not None:
             return
         ended_ns = self.thread.spend(call)
@@ -172,13 +174,13 @@ class Timeline(LaunchingDevice[SimStream]):
         return event
 
     def hold(self, event: SimEvent, references: Sequence[object]) -> None:
-        """Keep something referenced until the host has seen the event: the ledger of what is in flight."""
+        """Keep objects referenced until the host has seen the event: the ledger of work in flight."""
         self.when_over(event, _drop, references)
 
     # -- when ----------------------------------------------------------------------------------------------------
 
     def _told(self, call: Callable[..., object], *args: Value) -> None:
-        """Call a function once the host has had time to notice what has just happened."""
+        """Call a function once the host has had time to notice the event."""
         self._call_at(self.thread.spend("delivery"), call, *args)
 
     def _call_at(self, when_ns: int, call: Callable[..., object], *args: Value) -> None:
@@ -201,7 +203,7 @@ class Timeline(LaunchingDevice[SimStream]):
                 spans.append(_new_tuple(Span, (event.label, self._roles[event.stream], *times, nbytes, self._moment())))
 
     def _moment(self) -> tuple[int, ...]:
-        """When, and what the device holds, as the host launches something, which may run much later."""
+        """Return the time and the bytes held by the device as the host launches work, which may run much later."""
         now_ns = self.machine.loop.now_ns
         return (now_ns, self.memory.used) if self.swapping is None else (now_ns, *self.swapping.sample())
 
@@ -212,4 +214,4 @@ def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ..
 
 
 def _drop(_references: object) -> None:
-    """Called with what was held; afterwards nobody holds it."""
+    """Drop the held references, passed as argument."""

@@ -1,13 +1,14 @@
-"""Values that flow through a graph on simulated devices: arrays that know when, where and by whom they were written.
+"""Values that flow through a graph on simulated devices: arrays that know when, where and by which work they were
+written.
 
 Anything that is neither a `SimArray` nor a `SimOpaque` is a *host value*: counters, predicates, strings. A simulation
 of shapes has a `SimUnknown` in place of a host value that depends on data.
 
-A `Storage` is a piece of the device's memory. It is counted from the launch that fills it to the death of the last
-array that looks into it, and then goes back to the pool of the stream it was allocated for *at once, with no event*, as
-in CuPy's memory pools: the next work on that stream may overwrite it. So at that moment every work that touched it must
-come before the next work of that stream; if not, that is a hazard. What the device allocated is then overwritten with
-a pattern, so that whoever still reads it shows in the results.
+A `Storage` is a piece of the device's memory. It counts from the launch that fills it to the death of the last array
+viewing it. Then it goes back to the pool of the stream it was allocated for *at once, with no event*, as in CuPy's
+memory pools: the next work on that stream may overwrite it. So at that moment every work that touched it must come
+before the next work of that stream; if not, that is a hazard. Memory allocated by the device is then overwritten with a
+pattern, so that late reads show in the results.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _POISON_BYTE = b"\xdd"
 
 
 class SimMemoryAccount(ChargedAccount):
-    """The memory of a simulated device: a buffer that a copy still uses counts although nobody has it."""
+    """The memory of a simulated device: a buffer counts while a copy still uses it, even without other references."""
 
     __slots__ = ()
 
@@ -53,17 +54,19 @@ class SimMemoryAccount(ChargedAccount):
             raise self.refusal(nbytes, label, self._limit)
 
     def check_charge(self, nbytes: int, label: str) -> None:
-        """Raise what `check` does, just before `charge` is called, which looks at what was freed."""
+        """Raise as `check` does, just before `charge` is called, which settles freed bytes."""
         if self._limit is not None and self.at_most + nbytes > self._limit:
             self.check(nbytes, label)
 
     def one_kernel(self) -> AbstractContextManager[None]:
-        """A kernel has its outputs before it lets go of what it takes out of a store: both count at once."""
+        """Return a context for one kernel, which has its outputs before it drops values taken out of a store: both
+        count at once.
+        """
         return _OneKernel(self)
 
 
 class _OneKernel:
-    """The time in which a kernel runs, at whose end what was freed meanwhile is credited to an account."""
+    """The time in which a kernel runs, at whose end freed bytes are credited to an account."""
 
     __slots__ = ("_account", "_at_once", "_late")
 
@@ -89,8 +92,8 @@ class Storage:
         nbytes: its size.
         written: the work that filled it.
         readers: the latest work of each stream that read it.
-        array: NumPy's array of this memory, to be overwritten at the end; None where others may still use that: what
-            state keeps, constants, what has no data.
+        array: NumPy's array of this memory, to be overwritten at the end; None if other code may still use it: values
+            of state, constants, values without data.
     """
 
     __slots__ = ("__weakref__", "_charge", "array", "home", "nbytes", "pool", "readers", "written")
@@ -98,7 +101,7 @@ class Storage:
     def __init__(
         self, home: SimDevice, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None = None
     ) -> None:
-        """Count it.
+        """Count the memory.
 
         Raises:
             MemoryLimitExceeded: it does not fit.
@@ -138,7 +141,7 @@ class Storage:
 
 
 class StoreBuffer(Storage):
-    """Memory that a store has filled by itself, such as a sum of gradients: it counts, and no output looks into it.
+    """Memory that a store has filled by itself, such as a sum of gradients: it counts, and no output views it.
 
     The kernel that first returns it takes as long as filling new memory, and that memory is then counted instead.
     """
@@ -153,7 +156,7 @@ class BlockStorage(Storage):
 
 
 class SimArray(DeviceArray):
-    """An array on a simulated device; a view shares the `Storage` of what it looks into.
+    """An array on a simulated device; a view shares the `Storage` of its base.
 
     Attributes:
         data: NumPy's array or scalar; None in a simulation of shapes.
@@ -183,11 +186,11 @@ class SimArray(DeviceArray):
 
     @property
     def device(self) -> str:
-        """The name of the device it is on."""
+        """Name of the array's device."""
         return self.storage.home.name
 
     def to_host(self, deliver: Deliver) -> None:
-        """Copy it to the host, on ``d2h``; see `SimDevice.copy_to_host`."""
+        """Copy the array to the host, on ``d2h``; see `SimDevice.copy_to_host`."""
         self.storage.home.copy_to_host(self, deliver)
 
     def stand_in(self) -> Placed:
@@ -207,7 +210,7 @@ class SimArray(DeviceArray):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SimOpaque(DeviceValue):
-    """Something that is no array but was made of some, such as a state of a TensorArray.
+    """An object that is no array but was made of some, such as a state of a TensorArray.
 
     Attributes:
         value: the object.
@@ -245,15 +248,15 @@ class SimUnknown(DeviceValue):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements."""
+        """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_host(self, deliver: Deliver) -> None:
-        """Deliver its `stand_in` at once."""
+        """Deliver the `stand_in` at once."""
         deliver(self.stand_in(), None)
 
     def stand_in(self) -> Placed:
-        """Something of the dtype and shape that takes no memory: NaN, or 0."""
+        """Return an array of the same dtype and shape that takes no memory: NaN, or 0."""
         return no_data(self.dtype, self.shape)
 
     def __bool__(self) -> NoReturn:
@@ -299,7 +302,7 @@ class StandIn(np.ndarray):  # of any rank and dtype
     """The one element that an array without data shows everywhere: the owner of that array's memory.
 
     Attributes:
-        storage: the memory that the array stands for; None for one that state does not keep.
+        storage: the memory that the array stands for; None for an array that state does not keep.
     """
 
     __slots__ = ("storage",)

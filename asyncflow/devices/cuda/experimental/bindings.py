@@ -1,4 +1,4 @@
-"""NVIDIA's `cuda.bindings`, if they are there: they make the conditional nodes of CUDA graphs, which CuPy does not."""
+"""NVIDIA's `cuda.bindings`, if installed: they make the conditional nodes of CUDA graphs, which CuPy does not."""
 
 from __future__ import annotations
 

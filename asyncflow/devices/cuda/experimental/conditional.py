@@ -1,4 +1,4 @@
-"""Conditional nodes of CUDA graphs: what they hold runs once, or again and again, or not, as a kernel has said.
+"""Conditional nodes of CUDA graphs: their content runs once, or again and again, or not at all, as a kernel decides.
 
 CuPy captures kernels but has no conditional nodes, so those few calls are made through `cuda.bindings`: handles of
 streams and graphs are the driver's, and the same for both. A node looks at the value of its handle, which a kernel of
@@ -10,13 +10,13 @@ one thread sets (`SOURCE`)::
 A handle's default value would be its value when the graph is launched, and never again: in a loop it keeps what it was
 set to last. So no handle has a default here: whenever a node is about to run, a kernel has just set its handle.
 
-An IF node has both branches (CUDA 12.8 and later; what is older refuses the node, and the host drives the loop). Two
+An IF node has both branches (CUDA 12.8 and later; older versions refuse the node, and the host drives the loop). Two
 nodes with one branch each would do as well, with two handles that have to be set to opposite values. With one handle
 exactly one branch runs, whatever the value is, and it is one node and one kernel less an iteration.
 
 Bodies may hold kernels, copies and fills of device memory, and conditional nodes; no allocations and no events. Memory
-is that of a `PrivateMemory`: what a body frees while it is captured is taken by what comes after it, in that body or
-behind its node, and there only. What a body uses from outside must not be freed before the body ends, because another
+is taken from a `PrivateMemory`: memory that a body frees during capture is taken by later work, in that body or behind
+its node, and only there. Memory that a body uses from outside must not be freed before the body ends, because another
 iteration reads it again.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 ENDED, STOPPED, GIVEN_UP, TOO_LONG = range(4)
-"""How a launch came out: by the predicate; or it is to be launched again with the values that it gave.
+"""Outcomes of a launch: ended by the predicate; or stopped, to be launched again with the values that it gave.
 
 Or its values are void: because a loop inside passes its limit, or because loops inside went on for too long.
 """
@@ -98,12 +98,12 @@ _NO_LIMIT = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a launch may take, in iterations.
+    """Limits of a launch, in iterations.
 
     Attributes:
         most: of its loop, at least 1.
-        inside: of all loops inside, at least 1: a launch that has made so many stops after the iteration it is in, and
-            one that makes four times as many gives that iteration up. None: four times `most`.
+        inside: of all loops inside, at least 1. A launch that has made this number stops after its current iteration,
+            and a launch that makes four times as many gives that iteration up. None: four times `most`.
         inner: of a loop inside, each time that it starts; None: no limit of its own.
     """
 
@@ -126,8 +126,8 @@ class GatedPlace(NamedTuple):
 
     Attributes:
         decide: lets the value that a boolean array with one element then has decide.
-        bodies: gives one for a loop, two for a branch: what is launched inside, in this order, runs where that was
-            decided.
+        bodies: gives one body for a loop, two for a branch: work launched inside, in this order, runs in the chosen
+            body.
     """
 
     decide: Callable[[Value], object]
@@ -216,7 +216,7 @@ class ConditionalNodes:
         return GatedPlace(decide, lambda: self._add(params))
 
     def _add(self, params: Raw) -> Sequence[AbstractContextManager[None]]:
-        """Add the node behind what is captured already, and before all that follows; its bodies are empty."""
+        """Add the node behind the work captured so far, and before all later work; its bodies are empty."""
         driver, runtime = self._bindings.driver, self._bindings.runtime
         graph, dependencies = self._captured()
         (node,) = ok(driver.cuGraphAddNode(graph, dependencies, None, len(dependencies), params))
@@ -225,7 +225,7 @@ class ConditionalNodes:
         return [self._body(params.conditional.phGraph_out[index]) for index in range(params.conditional.size)]
 
     def _captured(self) -> tuple[Raw, Raw]:
-        """The graph that the current stream captures, and the nodes in it that what follows depends on."""
+        """Return the graph that the current stream captures, and the nodes in it that later work depends on."""
         _, _, graph, dependencies, *_ = ok(self._bindings.runtime.cudaStreamGetCaptureInfo(self._streams[0].ptr))
         return graph, dependencies
 

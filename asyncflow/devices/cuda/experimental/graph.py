@@ -1,14 +1,14 @@
 """CUDA graphs: a region that ran a few times on the same shapes is captured, and launched as a whole from then on.
 
 A captured graph is bound to addresses. So its inputs are copied into fixed buffers before each launch, and its outputs
-out of them afterwards: what a region gives never aliases the memory of its graph. The buffers, and all that is
-allocated meanwhile, come from a `PrivatePool`, which no one else gets memory from for as long as the graph is there.
-Copies and launches are on the region's compute stream, in whose order every value of the device is valid; launches of
-one graph never overlap, because they are all on that stream.
+out of them afterwards: a region's results never alias the memory of its graph. The buffers, and all memory allocated
+meanwhile, come from a `PrivatePool`, which serves only the graph for as long as it exists. Copies and launches are on
+the region's compute stream, in whose order every value of the device is valid; launches of one graph never overlap,
+because they are all on that stream.
 
-A graph is valid for the shapes, dtypes and layouts of its arrays, and for the very values of what is on the host: the
-region may have branched on them, and kernels have them as arguments. A region that sees ever new ones is left alone,
-and so is one whose capture fails, for whatever reason: it runs as it would without graphs.
+A graph is valid for the shapes, dtypes and layouts of its arrays, and for the very values on the host: the region may
+have branched on them, and kernels have them as arguments. A region with ever new host values is left alone, and so is a
+region whose capture fails, for whatever reason: it runs as it would without graphs.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def key_of(values: Sequence[Value], ndarray: type) -> tuple[Hashable, ...] | Non
 
 
 def capture(raw: Raw, record: Callable[[], Result]) -> tuple[Raw, Result]:
-    """The graph of what ``record()`` launches on the CuPy stream `raw`, and what it returns.
+    """Return the graph of the work that ``record()`` launches on the CuPy stream `raw`, and the result of ``record()``.
 
     Raises:
-        Exception: what `record` or the end of the capture raises. The stream does not capture any more then.
+        Exception: raised by `record` or by the end of the capture. The stream does not capture any more then.
     """
     with capturing:
         raw.begin_capture()
@@ -116,7 +116,7 @@ def empty_as(cupy: Cupy, array: CupyArray) -> CupyArray:
 
 
 def without_gaps(cupy: Cupy, array: CupyArray) -> CupyArray:
-    """`array`, or a copy of one that is a view with gaps."""
+    """Return `array`, or a copy if it is a view with gaps."""
     return array if array.flags.forc else cupy.ascontiguousarray(array)
 
 
@@ -209,7 +209,7 @@ class CapturedRegion:
         self._graphs = GraphCache(self.label)
 
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
-        """The results of `function` for these inputs."""
+        """Return the results of `function` for these inputs."""
         outputs: tuple[Value, ...] | None = self._launched(inputs)
         return self.function(*inputs) if outputs is None else outputs
 

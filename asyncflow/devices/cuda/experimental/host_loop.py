@@ -1,4 +1,4 @@
-"""How the host drives a loop whose kernels run on a CUDA device: it waits for each predicate."""
+"""The host as the driver of a loop whose kernels run on a CUDA device: it waits for each predicate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostDriver:
-    """One call of a loop: work is launched in blocks, and between them the host waits for what it decides by.
+    """One call of a loop: work is launched in blocks, and between them the host waits for the deciding values.
 
     Arguments and results of its methods are CuPy's arrays and host values.
 
@@ -29,7 +29,7 @@ class HostDriver:
         values: of its stream.
         info: of the node.
         args: of the call: device values and host values.
-        spans: what is launched goes there.
+        spans: gets the launched work.
         limit: most iterations of a loop; None for no limit.
     """
 

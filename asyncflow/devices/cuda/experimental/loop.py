@@ -1,11 +1,11 @@
-"""Loops that a GPU runs by itself: its own result decides whether another iteration follows, the host is not asked.
+"""Loops that a GPU runs by itself: its own result decides if another iteration follows, without the host.
 
 The loop is one CUDA graph, with a conditional node for itself and for each loop and branch in its body, see
-`conditional.py`. Loop variables, those of loops inside too, and the results of branches are in fixed buffers, written
-in place; they are the graph's.
+`conditional.py`. Loop variables, also of inner loops, and the results of branches are in fixed buffers, written in
+place; these belong to the graph.
 
-What CUDA refuses to capture spoils the capture, and if that is one of a conditional node's body, ending it ends the
-process (a bug of the drivers of CUDA 13, NVBUG 6805256). So all is captured once without conditional nodes before.
+Work that CUDA refuses to capture spoils the capture. In the body of a conditional node, ending a spoilt capture ends
+the process (a bug of the drivers of CUDA 13, NVBUG 6805256). So all is captured once without conditional nodes before.
 
 A launch makes no more iterations than it is told to (`Limits`), so that no loop occupies the device for ever. Its
 caller looks at its state, and launches it again with the values that it gave.
@@ -51,7 +51,9 @@ class Iterated(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Interpreter:
-    """Runs functions that decide by arrays on the current stream, with nodes for what they decide."""
+    """An interpreter of functions that decide by arrays: runs them on the current stream, with nodes for their
+    decisions.
+    """
 
     cupy: Cupy
     nodes: ConditionalNodes | Rehearsal
@@ -217,9 +219,9 @@ class DeviceLoop:
         stream: the compute stream that the loop runs on.
         pool: where the device's memory comes from.
         bindings: see `cuda_bindings`; None: nothing is captured.
-        condition: with `body`, what the loop does. Both launch on the current stream, and yield what they decide by
-            arrays; dtypes and shapes of variables and results never change. Each body and each side of a branch is
-            run beforehand, whatever the values are.
+        condition: with `body`, the loop's functions. Both launch on the current stream, and yield their decisions by
+            arrays; dtypes and shapes of variables and results never change. Each body and each side of a branch is run
+            beforehand, whatever the values are.
         body: see `condition`.
         label: for logs, and for what the memory of its graphs is called.
     """
@@ -243,7 +245,7 @@ class DeviceLoop:
 
         Args:
             variables: CuPy's arrays, and NumPy scalars for variables that begin on the host.
-            captures: arrays and host values that do not change; host values are part of what is captured.
+            captures: arrays and host values that do not change; host values are part of the capture.
 
         Returns:
             The variables after the launch, all of them arrays; None where the loop cannot be captured, or has no room,

@@ -1,8 +1,8 @@
-"""How a CUDA device runs a loop that decides by what it computes: one launch, and one look at how far it came.
+"""A CUDA device's run of a loop that decides by device values: one launch, and one look at its progress.
 
-A loop that cannot be captured is driven by the host, which waits for the predicate of each iteration, and of each
-branch and loop inside. So is what is left of a loop when an iteration of it was given up: because a loop inside passes
-the limit, which is an error that the host then comes to, or because loops inside go on for too long.
+If a loop cannot be captured, the host drives it, and waits for the predicate of each iteration, and of each branch and
+loop inside. The host also drives the rest of a loop whose launch gave an iteration up. That happens if an inner loop
+passes the limit, an error which the host then reaches, or if inner loops go on for too long.
 
 Nothing stops a launch, so a deadline, a cancellation and the session's end wait for it. How many iterations a launch
 may make therefore follows how long launches take.
@@ -34,14 +34,14 @@ LEAST_ITERATIONS = 1 << 6
 """Of any: a launch may have taken long because of what other runs had given the card before."""
 
 _STEP = 4
-"""Launches become longer, or shorter, by this factor."""
+"""Factor by which launches become longer, or shorter."""
 
 SHORT_S, LONG_S = 0.05, 0.2
-"""Seconds after which asking the host costs nothing, and after which somebody who waits would notice."""
+"""Seconds after which asking the host costs nothing, and seconds after which a waiting user would notice."""
 
 
 class Patience:
-    """How many iterations the launches of a loop may make, by how long they took.
+    """The number of iterations that a loop's launches may make, learnt from their durations.
 
     Invariant: `_least` <= `most` <= `MOST_ITERATIONS`; with fewer than `_least` an iteration was given up.
     """
@@ -71,7 +71,7 @@ class WhileLauncher(CoroutineKernel):
     __slots__ = ("_code", "_device", "_info", "_loop", "_patience", "_values")
 
     def __init__(self, device: CudaDevice, bindings: Bindings | None, loop: LoopCode, info: KernelInfo) -> None:
-        """Nothing is captured before the first call.
+        """Store the arguments; nothing is captured before the first call.
 
         Args:
             device: where it runs.
@@ -95,7 +95,7 @@ class WhileLauncher(CoroutineKernel):
             TooManyIterations: the predicate of a loop still holds after as many as the limit.
             BaseException: what a kernel raises.
 
-        Cancellation: what is launched is done to its end, which takes some tenths of a second as a rule.
+        Cancellation: launched work is done to its end, which usually takes some tenths of a second.
         """
         return self._run(args, self._device.recorded())
 

@@ -1,8 +1,8 @@
 """Products of matrices that a CUDA graph can hold: of cuBLAS, by a handle of our own.
 
 CuPy refuses to call cuBLAS while a stream captures, although cuBLAS allows it where its workspace is given. A device
-that captures makes all products here, so that those that are launched and those of a graph are equal to the bit. What
-cuBLAS has no product for, such as integers, is left to CuPy.
+that captures makes all products here, so that launched products and products of a graph are equal to the bit. Products
+that cuBLAS lacks, such as products of integers, are left to CuPy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NORMAL, _TRANSPOSED = 0, 1
 
 
 class _Type(NamedTuple):
-    """A ``cudaDataType_t``, the ``cublasComputeType_t`` of its sums, and 1 and 0 in the type of their factors."""
+    """A ``cudaDataType_t``, the ``cublasComputeType_t`` of its sums, and 1 and 0 in the type of the factors."""
 
     data: int
     sums: int
@@ -72,8 +72,8 @@ class Products:
     Args:
         cupy: the module.
         library: see `cublas`.
-        streams: the CuPy streams that products are made on. What is captured on another one, as the body of a loop is,
-            is launched by the one that is active meanwhile.
+        streams: the CuPy streams that products are made on. Work captured on another stream, such as the body of a
+            loop, is launched by the stream that is active meanwhile.
     """
 
     def __init__(self, cupy: Cupy, library: Raw, streams: Sequence[Raw]) -> None:
@@ -91,7 +91,7 @@ class Products:
             raise
 
     def close(self) -> None:
-        """Gives back what it has of the card; no graph with a product may be launched any more."""
+        """Give back its memory on the card; no graph with a product may be launched afterwards."""
         self._call("cublasDestroy_v2", self._handle)
         for pointer in self._workspaces.values():
             self._cupy.cuda.runtime.free(pointer)
@@ -144,7 +144,7 @@ class Products:
                 self._call("cublasGemmStridedBatchedEx", self._handle, *sizes, one, *matrices, *how)
 
     def _operand(self, x: CupyArray, batch: tuple[int, ...]) -> _Operand:
-        """The matrices of `x` as cuBLAS takes them; of one for all of the batch there is no second."""
+        """Return the matrices of `x` as cuBLAS takes them; a matrix common to the whole batch has step 0."""
         if x.ndim > 2:
             x = self._cupy.broadcast_to(x, (*batch, *x.shape[-2:]))
             if len(batch) > 1:
@@ -162,10 +162,10 @@ class Products:
 
 
 class _Operand(NamedTuple):
-    """How cuBLAS finds the matrices of an array, whose rows are its columns.
+    """An operand of cuBLAS: the matrices of an array, whose rows are its columns.
 
     Attributes:
-        operation: what makes them those that are multiplied.
+        operation: turns them into the matrices to be multiplied.
         leading: elements from column to column.
         array: whose memory it is.
         step: elements from matrix to matrix.

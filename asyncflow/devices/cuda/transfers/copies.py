@@ -1,11 +1,11 @@
 """The copies of a CUDA device: from the host, to the host, and from other CUDA devices.
 
-Each kind has a stream of its own. A copy waits, on its stream, for what wrote its source and for what may still use the
-memory of its target, and a ticket keeps both ends until it is done, the target as `Landing` says; the event loop waits
-for nothing.
+Each kind has a stream of its own. A copy waits, on its stream, for the writer of its source and for earlier users of
+its target's memory. A ticket keeps both ends until it is done, the target as `Landing` says; the event loop waits for
+nothing.
 
-The host's end is pinned memory. What is small is copied there at once; what is large goes through it in pieces, which
-the device's host thread fills or empties while the next one is copied.
+The host's end is pinned memory. Small values are copied there at once. Large values go through it in pieces, which the
+device's host thread fills or empties while the next piece is copied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PIECE_BYTES = 32 << 20
 """Larger values go through pinned memory in pieces of this size."""
 
 SMALL_BYTES = 4096
-"""Values up to this size have pinned memory of their own, which large ones cannot use up."""
+"""Size of the largest values with pinned memory of their own, which large ones cannot use up."""
 
 SMALL_PINNED_BYTES = 512 << 10
 
@@ -193,7 +193,7 @@ class CudaCopies:
         self._d2h.notify(self.told(emptied, deliver), array, buffer)
 
     def told(self, read: Callable[[], Placed], deliver: Deliver) -> Callable[[BaseException | None], None]:
-        """A notice that delivers what ``read()`` gives, or why there is nothing to read."""
+        """Return a notice that delivers the result of ``read()``, or the reason for its absence."""
 
         def notice(error: BaseException | None) -> None:
             result = None
@@ -346,11 +346,11 @@ class CudaCopies:
             return self._device.cupy.empty(shape, dtype)
 
     def contiguous(self, value: CudaArray, *, is_copy: bool = False) -> CupyArray:
-        """The array, or a copy of it in C order; work that follows `value` finds either written.
+        """Return the array, or a copy of it in C order; work ordered after `value` finds either written.
 
         Args:
             value: of the device.
-            is_copy: copy also what is in C order, whose strides may be any where an extent is 1.
+            is_copy: copy even an array in C order, whose strides may be any where an extent is 1.
         """
         array, device = value.array, self._device
         if array.flags.c_contiguous and not is_copy:
@@ -428,7 +428,7 @@ class CudaCopies:
 
 
 def enable_peer_access(cupy: Cupy, card: int) -> None:
-    """Let `card` and those asked for earlier copy to one another without going through the host, where they can.
+    """Let `card` and the cards passed earlier copy to one another without the host, if they can.
 
     May take milliseconds: call it at start-up, on a worker thread.
     """
@@ -451,7 +451,7 @@ def _enable(cupy: Cupy, card: int, other: int) -> None:
 
 
 _LAUNCHES = 3
-"""The operations that a copy adds to the queue of its stream beside the copy itself: waits and marks."""
+"""Operations that a copy adds to the queue of its stream beside the copy itself: waits and marks."""
 
 _ALREADY_ENABLED = 704
 _cards: dict[Cupy, set[int]] = {}

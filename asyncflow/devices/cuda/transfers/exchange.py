@@ -5,8 +5,8 @@ of that stream, and it knows nothing of ours. So whoever reads an array of it do
 has been given, and make that stream wait, before it goes on, for having read. All of this enqueues; nothing here waits
 but `read`.
 
-What is taken is copied, on `peer`: a feed is a snapshot, whatever its owner does next. What is lent is the array
-itself. Its memory belongs to a stream of ours, which must not use it again while others still read it; see
+A taken array is copied, on `peer`: a feed is a snapshot, even if its owner changes the array next. A lent array is the
+array itself. Its memory belongs to one of our streams, which must not use it again while others still read it; see
 `Exchange.take_back`.
 
 ``cupy`` is a parameter where there need be no device: only the CUDA backend imports it.
@@ -65,13 +65,13 @@ class ForeignArray:
         return f"<ForeignArray {type(self.value).__name__} {self.dtype}{list(self.shape)} on card {self.card}>"
 
     def snapshot(self, cupy: Cupy) -> ForeignArray:
-        """A copy that nobody changes, made by the library itself in the order of its current stream.
+        """Return a copy that does not change any more, made by the library itself in the order of its current stream.
 
-        Whoever looks at it later may find another stream the current one, so it brings its event. Libraries without
-        such a method, as far as we know them, do not change arrays at all.
+        A later reader may find another current stream, so the copy brings its event. Libraries without such a method,
+        as far as we know them, do not change arrays at all.
 
         Args:
-            cupy: the module; None where there is none, and then nobody will be able to look.
+            cupy: the module; None without it, and then no reader will be able to look.
         """
         value = self.value
         if self.written is not None:  # it is one already
@@ -99,7 +99,7 @@ def _event_after(cupy: Cupy, value: Value, card: int) -> Raw:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Loan:
-    """Keeps memory of a device for as long as anybody else has an array in it, and then hands it back.
+    """A loan: keeps memory of a device for as long as other code has an array in it, and then hands it back.
 
     The last reference may go on any thread, at any bytecode: `give_back` has to be a bare ``deque.append``.
     """
@@ -137,7 +137,7 @@ def follow(stream: CudaStream, event: Raw) -> None:
 
 
 def hold_back(cupy: Cupy, card: int, event: Raw) -> None:
-    """Let the current streams of those who may write to an array on the card next wait for ``event``."""
+    """Make the current streams of code that may next write to an array on the card wait for ``event``."""
     for stream in current_streams(cupy, card):
         cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
 
@@ -181,7 +181,7 @@ class Exchange:
     def feed(self, foreign: ForeignArray, deliver: Deliver, name: str) -> None:
         """Copy an array of another library in: ``deliver(device_value, error)`` is called at once.
 
-        Ordering: after what that library's current stream has been given so far, before what it is given next.
+        Ordering: after the work given to that library's current stream so far, before later work on it.
         """
         self._device.answer(deliver, self._copied, foreign, name)
 
@@ -194,7 +194,7 @@ class Exchange:
         return copied
 
     def lend(self, value: CudaArray) -> CupyArray:
-        """The array itself as a ``cupy.ndarray``, for others, who must not write to it.
+        """Return the array itself as a ``cupy.ndarray``, for other code, which must not write to it.
 
         One with negative strides is copied: PyTorch aborts the process where it gets such an array.
 
@@ -237,7 +237,7 @@ class Exchange:
                     stream.raw.wait_event(event)
 
     def close(self) -> None:
-        """Forget what has come back: there is no work of ours any more."""
+        """Forget the returned loans: the device has no work any more."""
         self.returned.clear()
 
 

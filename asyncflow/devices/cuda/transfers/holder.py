@@ -1,9 +1,9 @@
 """Values on a CUDA device that outlive a run, and that kernels of other sessions may read: see `CudaHolder`.
 
-A session's variable is read by that session alone. One in a container is read by any session, on any device, on any
-event loop and thread, while the session that wrote it goes on or after it was closed. So nothing here is asked of the
-writer: a reader records an event on the writer's stream by itself, behind all that stream has been given by then, and
-copies the array, which it refers to until the copy is done.
+A session's variable is read by that session alone. A container's variable is read by any session, on any device, on any
+event loop and thread, while the writing session goes on or after it was closed. So nothing here asks the writer. A
+reader records an event on the writer's stream by itself, behind all work given to that stream by then. It then copies
+the array, and refers to it until the copy is done.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CudaHolder:
             raise source._device.cause_of(device.cause_of(error))  # noqa: B904 - which has its cause
 
     def to_host(self, handle: CudaArray) -> Array:
-        """A copy in the host's memory. Blocks until the writer's stream has done what it has been given by now.
+        """A copy in the host's memory. Blocks until the writer's stream has done its present work.
 
         Raises:
             DeviceLostError: the device is lost.
@@ -100,7 +100,7 @@ class CudaHolder:
     def _written(self, handle: CudaArray) -> CupyArray:
         """An event that completes when the array is written; recorded by the caller's thread.
 
-        The device may be closed: its CUDA streams live on, and what it has left is done.
+        The device may be closed: its CUDA streams live on, and its remaining work is done.
         """
         device, cupy = self._device, self._device.cupy
         with capturing, cupy.cuda.Device(device.physical):

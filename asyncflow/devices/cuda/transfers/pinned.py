@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from asyncflow.values import Array
 
 ALIGNMENT = 512
-"""Pieces begin at multiples of this, and take multiples of it: what suits copies and every dtype."""
+"""Alignment and granularity of pieces: suits copies and every dtype."""
 
 PINNED_BYTES = 256 * 2**20
-"""How much a process pins unless told otherwise; never more than `PINNED_SHARE` of its memory."""
+"""Default number of bytes pinned by a process; never more than `PINNED_SHARE` of its memory."""
 
 PINNED_SHARE = 0.25
 
@@ -48,11 +48,11 @@ Call: TypeAlias = "Callable[[PinnedBuffer], object]"
 class PinnedBuffer:
     """A piece of pinned memory on loan.
 
-    Dropped without `free`, on whatever thread, it goes back as well, but those who wait are told only at the next call
-    of the slab.
+    A buffer dropped without `free`, on whatever thread, goes back as well, but waiting code learns that only at the
+    slab's next call.
 
     Attributes:
-        nbytes: what was asked for; the piece may be larger.
+        nbytes: requested size; the piece may be larger.
         ptr: its address, for copies.
     """
 
@@ -85,12 +85,12 @@ class PinnedBuffer:
         return np.ndarray(shape, kind, np.asarray(self))
 
     def free(self, error: BaseException | None = None) -> None:
-        """Give the memory back, and tell those who wait whose turn it is; on the thread of the event loop.
+        """Give the memory back, and serve the next waiting call; on the thread of the event loop.
 
         Call it after an event behind the last copy has completed.
 
         Args:
-            error: of the device, after which nothing runs any more, and so nobody writes to it either.
+            error: of the device, after which no work runs any more, so that nothing writes to the memory either.
 
         Raises:
             ValueError: it was freed before.
@@ -112,7 +112,7 @@ class PinnedSlab:
     Invariant, under the lock and after `_settle`: the holes, (offset, bytes), are the bytes that are not on loan, by
     offset, none empty, and no two of them touch.
 
-    All methods may be called on any thread; what waits is called on the thread that frees.
+    All methods may be called on any thread; waiting callbacks are called on the thread that frees.
 
     Attributes:
         nbytes: all that there is, and the largest buffer that can ever be taken.
@@ -166,10 +166,10 @@ class PinnedSlab:
             return None if self._waiting else self._first_fit(nbytes)
 
     def wait_for(self, nbytes: int, call: Call) -> None:
-        """Call ``call(buffer)`` once, with ``nbytes``, when there is room and all who asked before have theirs.
+        """Call ``call(buffer)`` once, with ``nbytes``, when there is room and all earlier requests are served.
 
-        It is called from `PinnedBuffer.free`, or from here where there is room. ``call`` owns the buffer: one that is
-        not wanted any more it frees. What ``call`` raises comes out of where it was called from.
+        It is called from `PinnedBuffer.free`, or from here where there is room. ``call`` owns the buffer, and frees one
+        that is no longer wanted. An exception of ``call`` is raised from the place that called it.
 
         Raises:
             RuntimeError: the slab is closed.
@@ -180,7 +180,7 @@ class PinnedSlab:
         self.serve()
 
     def serve(self) -> None:
-        """Hand buffers to those who wait, in the order in which they asked, as far as there is room."""
+        """Hand buffers to waiting calls, in the order of their requests, as far as there is room."""
         while self._waiting:  # who comes to wait after this look serves himself
             with self._lock:
                 self._settle()
@@ -229,7 +229,7 @@ class PinnedSlab:
         return None
 
     def _settle(self) -> None:
-        """Make holes of what came back, one with those that each touches."""
+        """Turn returned pieces into holes, joined with the holes they touch."""
         returned, holes = self.returned, self._holes
         while returned:
             offset, size = returned.popleft()
@@ -250,7 +250,8 @@ _sharing = threading.Lock()
 def shared_slab(cupy: Cupy, nbytes: int | None = None) -> PinnedSlab:
     """The slab of all devices of this process, made by the first call; on a worker thread.
 
-    ``nbytes`` is how much the first call pins, by default `default_pinned_bytes`; later ones get what there is.
+    ``nbytes`` is the number of bytes that the first call pins, by default `default_pinned_bytes`; later calls return
+    the same slab.
 
     Raises:
         ValueError: ``nbytes`` is no positive int.

@@ -1,14 +1,15 @@
-"""How a CUDA device moves saved values: to pinned memory on ``d2h`` when they go, back on ``h2d`` ahead of their reads.
+"""Moving of saved values by a CUDA device: to pinned memory on ``d2h`` when they go, back on ``h2d`` ahead of their
+reads.
 
-Nobody waits but streams: the copy out for what wrote the value, whoever reads it for the copy in. The device's memory
-is free when the host sees that the copy out has ended; or at once, where an allocation finds no room (`make_room`), or
-launching would have to pause (`_hurry`): then what comes next on the memory's home stream waits for the copy, as its
-order protects the memory.
+Only streams wait: the copy out for the writer of the value, and the reader for the copy in. The device's memory is free
+when the host sees that the copy out has ended. It is free at once where an allocation finds no room (`make_room`), or
+where launching would have to pause (`_hurry`). Then the next work on the memory's home stream waits for the copy, as
+its order protects the memory.
 
-What goes to the spill file passes through pinned memory, a few values at a time; a thread writes and reads. A value in
-the file is not there for streams to wait for, so whoever launches what reads it waits (`must_wait`, `throttle`).
+Values for the spill file pass through pinned memory, a few at a time; a thread writes and reads. Streams cannot wait
+for a value in the file, so the launcher of its reader waits (`must_wait`, `throttle`).
 
-All methods but those for stores that die belong to the thread of the event loop.
+All methods, except those for dying stores, belong to the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 _NS_PER_BYTE = 1e9 / 20e9
-"""Over PCIe, until it is measured."""
+"""Nanoseconds a byte over PCIe, until measured."""
 
 PASSING_BYTES = 16 << 20
 """So much passes through pinned memory to the file and from there at a time, or one value if that is larger."""
 
 
 class _OnHost(NamedTuple):
-    """A value in pinned memory, be it on its way to the file; `written` where the copy to there may not have ended."""
+    """A value in pinned memory, or passing it on the way to the file; `written` if the copy to there may not have
+    ended.
+    """
 
     buffer: PinnedBuffer
     written: CudaEvent | None = None
@@ -94,7 +97,7 @@ class CudaSwapping(Swapping):
     # -- what can move -------------------------------------------------------------------------------------------
 
     def movable(self, value: Value) -> Movable | None:
-        """An array that has its memory on the device to itself."""
+        """Return how an array with device memory of its own can be moved; None for other values."""
         if not isinstance(value, self._ndarray):
             return None
         memory, flags = value.data.mem, value.flags
@@ -119,7 +122,9 @@ class CudaSwapping(Swapping):
     # -- out -----------------------------------------------------------------------------------------------------
 
     def send(self, handle: SavedHandle) -> None:
-        """Copy it out, after what wrote it, once there is pinned memory; to the file if the host has no more room."""
+        """Copy the value out, after its writer, once there is pinned memory; to the file if the host has no more
+        room.
+        """
         nbytes = _size(handle.here)
         assert handle.space is not None
         if handle.space.name == "host":
@@ -185,7 +190,7 @@ class CudaSwapping(Swapping):
     # -- in ------------------------------------------------------------------------------------------------------
 
     def bring(self, handle: SavedHandle) -> None:
-        """Copy it in, to new memory; from the file once a thread has read it."""
+        """Copy the value in, to new memory; from the file once a thread has read it."""
         there, is_on_host = handle.there, type(handle.there) is _OnHost
         nbytes = there.buffer.nbytes if is_on_host else there.nbytes
         self._is_bringing, self._is_bringing_wanted = True, handle is self._wanted
@@ -269,7 +274,7 @@ class CudaSwapping(Swapping):
 
     @property
     def is_held_up(self) -> bool:
-        """Whether memory is short, or somebody has asked for what is not read from the file yet."""
+        """True if memory is short, or a value has been asked for that is not read from the file yet."""
         return bool(self._absent) or self.manager.is_short
 
     # -- room on the device --------------------------------------------------------------------------------------
@@ -285,7 +290,7 @@ class CudaSwapping(Swapping):
         return super().throttle(resume, loop, run)
 
     def _hurry(self, run: int | None) -> bool:
-        """Whether launching may go on once the oldest of the values that are leaving count as away."""
+        """Return True if launching may go on once the oldest of the leaving values count as away."""
         if run is None and self._absent:
             return False
         with self._locked():
@@ -296,10 +301,10 @@ class CudaSwapping(Swapping):
             return self._may_go_on(run)
 
     def make_room(self, nbytes: float) -> bool:
-        """Free so many bytes at once, for an allocation that found no room; whether any were.
+        """Free `nbytes` at once, for an allocation that found no room; return True if any bytes were freed.
 
-        Values that are leaving go first, then others that may. What comes next on the streams that they belong to
-        waits for their copies, and the host for nothing.
+        Values that are leaving go first, then others that may. The next work on their streams waits for their copies,
+        and the host for nothing.
         """
         stream = active.stream
         if asyncio._get_running_loop() is None or (stream is not None and stream.raw.is_capturing()):
@@ -348,7 +353,7 @@ class CudaSwapping(Swapping):
         return perf_counter_ns()
 
     def comes_late(self, handle: SavedHandle) -> bool:
-        """Whether nobody had asked for it ahead: what streams will have done by then the host does not know."""
+        """Return True if the value was not asked for ahead: the host does not know how far streams will be by then."""
         return self._was_away
 
     def advice(self) -> str:
@@ -356,7 +361,7 @@ class CudaSwapping(Swapping):
         return self._failure or super().advice()
 
     async def aclose(self, grace_s: float) -> bool:
-        """Have nobody wait any more, and end the thread; True if it has."""
+        """Release all waiting code, and end the thread; return True if it has ended."""
         self.close()
         return await self._beside.aclose(grace_s)
 
@@ -369,7 +374,7 @@ class CudaSwapping(Swapping):
                 self._refused(error)
 
     def give_back(self) -> None:
-        """Give back the disk and what is pinned, once no copy is in flight; blocks."""
+        """Give back disk space and pinned memory, once no copy is in flight; blocks."""
         if self._file is not None:
             self._file.close()
         self._slabs.close()
@@ -409,7 +414,9 @@ class CudaSwapping(Swapping):
         self._failure = f"the system pins no more memory of the host: {error}"
 
     def _pass(self, nbytes: int, work: Callable[[], None], *, is_first: bool = False) -> None:
-        """Do what ends with `_has_passed`, once not too much else does; `is_first` of what waits."""
+        """Do work that ends with `_has_passed`, once there is room for it; `is_first` puts it before other waiting
+        work.
+        """
         (self._spills.appendleft if is_first else self._spills.append)((nbytes, work))
         self._pass_on()
 
