@@ -391,9 +391,12 @@ class ChargedAccount(MemoryAccount):
 
     Invariant, under the lock and after `_settle`: ``_charges`` holds exactly the charges that were not credited, and
     ``at_most`` is their sum. All methods may be called on any thread.
+
+    Attributes:
+        make_room: asked once for a number of bytes that do not fit; returns True if it has freed some.
     """
 
-    __slots__ = ("_charges", "_credited", "_next", "credit")
+    __slots__ = ("_charges", "_credited", "_next", "credit", "make_room")
 
     credit: Callable[[int], None]
     """Count a charge no longer; exactly once a charge. It is a bare ``deque.append``: it takes no lock."""
@@ -409,6 +412,7 @@ class ChargedAccount(MemoryAccount):
         self._credited: deque[int] = deque()
         self._next = 0
         self.credit = self._credited.append
+        self.make_room: Callable[[float], bool] = lambda _nbytes: False
 
     @property
     def used(self) -> int:
@@ -421,7 +425,7 @@ class ChargedAccount(MemoryAccount):
     def track(self, value: object, label: str = "") -> None:
         """Do nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""
 
-    def charge(self, nbytes: int, label: str) -> int:
+    def charge(self, nbytes: int, label: str, *, is_again: bool = False) -> int:
         """Count ``nbytes``; gives what `credit` takes.
 
         Raises:
@@ -442,6 +446,8 @@ class ChargedAccount(MemoryAccount):
                 self._next = charge = self._next + 1
                 self._charges[charge] = nbytes, label
                 return charge
+        if not is_again and self.make_room(nbytes):  # outside of the lock: it frees memory, on whose account it asks
+            return self.charge(nbytes, label, is_again=True)
         raise self.refusal(nbytes, label, limit)
 
     def refusal(

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.launch import CudaLauncher
 from asyncflow.devices.cuda.memory import home_of
 from asyncflow.devices.cuda.progress import MARK_EVERY, MOST_AHEAD
 from asyncflow.devices.cuda.transfers import copies
 from asyncflow.devices.cuda.transfers.copies import COPY_INLINE_BYTES, SMALL_BYTES, SMALL_PINNED_BYTES
 from asyncflow.devices.cuda.transfers.pinned import ALIGNMENT, PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
+from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import DeviceLostError, PlacementError
 from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
@@ -387,6 +389,52 @@ async def test_memory_that_a_copy_fills_is_kept_until_its_home_waits_for_the_cop
                 assert await fetched(other, total) == 8192.0
             del total
             await until(lambda: other.memory.used == used)
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+@pytest.mark.parametrize("what", ["array", "copied in", "opaque"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+async def test_memory_that_waits_for_another_stream_makes_room(seed: int, what: str, in_turns: bool) -> None:
+    """The host is far ahead: no array that the second stream reads has been read, and only four fit.
+
+    Their home waits for that stream and uses the memory again, whether or not the turn of the event loop has ended.
+    """
+    value = np.ones((64, 64))
+    with FakeCupy(seed=seed) as cupy:
+        limit, pinned = 4 * value.nbytes + 8192, PinnedSlab(cupy, 12 * value.nbytes)
+        async with opened(cupy, compute_streams=2, memory_limit=limit, pinned=pinned) as device:
+            info = KernelInfo(name="total", flops=lambda *_: 0.0, infer=lambda *_: None, stream=1)
+            total = CudaLauncher(device, lambda x: (x[0] if isinstance(x, list) else x).sum(), info)
+            sums = []
+            cupy.pause()
+            for number in range(12):
+                if what == "copied in":
+                    x = device.copy_in(number * value, "x")
+                else:
+                    x = computed(device, lambda number=number: cupy.full((64, 64), float(number)))
+                sums.append(total(CudaOpaque([x.array], device) if what == "opaque" else x))
+                del x
+                if in_turns:
+                    await turns(1)
+            cupy.resume()
+            if what != "opaque":  # which nothing orders after what wrote the array, unless its kernel does
+                assert [await fetched(device, x) for x in sums] == [64.0 * 64 * number for number in range(12)]
+            del sums
+            await until(lambda: not device.memory.used)
+
+
+async def test_what_a_launch_under_way_holds_is_not_handed_over(cupy: FakeCupy) -> None:
+    async with opened(cupy, compute_streams=2) as device:
+        lane = device.compute_streams[1]
+        x, y = (computed(device, lambda: cupy.zeros(1024)) for _ in "xy")
+        device.hold(lane, x.array)
+        lane.note_launched()
+        device.hold(lane, y.array)
+        used, nbytes = device.memory.used, y.array.nbytes
+        del x, y
+        device.hand_over(2 * nbytes)
+        assert device.memory.used == used - nbytes
+        await until(lambda: not device.memory.used)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])

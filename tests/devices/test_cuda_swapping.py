@@ -207,7 +207,7 @@ async def test_what_may_move_makes_room_for_what_does_not_fit(cupy: FakeCupy, re
         np.testing.assert_array_equal(await training.step(session), never)
         assert session.statistics().memory["cuda:0"].moved_out >= 2 * VALUE
         assert [name for name in blocking(cupy) if name != "compile"] == []
-        session.devices[0].pool.make_room = lambda _: False  # type: ignore[attr-defined]
+        session.devices[0].memory.make_room = lambda _: False  # type: ignore[attr-defined]
         with pytest.raises(af.OutOfMemoryError, match="largest now"):
             await training.step(session)
 

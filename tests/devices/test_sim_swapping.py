@@ -168,6 +168,18 @@ def test_shapes_alone_move_as_data_does() -> None:
     assert train(limit=LIMIT, shapes_only=True).memory.moved_in > 0
 
 
+@pytest.mark.parametrize("swap_memory", [True, False], ids=["always", "short"])
+@pytest.mark.parametrize("build", [loop, nested])
+def test_a_card_that_falls_behind_keeps_its_limit_with_two_streams(build: Any, swap_memory: bool) -> None:
+    """Each product takes 1.5 ms of a K40: all that one stream reads for another is yet to be read when it is freed."""
+    side = 1500
+    limit = 16 * side * side * 4
+    options: dict[str, Any] = {"swap_memory": swap_memory, "shapes_only": True, "side": side, "regions": True}
+    moved = train(build, limit=limit, compute_streams=2, **options)
+    assert moved.memory.peak <= limit
+    assert moved.memory.moved_in > 0
+
+
 @pytest.mark.parametrize("regions", [True, False])
 def test_what_the_host_has_no_room_for_goes_to_its_disk(tmp_path: Path, regions: bool) -> None:
     """The same bits; one value after another goes through the disk, at its speed."""

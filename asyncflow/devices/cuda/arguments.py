@@ -74,10 +74,14 @@ class Values:
         value.order(self.stream)
 
     def hold(self, arguments: Sequence[Value]) -> None:
-        """Keep memory of other streams, and devices, until the work given to this stream in this turn is done."""
+        """Keep memory of other streams, and devices, until the work given to this stream in this turn is done.
+
+        Call it before a launch: memory held for earlier launches may be handed over from then on.
+        """
         if not self._is_alone:
+            self.stream.note_launched()
             self._device.hold(self.stream, *[x.array for x in arguments if type(x) is CudaArray])
-        opaque = [x.value for x in arguments if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone)]
+        opaque = [x for x in arguments if type(x) is CudaOpaque and (x.is_foreign or not self._is_alone)]
         if opaque:
             self.stream.hold(*opaque)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
@@ -38,7 +38,7 @@ from asyncflow.devices.cuda.transfers.exchange import Exchange, ForeignArray
 from asyncflow.devices.cuda.transfers.holder import CudaHolder
 from asyncflow.devices.cuda.transfers.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.transfers.swapping import CudaSwapping
-from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, Landing
 from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
@@ -116,7 +116,7 @@ class CudaDevice(Progress):
         self.pool = CudaPool(cupy, physical, self.name, memory_limit)
         self.memory: ChargedAccount = self.pool.account
         self.swapping = CudaSwapping(self, host or Space("host"), spill_directory)
-        self.pool.make_room = self.swapping.make_room
+        self.memory.make_room = self.swapping.make_room
         self.memory.advise = self.swapping.advice
         self._namespace = CudaNamespace(cupy, self.upload, CudaHolder(self))
         self.xp: ModuleType = self._namespace
@@ -381,6 +381,28 @@ class CudaDevice(Progress):
         """
         if self._count > 1 and (foreign := [array for array in arrays if home_of(array) is not stream]):
             stream.hold(*foreign)
+
+    def hand_over(self, nbytes: float) -> None:
+        """Free up to `nbytes` that are kept only until the work of another stream is done.
+
+        The host may be 256 launches ahead of the card. What these read on another stream than its home is kept
+        meanwhile, and no iteration has asked for room for it. The home waits for that work instead, and uses the memory
+        at once. Streams then overlap less, so only an allocation that finds no room asks for it.
+        """
+        enough = self.memory.used - nbytes
+        for stream in (*self.compute_streams, self.peer, self.d2h, self.h2d):
+            for _ in stream.hand_over(self._heirs):
+                if self.memory.used <= enough:
+                    return
+
+    def _heirs(self, held: object) -> Collection[CudaStream] | None:
+        """Return the streams in whose order the memory held by a ticket is used again; None if they are not known."""
+        if type(held) is CudaOpaque:
+            return None if held.is_foreign else self.compute_streams
+        if type(held) is Landing:
+            return (held.home,)
+        home = home_of(held) if isinstance(held, self.cupy.ndarray) else None
+        return (home,) if home in self.compute_streams else None
 
     async def in_host_thread(self, work: Callable[..., Placed], *args: Value) -> Placed:
         """The result of ``work(*args)``, computed on the device's host thread."""

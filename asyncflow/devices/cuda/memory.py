@@ -83,8 +83,6 @@ class CudaPool:
     Attributes:
         account: what the device holds.
         label: what the next allocations are called in ``account.top()``: the name of the node that runs.
-        make_room: asked once for a number of bytes, or for as many as possible, when an allocation does not fit;
-            returns True if it has freed some.
         name: of the logical device, such as ``cuda:0``.
         physical: CUDA's number of the card.
     """
@@ -97,7 +95,6 @@ class CudaPool:
         "_pool",
         "account",
         "label",
-        "make_room",
         "name",
         "physical",
     )
@@ -110,7 +107,6 @@ class CudaPool:
         """
         self.account = ChargedAccount(name, limit)
         self.label = ""
-        self.make_room: Callable[[float], bool] = lambda _nbytes: False
         self.name = name
         self.physical = physical
         self._cupy = cupy
@@ -143,19 +139,14 @@ class CudaPool:
             label = self.label
         size = -(-nbytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
         account = self.account
-        try:
-            charge = account.charge(size, label)
-        except MemoryLimitExceeded:
-            if not self.make_room(size):
-                raise
-            charge = account.charge(size, label)
+        charge = account.charge(size, label)
         try:
             pointer = self._pool.malloc(size)
         except BaseException as error:
             account.credit(charge)
             if not isinstance(error, self._out_of_memory):
                 raise
-            if is_again or not self.make_room(inf):  # all that may go: what is free in pieces needs those between
+            if is_again or not account.make_room(inf):  # all that may go: what is free in pieces needs those between
                 raise self._exhausted(size, label) from error
         else:
             lease = Lease(account, charge, pointer, self._pool)

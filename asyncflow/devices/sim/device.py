@@ -99,7 +99,8 @@ class SimDevice(Timeline):
         """
         super().__init__(machine, index, kind, compute_streams)
         limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
-        self.memory: SimMemoryAccount = SimMemoryAccount(self.name, limit)
+        self.memory = SimMemoryAccount(self.name, limit)
+        self.memory.make_room = self.hand_over
         self.state_events: dict[SimStream, SimEvent] = {}
         if kind == "sim" or limit is not None:
             self._move_saved([host or Space("host")] if kind == "sim" else [], spills=spills)
@@ -416,7 +417,7 @@ class SimDevice(Timeline):
         """Note that a copy reads the array, and keep that until the copy is done."""
         self.machine.check_read(event.stream, value, event.label)
         value.storage.readers[event.stream] = event
-        self.hold(event, (value.storage, value))
+        self.hold(event, (value.storage,))
 
     def _filled(self, data: Array | None, dtype: DType, shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:
         """New memory on the device that a copy fills."""

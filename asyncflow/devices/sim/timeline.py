@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
+from weakref import WeakValueDictionary
 
 from asyncflow.devices.host import Call
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
 from asyncflow.devices.protocol import Capabilities, CountedSpans, LaunchingDevice, LogicalDevice, Span
 from asyncflow.devices.sim.machine import SimMachine
-from asyncflow.devices.sim.values import SimArray
+from asyncflow.devices.sim.values import SimArray, SimMemoryAccount, Storage
 from asyncflow.streams.sim.stream import SimEvent, SimStream
 from asyncflow.values import Value
 
@@ -23,6 +24,12 @@ _PRIMITIVES = 3
 """Primitives that a loop's variable passes in an iteration: Merge, Switch and NextIteration."""
 
 
+class _HeldStorages(list[Storage]):
+    """Memory that is kept until an event is over."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Timeline(LaunchingDevice[SimStream]):
     """The streams of a simulated device, the thread of the host that gives them work, and the record of that.
 
@@ -31,6 +38,8 @@ class Timeline(LaunchingDevice[SimStream]):
         card: how fast it is.
         thread: that of the host which drives it.
     """
+
+    memory: SimMemoryAccount
 
     def __init__(self, machine: SimMachine, index: int, kind: Literal["sim", "cpu"], compute_streams: int) -> None:
         self._is_card = kind == "sim"
@@ -60,6 +69,7 @@ class Timeline(LaunchingDevice[SimStream]):
         self._roles = {stream: role for role, stream in self._streams.items()}
         self._graph_ns: int | None = None
         self._card_free_ns = 0
+        self._held: WeakValueDictionary[SimEvent, _HeldStorages] = WeakValueDictionary()
 
     @property
     def dispatched_ns(self) -> int:
@@ -173,9 +183,30 @@ class Timeline(LaunchingDevice[SimStream]):
         self._record(event, 0)
         return event
 
-    def hold(self, event: SimEvent, references: Sequence[object]) -> None:
-        """Keep objects referenced until the host has seen the event: the ledger of work in flight."""
-        self.when_over(event, _drop, references)
+    def hold(self, event: SimEvent, storages: Sequence[Storage]) -> None:
+        """Keep memory until the host has seen the event: the ledger of work in flight."""
+        self._held[event] = held = _HeldStorages(storages)  # the timer's alone: what a closed loop drops is free
+        self.when_over(event, held.clear)
+
+    def hand_over(self, nbytes: float) -> bool:
+        """Free up to `nbytes` held for other streams, as `CudaDevice.hand_over` does; return True if any were freed."""
+        memory, landing = self.memory, self.machine.landing
+        before = memory.used
+        with memory.at_once():
+            for event, held in [*self._held.items()]:
+                if before - memory.used < nbytes and event.stream in self._roles:
+                    self._follow(event, held)
+                    held.clear()
+            for event in [*landing]:
+                if before - memory.used < nbytes and landing[event].home is self:
+                    self._follow(event, [landing.pop(event)])
+        return memory.used < before
+
+    def _follow(self, event: SimEvent, storages: Iterable[Storage]) -> None:
+        for pool in {storage.pool for storage in storages}:
+            if not pool.has_seen(event):
+                self.thread.spend("event")
+                pool.wait(event)
 
     # -- when ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +242,3 @@ class Timeline(LaunchingDevice[SimStream]):
 def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ...]) -> None:
     event.stream.host.observe(event)
     call(*args)
-
-
-def _drop(_references: object) -> None:
-    """Drop the held references, passed as argument."""

@@ -14,6 +14,8 @@ pattern, so that late reads show in the results.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
@@ -50,8 +52,11 @@ class SimMemoryAccount(ChargedAccount):
         Raises:
             MemoryLimitExceeded: they do not.
         """
-        if self._limit is not None and self.used + nbytes > self._limit:
-            raise self.refusal(nbytes, label, self._limit)
+        limit = self._limit
+        if limit is None or self.used + nbytes <= limit:
+            return
+        if not self.make_room(nbytes) or self.used + nbytes > limit:
+            raise self.refusal(nbytes, label, limit)
 
     def check_charge(self, nbytes: int, label: str) -> None:
         """Raise as `check` does, just before `charge` is called, which settles freed bytes."""
@@ -63,6 +68,15 @@ class SimMemoryAccount(ChargedAccount):
         count at once.
         """
         return _OneKernel(self)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Credit memory freed inside the block at once, even while a kernel runs, which did not take it."""
+        credit, self.credit = self.credit, self._credited.append
+        try:
+            yield
+        finally:
+            self.credit = credit
 
 
 class _OneKernel:

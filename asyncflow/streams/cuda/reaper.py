@@ -100,6 +100,7 @@ class Reaper(Lifecycle):
         events: of the same device.
         on_lost: called once, on the event loop and before any ticket is failed, with what the device failed with.
         lost: what the device failed with, if it did.
+        in_flight: tickets not delivered yet, the oldest first.
     """
 
     cupy: Cupy
@@ -111,8 +112,9 @@ class Reaper(Lifecycle):
     _device: Raw = None
     _told: bool = False
     _asleep: int = 0
-    _in_flight: deque[Ticket] = field(default_factory=deque)
+    in_flight: deque[Ticket] = field(default_factory=deque)
     _held: list[object] = field(default_factory=list)
+    _launched: int = 0
     _mailbox: Mailbox[Ticket] | None = None
     _queue: SimpleQueue[Ticket | None] = field(default_factory=SimpleQueue)
     _end: PooledEvent | None = None
@@ -128,7 +130,7 @@ class Reaper(Lifecycle):
     @property
     def pending(self) -> int:
         """Number of tickets not delivered yet; all held objects together count as one."""
-        return len(self._in_flight) + bool(self._held)
+        return len(self.in_flight) + bool(self._held)
 
     @property
     def is_used(self) -> bool:
@@ -168,6 +170,19 @@ class Reaper(Lifecycle):
         if self._held:
             assert self._mailbox is not None
             self._enter(Ticket(None), self._mailbox)
+
+    def note_launched(self) -> None:
+        """Note that all held objects belong to work that the stream has."""
+        self._launched = len(self._held)
+
+    def flush_launched(self) -> None:
+        """Give a ticket for the objects held before `note_launched`, ahead of the end of the turn."""
+        launched, self._launched = self._launched, 0
+        if launched:
+            assert self._mailbox is not None
+            holds = tuple(self._held[:launched])
+            del self._held[:launched]
+            self._enter(Ticket(None, holds, self._marked()), self._mailbox)
 
     def record(self, *, for_ticket: bool = False) -> PooledEvent:
         """A new event after all work that the stream has by now.
@@ -231,7 +246,7 @@ class Reaper(Lifecycle):
 
     def _deliver(self, ticket: Ticket) -> None:
         """Finish the oldest ticket."""
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         self._asleep -= ticket.counts
         try:
             if ticket.error is not None:
@@ -241,7 +256,7 @@ class Reaper(Lifecycle):
 
     def _discard(self, ticket: Ticket) -> None:
         """Forget the oldest ticket, of a loop that is closed; also on the reaper's thread."""
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         self._asleep -= ticket.counts
         ticket.drop()
 
@@ -252,12 +267,13 @@ class Reaper(Lifecycle):
             if self._held:
                 ticket.holds = (*self._held, *ticket.holds)
                 self._held.clear()
+                self._launched = 0
             ticket.event = self._marked()
         ticket.counts = ticket.event is not None and ticket.event.sleeps
         self._asleep += ticket.counts
         ticket.mailbox = mailbox
         mailbox.expect()
-        self._in_flight.append(ticket)
+        self.in_flight.append(ticket)
         self._queue.put(ticket)
 
     def _marked(self) -> PooledEvent | None:

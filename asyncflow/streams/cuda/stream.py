@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -284,6 +284,42 @@ class CudaStream:
             RuntimeError: tickets of a different loop are pending.
         """
         self._reaper.hold(holds)
+
+    def note_launched(self) -> None:
+        """Note, before a launch, that all held objects belong to earlier launches."""
+        self._reaper.note_launched()
+
+    def hand_over(self, heirs: Callable[[object], Collection[CudaStream] | None]) -> Iterator[None]:
+        """Let go of the objects that tickets hold before their work is done, ticket by ticket, the oldest first.
+
+        ``heirs(held)`` returns the streams in whose order the memory of `held` is used again, or None if `held` has to
+        stay. Those streams now wait for the work in place of the host. Objects held since `note_launched` stay: their
+        launch is under way, and no event comes after it yet.
+
+        Raises:
+            CUDARuntimeError: the device failed.
+        """
+        self._reaper.flush_launched()
+        for ticket in [*self._reaper.in_flight]:
+            if ticket.holds and ticket.event is not None:
+                ticket.holds = self._still_held(ticket.holds, ticket.event, heirs)
+                yield
+
+    def _still_held(
+        self, holds: Iterable[object], event: PooledEvent, heirs: Callable[[object], Collection[CudaStream] | None]
+    ) -> tuple[object, ...]:
+        following = {self}
+        kept = []
+        for held in holds:
+            streams = heirs(held)
+            if streams is None:
+                kept.append(held)
+                continue
+            for stream in streams:
+                if stream not in following and not event.seen_done:
+                    stream._reaper.follow(event)
+                following.add(stream)
+        return tuple(kept)
 
     # -- used by events ------------------------------------------------------------------------------------------
 

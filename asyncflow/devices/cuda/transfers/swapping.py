@@ -303,8 +303,8 @@ class CudaSwapping(Swapping):
     def make_room(self, nbytes: float) -> bool:
         """Free `nbytes` at once, for an allocation that found no room; return True if any bytes were freed.
 
-        Values that are leaving go first, then others that may. The next work on their streams waits for their copies,
-        and the host for nothing.
+        Values that are leaving go first, then memory held for other streams, then other values that may. The next work
+        on their streams waits for those copies and that work, and the host for nothing.
         """
         stream = active.stream
         if asyncio._get_running_loop() is None or (stream is not None and stream.raw.is_capturing()):
@@ -320,6 +320,8 @@ class CudaSwapping(Swapping):
         for handle in [*self._flights]:
             if before - account.used < nbytes:
                 self._leave_early(handle)
+        if (missing := nbytes - before + account.used) > 0:
+            self._device.hand_over(missing)
         while (missing := nbytes - before + account.used) > 0:
             going = self.manager.relieve(missing).out
             for handle in going:
