@@ -31,7 +31,7 @@ from asyncflow.devices.memory import LiveBuffer
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine, use_machine
-from asyncflow.runtime.run import runs as runs_module
+from asyncflow.runtime.run import in_flight
 from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.scheduler import Statistics
@@ -386,7 +386,7 @@ def _what_stays_is_collected_once() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every run of every test ends with zero frames, tokens, rendezvous entries, work in flight and hazards."""
-    monkeypatch.setattr(runs_module, "Run", AuditedRun)
+    monkeypatch.setattr(in_flight, "Run", AuditedRun)
     AuditedRun.leftovers.clear()
     yield
     assert AuditedRun.leftovers == []

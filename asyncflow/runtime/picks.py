@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -28,10 +28,7 @@ from asyncflow.state.variable import Variable
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
-    from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
-
-    _Ready: TypeAlias = Sequence[tuple[PlanNode, Iteration]]
 
 _MOST_SHOWN = 5
 
@@ -43,6 +40,16 @@ UNANSWERED: Final = object()
 
 ELSEWHERE: Final = object()
 """In place of an answer: it has no copy on the host, such as a TensorArray, or a value of a card that is lost."""
+
+
+class Iteration(Protocol):
+    """An iteration of a run, known by its tag alone."""
+
+    def tag(self) -> str:
+        """The path of frames and iterations."""
+
+
+_Ready: TypeAlias = "Sequence[tuple[PlanNode, Iteration]]"
 
 
 class OnCard(NamedTuple):

@@ -422,7 +422,7 @@ async def test_a_restore_is_before_or_after_a_run(tmp_path: Path) -> None:
         reading = asyncio.create_task(session.run(pair))
         await gate.entered.wait()
         restoring = asyncio.create_task(session.restore(tmp_path))
-        await until(lambda: session._runs._atomic.claims)
+        await until(lambda: session._runs.in_flight.atomic.claims)
         later = asyncio.create_task(session.run(pair))
         gate.opened.set()
         assert await reading == [5.0, 5.0]
@@ -464,7 +464,7 @@ async def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
-        assert session._runs.cuts.waiting == []
+        assert session._runs.in_flight.cuts.waiting == []
         gate.opened.set()
         await run
         assert os.listdir(tmp_path) == []

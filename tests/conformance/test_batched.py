@@ -22,7 +22,7 @@ from asyncflow.graph.text import print_graph
 from asyncflow.runtime.batcher import BatchCall, Batcher
 from asyncflow.runtime.call_costs import CallCosts, Returns
 from asyncflow.runtime.run.batches import Batches
-from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.run.bodies import Bodies
 from tests.clocks import WorkClock
 from tests.conformance.gates import settle
 from tests.conftest import OpenSession
@@ -62,14 +62,14 @@ class Held(NamedTuple):
 def held(work: WorkClock, monkeypatch: pytest.MonkeyPatch) -> Held:
     """Whoever asks for the plan of a call sets the first event, and waits for the second; no pause divides a call."""
     found = Held(asyncio.Event(), asyncio.Event())
-    plan_of = Runs.plan_of
+    plan_of = Bodies.plan_of
 
-    async def waits(self: Runs, program: Any) -> Any:
+    async def waits(self: Bodies, program: Any) -> Any:
         found.asked.set()
         await found.goes_on.wait()
         return await plan_of(self, program)
 
-    monkeypatch.setattr(Runs, "plan_of", waits)
+    monkeypatch.setattr(Bodies, "plan_of", waits)
     return found
 
 
@@ -126,14 +126,14 @@ async def test_only_plans_without_functions_of_the_users_are_computed_on_several
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[int] = []
-    threads_of = Runs.threads_of
+    threads_of = Bodies.threads_of
     monkeypatch.setattr(lanes, "usable_cores", lambda: 4)
 
-    def noted(self: Runs, plan: Plan) -> int:
+    def noted(self: Bodies, plan: Plan) -> int:
         told.append(threads_of(self, plan))
         return told[-1]
 
-    monkeypatch.setattr(Runs, "threads_of", noted)
+    monkeypatch.setattr(Bodies, "threads_of", noted)
 
     @af.op(outputs=af.spec("float32", (4,)), pure=True)
     def doubled(x: Any) -> Any:

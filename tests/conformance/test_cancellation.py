@@ -244,7 +244,7 @@ async def test_work_that_has_not_started_is_withdrawn(graph: af.Graph, options: 
         tasks.append(asyncio.ensure_future(session.run(y, {x: 3}, timeout=PATIENCE_S)))
         await ticks(9)
         tasks[1].cancel()
-        (late_one,) = [run for run in session._runs.in_flight if run.part.deadline_s < math.inf]
+        (late_one,) = [run for run in session._runs.in_flight.runs if run.part.deadline_s < math.inf]
         late_one._expire(PATIENCE_S)
         await ticks(9)
         told = [task.done() for task in tasks]

@@ -455,7 +455,7 @@ async def test_nothing_is_left_of_a_frame(graph: af.Graph, session: af.Session, 
     last = loop.found(af.equal(pass_or_fail(gate(loop.every)), loop.constant(3)))
     running = asyncio.create_task(session.run([loop.total, last]))
     await settle()
-    executors = next(iter(session._runs.in_flight)).executors
+    executors = next(iter(session._runs.in_flight.runs)).executors
     schedulers = [executor.scheduler for executor in executors if isinstance(executor, Executor)]
     assert gate.arrived == 4, "all iterations are held by the gate"
     assert len(schedulers) > 1 or schedulers[0].statistics()[1:] == (4, 2, 1 + 4, 0)

@@ -155,7 +155,7 @@ async def test_a_deadline_of_a_run_that_comes_back(open_session: OpenSession, gr
         await until(lambda: gate.started)
         await queue.put(21)
         await until(lambda: queue.size_nowait() == 0)
-        (run,) = [each for each in session._runs.in_flight if each.ticket is not None and each.ticket.is_aside]
+        (run,) = [each for each in session._runs.in_flight.runs if each.ticket is not None and each.ticket.is_aside]
         run._expire(PATIENCE_S)
         with pytest.raises(af.DeadlineExceeded):
             await taker

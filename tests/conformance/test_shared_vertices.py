@@ -16,7 +16,7 @@ from asyncflow.devices.cost import MeasuredCost
 from asyncflow.graph import nest
 from asyncflow.runtime.run import vertex_pools
 from asyncflow.runtime.run.batches import Batches
-from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.run.bodies import Bodies
 from asyncflow.runtime.scheduler.turn import BURST_NS
 from tests.conftest import OpenSession
 from tests.others import others_end
@@ -123,7 +123,7 @@ async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None
         structure, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, WIDTH))
         maps = [af.vertex_map(slotted, structure, x, initial=0.0, share=True).roots for _ in range(2)]
     feeds = {**structure.feeds(af.InputGraph.chain([5])), x: np.ones((5, WIDTH))}
-    runs, run = 0, Runs.run_batch
+    runs, run = 0, Bodies.run_batch
 
     def counted(*args: Any) -> Any:
         nonlocal runs
@@ -133,7 +133,7 @@ async def test_vertex_maps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None
     async with af.Session(graph) as session:
         await asyncio.gather(*(session.run(each, feeds) for each in maps))  # and sets are measured
         monkeypatch.setattr(MeasuredCost, "predict_ns", lambda *_: BURST_NS * 0.7)
-        monkeypatch.setattr(Runs, "run_batch", counted)
+        monkeypatch.setattr(Bodies, "run_batch", counted)
         await session.run(maps[0], feeds)
         assert not runs  # nor to put the graph in order
         runs = 0

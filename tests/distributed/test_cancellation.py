@@ -116,7 +116,7 @@ def test_a_cancel_during_a_copy(count: int, link: str) -> None:
                     held: list[int] = []
 
                     def inspect(held: list[int] = held) -> None:
-                        (run,) = session._runs.in_flight
+                        (run,) = session._runs.in_flight.runs
                         assert not any(run.rendezvous.statistics())
                         held.extend(session.statistics().used_bytes.values())
 

@@ -91,11 +91,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def late(session: af.Session, fetches: Any, feeds: Any = None, **options: Any) -> str:
     """What is said of a run whose time is up once it waits; after some seconds it may not have come so far."""
-    others = set(session._runs.in_flight)
+    others = set(session._runs.in_flight.runs)
     task = asyncio.ensure_future(session.run(fetches, feeds, timeout=PATIENCE_S, **options))
 
     def waiting() -> list[Run]:
-        ours = session._runs.in_flight - others
+        ours = session._runs.in_flight.runs - others
         return [run for run in ours if any(each.waiting() for each in run.executors if not each.is_closed)]
 
     # On virtual time, which passes when nobody has anything to do, it is up by itself.

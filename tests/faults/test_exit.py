@@ -24,7 +24,7 @@ async def main(ends):
         session = af.Session(graph, **options)
         assert await session.run(answer) == 42
         kept.extend([session, asyncio.ensure_future(session.run(forever))])
-        await until(lambda: session._runs.in_flight)
+        await until(lambda: session._runs.in_flight.runs)
     idle = af.Session(graph)
     assert await idle.run(answer) == 42
     plans._COMPILED_INLINE, session_module.compile_plan = 0, compile_forever

@@ -14,7 +14,7 @@ from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.lift.keyed import capture_key, carry_key, draws
 from asyncflow.ops.random_again import RANDOM_AGAIN, RANDOM_KEY
-from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.run.bodies import Bodies
 from asyncflow.runtime.run.single_call import CountedCall
 
 
@@ -94,13 +94,13 @@ async def test_a_stream_of_drawn_values_is_that_of_the_loop() -> None:
 
 async def test_steps_that_draw_are_calls_without_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    made = Runs.counted_call
+    made = Bodies.counted_call
 
-    def noted(self: Runs, plan: Plan) -> CountedCall | None:
+    def noted(self: Bodies, plan: Plan) -> CountedCall | None:
         calls.append(made(self, plan))
         return made(self, plan)
 
-    monkeypatch.setattr(Runs, "counted_call", noted)
+    monkeypatch.setattr(Bodies, "counted_call", noted)
     graph, n, fetches = loops(
         lambda n, i, _: i < n, lambda n, i, x: (i + 1, x + af.random.normal(seed=(n, 4))), (0, 0.0)
     )

@@ -250,11 +250,11 @@ async def test_a_run_inside_one_that_an_atomic_run_waits_for_goes_before_it(prog
 
 
 def claims_of(session: af.Session) -> Sequence[object]:
-    return session._runs._atomic.claims
+    return session._runs.in_flight.atomic.claims
 
 
 def waiters_of(session: af.Session) -> Collection[object]:
-    return session._runs._atomic._waiters
+    return session._runs.in_flight.atomic._waiters
 
 
 async def _note(ends: list[str], name: str) -> None:

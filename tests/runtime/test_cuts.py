@@ -109,6 +109,6 @@ def test_a_run_that_waits_for_one_that_is_held_up(tmp_path: Path) -> None:
 async def test_a_cut_that_is_taken_at_once(tmp_path: Path) -> None:
     async with af.Session() as session:
         taken: list[int] = []
-        await session._runs.cuts.take(lambda: taken.append(1))
+        await session._runs.in_flight.cuts.take(lambda: taken.append(1))
         assert taken == [1]
-        assert session._runs.cuts.waiting == []
+        assert session._runs.in_flight.cuts.waiting == []

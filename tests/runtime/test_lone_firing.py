@@ -11,8 +11,8 @@ import pytest
 
 import asyncflow as af
 from asyncflow.runtime.run.batches import Batches
+from asyncflow.runtime.run.bodies import Bodies
 from asyncflow.runtime.run.run import Run
-from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.scheduler import lone_firing
 from asyncflow.runtime.scheduler.turn import Turn
 from tests.others import others_end
@@ -48,6 +48,7 @@ def lone(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     start = lone_firing.LoneFiring.start
 
     def noted(self: lone_firing.LoneFiring, feeds: Any) -> None:
+        assert isinstance(self.run, Run)
         found.append(self.run)
         start(self, feeds)
 
@@ -58,13 +59,13 @@ def lone(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 @pytest.fixture
 def goes_on(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Nobody is computed before this is set."""
-    event, plan_of = asyncio.Event(), Runs.plan_of
+    event, plan_of = asyncio.Event(), Bodies.plan_of
 
-    async def waits(self: Runs, *args: Any) -> Any:
+    async def waits(self: Bodies, *args: Any) -> Any:
         await event.wait()
         return await plan_of(self, *args)
 
-    monkeypatch.setattr(Runs, "plan_of", waits)
+    monkeypatch.setattr(Bodies, "plan_of", waits)
     return event
 
 

@@ -47,7 +47,7 @@ async def test_what_those_are_fed_that_wait_takes_no_room(graph: af.Graph) -> No
     total = af.sum(holds(x)) + af.sum(rows.read(0))
     async with af.Session(graph, memory_limit=4 * LIMIT // 3, regions=False) as session, asyncio.timeout(PATIENCE_S):
         assert await asyncio.gather(*(session.run(total, {x: LARGE}) for _ in range(4))) == [300_000.0] * 4
-        assert session._runs.begun > 4
+        assert session._runs.in_flight.begun > 4
         assert session.statistics().used_bytes["cpu:0"] == 0
 
 
@@ -62,7 +62,7 @@ async def test_what_a_run_draws_does_not_depend_on_whether_it_is_done_again() ->
         async with session, asyncio.timeout(PATIENCE_S):
             runs = [_sum_of(session, y, {x: LARGE}) for _ in range(8)]
             found.append([*await asyncio.gather(*runs), await _sum_of(session, y, {x: LARGE})])
-            begun = session._runs.begun
+            begun = session._runs.in_flight.begun
     assert begun > len(found[0])
     assert len(set(found[0])) == len(found[0])
     assert found[1] == found[0]

@@ -12,7 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.devices.cost import MeasuredCost
-from asyncflow.runtime.run.admission import in_time
+from asyncflow.runtime.run.ask import Ask
 from asyncflow.runtime.session import plans
 from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -150,7 +150,7 @@ def test_a_timeout_counts_from_the_first_time_that_a_graph_is_compiled(monkeypat
         with af.Graph() as graph:
             y = af.constant(1.0) + 1
         with pytest.raises(af.DeadlineExceeded, match="not compiled within timeout=5"):
-            async with in_time(5, 0.0, "the graph was not compiled"):
+            async with Ask(asked_s=0.0, timeout=5).in_time("the graph was not compiled"):
                 await cache.get(PlanRequest(graph.home, (y,), ()), lambda _: empty())
         assert asyncio.get_running_loop().time() == pytest.approx(5)
 

@@ -77,7 +77,7 @@ async def test_random_numbers_go_on_as_if_nothing_had_been_run() -> None:
     drawn = []
     for is_warm in (False, True):
         async with af.Session(graph, seed=1) as session:
-            session._runs.random_seed = 5
+            session._runs.in_flight.random_seed = 5
             if is_warm:
                 assert await session.warm_up(doubled, sizes=[1, 3]) == 4
             drawn.append([(await session.run(doubled)).tolist() for _ in range(3)])

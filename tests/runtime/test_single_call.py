@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.runtime.run import runs as runs_module
+from asyncflow.runtime.run import in_flight
 from asyncflow.runtime.run.run import Run
 from tests.clocks import WorkClock
 
@@ -26,12 +26,12 @@ def runs(monkeypatch: pytest.MonkeyPatch, work: WorkClock) -> list[Run]:
     """The runs that took a scheduler."""
     made: list[Run] = []
 
-    class Noted(runs_module.Run):  # type: ignore[misc, name-defined]
+    class Noted(in_flight.Run):  # type: ignore[misc, name-defined]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(runs_module, "Run", Noted)
+    monkeypatch.setattr(in_flight, "Run", Noted)
     return made
 
 

@@ -208,7 +208,7 @@ async def test_swaps_beside_restore_and_save(tmp_path: Path) -> None:
         early = await program.begun(session.run(program.both))
         restoring = asyncio.ensure_future(session.restore(tmp_path / "three"))  # waits for the run
         async with asyncio.timeout(PATIENCE_S):
-            await until(lambda: session._runs._atomic.claims)
+            await until(lambda: session._runs.in_flight.atomic.claims)
         await session.swap_variables({"w": np.full(2, 9, np.float32)})
         program.gate.set()
         assert (await early).tolist() == [6, 6]
@@ -218,7 +218,7 @@ async def test_swaps_beside_restore_and_save(tmp_path: Path) -> None:
         several = await program.begun(session.run(program.once))
         saving = asyncio.ensure_future(session.save(tmp_path / "cut"))
         async with asyncio.timeout(PATIENCE_S):
-            await until(lambda: session._runs.cuts.waiting)
+            await until(lambda: session._runs.in_flight.cuts.waiting)
         several.cancel()
         await asyncio.wait([several])
         await saving

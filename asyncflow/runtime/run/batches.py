@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.runtime.run.bodies import Bodies
     from asyncflow.runtime.run.pools import Pools
     from asyncflow.runtime.run.run import Run
-    from asyncflow.runtime.run.runs import Runs
     from asyncflow.runtime.run.vertex_pools import VertexPools
     from asyncflow.values import Array, Value
 
@@ -87,9 +87,11 @@ class BatchMember(ToldPlace):
         """Joins the members of the session whose run this is called for, on its event loop."""
         part = current_part()
         assert part is not None and isinstance(part.owner, Turn)
-        self.state = part.owner.batches
+        batches = part.owner.batches
+        assert isinstance(batches, Batches)
+        self.state = batches
         try:
-            self._join(part.owner.batches, part)
+            self._join(batches, part)
         except Exception as error:  # of the user's, about a shape
             self.outcome, self.is_called = error, True
         super().when_called(wake)
@@ -206,14 +208,14 @@ class Batches(TellingState):
 
     Args:
         turn: of the session.
-        runs: of the session.
+        bodies: of the session.
         seed: of the sizes that are tried out.
     """
 
-    def __init__(self, turn: Turn, runs: Runs, seed: int) -> None:
+    def __init__(self, turn: Turn, bodies: Bodies, seed: int) -> None:
         super().__init__()
         self.turn = turn
-        self.runs = runs
+        self.bodies = bodies
         # Who was computed together may ask again: runs go on in the pass after, and clients wake up behind that. If one
         # who waited meanwhile did not wait for them, calls would be of one and of the others for ever.
         self._back_by = 0
@@ -309,7 +311,7 @@ class Batches(TellingState):
             self._timer = None
         if not (self._under_way or self._runs_of):  # else the session was dropped while they went on
             self.steps.turns = StepTurns()
-            del self.runs, self.pools.batches, self.vertex_pools.batches  # which lead back here
+            del self.pools.batches, self.vertex_pools.batches  # which lead back here
 
     def hurry(self) -> None:
         """Has no member wait for `max_delay_s` any more: the session ends, and no more will come."""
@@ -438,20 +440,20 @@ class Batches(TellingState):
 
     def _compute(self, call: BatchCall[BatchMember], plan: Plan) -> None:
         started_ns, first = self.turn.clock(), call.members[0]
-        if first.home is not None and first.home != self.runs.memory_home(plan):
+        if first.home is not None and first.home != self.bodies.memory_home(plan):
             self.beside(self._from_host(call, plan))
             return
         try:
             fed = first.shared.fed([member.inputs for member in call.members], _gathered)
             if len(call.members) > 1:
-                self.runs.count_rows(plan, compress(fed, first.shared.has_rows), first.shared.label)
+                self.bodies.count_rows(plan, compress(fed, first.shared.has_rows), first.shared.label)
             traces = _traces_of(call.members)
-            results = None if traces else self.runs.run_short(plan, fed)
+            results = None if traces else self.bodies.run_short(plan, fed)
             if results is None:
                 name = _name_of(call.members) if traces else ""
                 ended = partial(self._over, call, fed, started_ns)
                 staying = () if first.home is None else _staying(call.members)
-                run = self.runs.start_batch(plan, fed, ended, next(iter(traces), None), name, staying=staying)
+                run = self.bodies.start_batch(plan, fed, ended, next(iter(traces), None), name, staying=staying)
                 if not run.is_finished:
                     self._runs_of[call] = run
                     if first.shared.has_loop:
@@ -484,15 +486,15 @@ class Batches(TellingState):
         plans = known.plans_of(shared)
         plan = plans.get(is_many)
         if plan is None:
-            plan = plans[is_many] = await self.runs.plan_of(shared.many if is_many else shared.one)
+            plan = plans[is_many] = await self.bodies.plan_of(shared.many if is_many else shared.one)
             known.device = plan.partitions[0].device
-            known.use_threads(self.runs.threads_of(plan) if shared.is_repeatable else 1)
+            known.use_threads(self.bodies.threads_of(plan) if shared.is_repeatable else 1)
         return plan
 
     async def compute(self, plan: Plan, values: list[Array], limit_ns: int = INLINE_LIMIT_NS) -> list[Array]:
         """The fetched values of a body's plan: here and now, if that takes no longer."""
-        found = self.runs.run_short(plan, values, limit_ns)
-        return await self.runs.run_batch(plan, values) if found is None else found
+        found = self.bodies.run_short(plan, values, limit_ns)
+        return await self.bodies.run_batch(plan, values) if found is None else found
 
     def _ended(
         self, call: BatchCall[BatchMember], fed: Sequence[Array], results: Sequence[Array], started_ns: int
@@ -525,15 +527,15 @@ class Batches(TellingState):
     def count_call(self, shared: SharedCode, size: int, *, calls: int = 1, failed: int = 0) -> None:
         """Counts calls, or steps, each for so many."""
         self.known_of(shared).count(size, calls=calls, failed=failed)
-        if self.runs.observers is not None and not isinstance(shared, SharedBody):
-            self.runs.observers.pool_stepped(shared.label, size, calls)
+        if self.bodies.starter.observers is not None and not isinstance(shared, SharedBody):
+            self.bodies.starter.observers.pool_stepped(shared.label, size, calls)
 
     def _show(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
         """Tells those who look on of a call that has ended."""
-        if self.runs.observers is not None:
+        if self.bodies.starter.observers is not None:
             contexts = [member.context for member in call.members]
             taken_s = (self.turn.clock() - started_ns) / 1e9
-            self.runs.observers.batch_ended(call.members[0].shared.label, contexts, taken_s, error)
+            self.bodies.starter.observers.batch_ended(call.members[0].shared.label, contexts, taken_s, error)
 
     def statistics(self) -> dict[str, BatchStatistics]:
         """Of each batched function that graphs call, by its name in the graph."""
@@ -560,7 +562,7 @@ class Batches(TellingState):
         for row, (member, found) in enumerate(zip(members, together, strict=True)):
             try:
                 fed = shared.fed([member.inputs], _gathered)
-                (alone,) = shared.parts(await self.runs.run_batch(plan, fed), fed, [member.inputs])
+                (alone,) = shared.parts(await self.bodies.run_batch(plan, fed), fed, [member.inputs])
             except SessionClosedError:
                 return
             except Exception as error:

@@ -138,10 +138,10 @@ class PlacedSteps:
     async def _launch(self, group: Group, before: _Before) -> _StepAhead:
         pool = self._pool
         if (exchanged := group.exchanged()) is not None:
-            plan = await pool.runs.plan_of(pool.shared.exchange)
+            plan = await pool.bodies.plan_of(pool.shared.exchange)
             group.settled(await self._start(plan, exchanged, group.width).staying())
         several = self._plan_of_several() if pool.may_step(SEVERAL) else None
-        plan = await pool.runs.plan_of(pool.shared.emitting(())) if several is None else several
+        plan = await pool.bodies.plan_of(pool.shared.emitting(())) if several is None else several
         run = self._start(plan, group.all_inputs(), pool.shared.n_vars)
         following = await run.staying()
         group.slabs = [*following, *group.slabs[len(following) :]]
@@ -157,10 +157,10 @@ class PlacedSteps:
 
     async def _make_several(self) -> Plan:
         shared = self._pool.shared
-        return await self._pool.runs.plan_of(await call_beside(lambda: shared.several, outlasts_program=False))
+        return await self._pool.bodies.plan_of(await call_beside(lambda: shared.several, outlasts_program=False))
 
     def _start(self, plan: Plan, values: Sequence[Value], staying: int = 0) -> _PlacedRun:
-        run = self._pool.runs.start_batch(plan, values, trace=current_trace(), staying=range(staying))
+        run = self._pool.bodies.start_batch(plan, values, trace=current_trace(), staying=range(staying))
         return _PlacedRun(run, plan.fetches[:staying])
 
     async def _read(self, group: Group, step: _StepAhead) -> bool:
@@ -175,7 +175,7 @@ class PlacedSteps:
             ended = [row for row in np.logical_not(goes_on).nonzero()[0].tolist() if left[row]]
             if not ended:
                 return True
-            plan = await pool.runs.plan_of(pool.shared.taking(pool.shared.n_vars))
+            plan = await pool.bodies.plan_of(pool.shared.taking(pool.shared.n_vars))
             results = await self._start(plan, [np.array(ended), *step.following]).values()
         except Exception as error:
             await self._fail(group, step.before, error)
@@ -200,7 +200,7 @@ class PlacedSteps:
         placed = [each for each in group.rows if before.places.get(each, -1) >= 0]
         if placed:
             places = np.array([before.places[each] for each in placed])
-            plan = await pool.runs.plan_of(pool.shared.taking(len(pool.shared.has_rows)))
+            plan = await pool.bodies.plan_of(pool.shared.taking(len(pool.shared.has_rows)))
             found = await self._start(plan, [places, *before.slabs]).values()
             for k, each in enumerate(placed):
                 each.inputs = group.with_rows(each, [x[k, ...] for x in found])

@@ -37,7 +37,7 @@ from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
 
 if TYPE_CHECKING:
-    from asyncflow.runtime.run.runs import Runs
+    from asyncflow.runtime.run.bodies import Bodies
 
 _TURN_NS = BURST_NS
 """So long steps may take in one pass of the event loop, those of all pools together."""
@@ -56,22 +56,22 @@ class _Steps:
     """The steps of a pooled loop, by one of its graphs.
 
     Args:
-        runs: of the session.
+        bodies: of the session.
         plan: of the graph.
         has_rows: flags of the inputs that each activation has of its own; the others are the same for all of them.
         is_one: it is over one activation, without a row axis.
     """
 
-    def __init__(self, runs: Runs, plan: Plan, has_rows: Sequence[bool], *, is_one: bool) -> None:
-        self._runs, self._plan, self._has_rows, self.is_one = runs, plan, has_rows, is_one
-        self._call = runs.counted_call(plan)
+    def __init__(self, bodies: Bodies, plan: Plan, has_rows: Sequence[bool], *, is_one: bool) -> None:
+        self._bodies, self._plan, self._has_rows, self.is_one = bodies, plan, has_rows, is_one
+        self._call = bodies.counted_call(plan)
 
     def most(self, size: int, time_ns: float) -> int:
         """How many steps on so many elements there is time for on the event loop."""
         call = self._call
         if call is None or call.is_user:
             return 0
-        if (expected_ns := call.expected_ns(size)) > time_ns or not self._runs.may_call(self._plan):
+        if (expected_ns := call.expected_ns(size)) > time_ns or not self._bodies.may_call(self._plan):
             return 0
         return int(time_ns / max(expected_ns, 1.0))
 
@@ -88,7 +88,7 @@ class _Steps:
     async def run(self, given: list[Array], size: int, most: Array) -> list[Array]:
         """The same, wherever that is; `most` may be lowered meanwhile."""
         started = perf_counter_ns()
-        found = await self._runs.run_batch(self._plan, [most, *given])
+        found = await self._bodies.run_batch(self._plan, [most, *given])
         if self._call is not None:
             self._call.learn(size, perf_counter_ns() - started, int(found[-1]))
         return found
@@ -99,7 +99,7 @@ class _Steps:
 
     def given(self, values: list[Array]) -> list[Array]:
         """Return the values of rows as the graph takes them; shared captures stay as they are."""
-        self._runs.count_rows(self._plan, compress(values, self._has_rows), "rows")
+        self._bodies.count_rows(self._plan, compress(values, self._has_rows), "rows")
         if self.is_one:
             return [_first_row(x) if own else x for x, own in zip(values, self._has_rows, strict=True)]
         return [np.ones(len(values[0]), bool), *values]
@@ -186,7 +186,7 @@ class LoopPool(TellingState):
         super().__init__()
         self.shared = shared
         self.stores_on = stores_on
-        self.runs = pools.batches.runs
+        self.bodies = pools.batches.bodies
         self._pools, self.batches, self._key = pools, pools.batches, key
         self.rows: PoolRows[PooledActivation] = PoolRows(
             *(shared.pool.capacity, shared.n_vars, shared.has_rows),
@@ -392,7 +392,7 @@ class LoopPool(TellingState):
     async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
         """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
         streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
-        plan = await self.runs.plan_of(self.shared.emitting(streamed), self.stores_on)
+        plan = await self.bodies.plan_of(self.shared.emitting(streamed), self.stores_on)
         n_vars = self.shared.n_vars
         parts = await self._halved(group, 0, len(group.rows), lambda values: self.batches.compute(plan, values))
         for first, found in parts:
@@ -555,13 +555,13 @@ class Pools:
         codes = self._code.setdefault(shared, {})
         code = codes.get(stores_on)
         if code is None:
-            runs = self.batches.runs
-            check, many, *one = [await runs.plan_of(program, stores_on) for program in shared.programs()]
-            has_own_memory = runs.memory_home(many) is not None
+            bodies = self.batches.bodies
+            check, many, *one = [await bodies.plan_of(program, stores_on) for program in shared.programs()]
+            has_own_memory = bodies.memory_home(many) is not None
             is_placed = shared.is_static and has_own_memory
-            alone = _Steps(runs, one[0], shared.has_rows, is_one=True) if one else None
-            device, threads = many.partitions[0].device, runs.threads_of(many)
-            steps = _Steps(runs, many, shared.has_rows, is_one=False)
+            alone = _Steps(bodies, one[0], shared.has_rows, is_one=True) if one else None
+            device, threads = many.partitions[0].device, bodies.threads_of(many)
+            steps = _Steps(bodies, many, shared.has_rows, is_one=False)
             code = _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
             codes[stores_on] = code
         return code
@@ -573,7 +573,7 @@ class Pools:
     def forget(self, key: Hashable) -> None:
         """Nobody is in a pool any more."""
         del self._pools[key]
-        self.batches.runs.tell_ended()
+        self.batches.bodies.starter.tell_ended()
 
 
 def _gather(
@@ -584,7 +584,9 @@ def _gather(
 ) -> Value:
     part = current_part()
     assert part is not None and isinstance(part.owner, Turn)
-    return part.owner.batches.pools.join(shared, inputs, part, streamed, stores_on)
+    batches = part.owner.batches
+    assert isinstance(batches, Batches)
+    return batches.pools.join(shared, inputs, part, streamed, stores_on)
 
 
 install_gatherer(SharedLoop, _gather)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.plan import Partition, Plan
     from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.run.admission import AdmissionTicket
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.run.single_call import Begun
+    from asyncflow.runtime.scheduler.scope import PlaceInSession
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.session.session_options import SessionOptions
     from asyncflow.values import Value
@@ -68,7 +68,7 @@ class Run:
     """It only computes: where memory is short it waits for older runs, and younger ones for it."""
     name: str = ""
     """As traces show it; without one, its number."""
-    ticket: AdmissionTicket | None = None
+    ticket: PlaceInSession | None = None
     """Its place in the session, which it gives back while it waits for other runs; None if it never does."""
     id: int = field(default_factory=itertools.count(1).__next__, init=False)
     """Unique in the process."""
@@ -133,7 +133,7 @@ class Run:
         self.part.emitter = self.emitter
         if self.ticket is not None:
             self.part.on_wait = self.look_aside
-            if not self.ticket.queue.is_auto:  # else a coroutine needs no place
+            if not self.ticket.is_auto:  # else a coroutine needs no place
                 self.part.back = self.back
         if plan.takes:
             self.taken = Taken()

@@ -185,7 +185,7 @@ class VertexPool(TellingState):
 
     async def _in_order(self, members: list[VertexMember]) -> VertexGroup[VertexMember]:
         assert self._order is not None
-        self._memory = self._batches.runs.memory_of(self._order)
+        self._memory = self._batches.bodies.memory_of(self._order)
         graphs = joined([member.sets for member in members])
         schedule = await self._batches.compute(self._order, graphs, self._limit_ns)
         group = VertexGroup.of(members, schedule, self.shared.specs)
@@ -282,8 +282,8 @@ class VertexPools:
         """Of its program, and of what puts graphs in order."""
         plans = self._plans.get(shared)
         if plans is None:
-            program = await self.batches.runs.plan_of(shared.program)
-            plans = self._plans[shared] = program, await self.batches.runs.plan_of(shared.order)
+            program = await self.batches.bodies.plan_of(shared.program)
+            plans = self._plans[shared] = program, await self.batches.bodies.plan_of(shared.order)
         return plans
 
     @property
@@ -298,13 +298,15 @@ class VertexPools:
     def forget(self, key: Hashable) -> None:
         """Nobody is in a pool any more."""
         del self._pools[key]
-        self.batches.runs.tell_ended()
+        self.batches.bodies.starter.tell_ended()
 
 
 def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:
     part = current_part()
     assert part is not None and isinstance(part.owner, Turn)
-    return part.owner.batches.vertex_pools.join(shared, inputs, part)
+    batches = part.owner.batches
+    assert isinstance(batches, Batches)
+    return batches.vertex_pools.join(shared, inputs, part)
 
 
 install_gatherer(SharedSets, _gather)

@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.swapping import Swapping
-    from asyncflow.runtime.run.admission import AdmissionTicket
-    from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.runtime.scheduler.scope import PlaceInSession, RunScope
     from asyncflow.values import Value
 
 _log = logging.getLogger("asyncflow.runtime")
@@ -75,7 +74,7 @@ class Executor:
     """
 
     partition: InitVar[Partition]
-    run: Run
+    run: RunScope
     """That it is part of; its ports, regions, coroutines and threads look here too."""
     scheduler: Scheduler = field(init=False)
     device: Device = field(init=False)
@@ -192,7 +191,7 @@ class Executor:
                 self.run.look_aside()
         return has_more
 
-    def _may_go_on(self, ticket: AdmissionTicket) -> bool:
+    def _may_go_on(self, ticket: PlaceInSession) -> bool:
         """Return True if the run, which stepped aside, has its place in the session again, or needs none.
 
         Its firings claim here what they were called for: others may stand behind them in line.
@@ -447,7 +446,7 @@ class Executor:
     @property
     def is_auto(self) -> bool:
         """True if the run gives its place to others for whatever it waits for."""
-        return self.run.ticket is not None and self.run.ticket.queue.is_auto
+        return self.run.ticket is not None and self.run.ticket.is_auto
 
     @property
     def _has_suspended(self) -> bool:

@@ -32,7 +32,7 @@ from functools import partial
 from itertools import pairwise
 from operator import add, attrgetter
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from asyncflow.errors import in_attempt
@@ -47,7 +47,6 @@ from asyncflow.streams.holding import RunPart, current_part, in_line
 from asyncflow.streams.latch import Latch
 
 if TYPE_CHECKING:
-    from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.values import Nest, Value
 
 
@@ -479,6 +478,12 @@ class LimitedCalls:
         return found
 
 
+class _Owner(Protocol):
+    """The share of the event loop that a session has, in which its runs find such functions."""
+
+    limited: LimitedCalls
+
+
 def _chain(errors: Iterable[Exception]) -> None:
     """Have the traceback of each error go on with that of the attempt before."""
     for earlier, later in pairwise({id(error): error for error in errors}.values()):
@@ -501,7 +506,7 @@ def _no_retry(limits: CallLimits) -> str:
 async def _call(limits: CallLimits, function: Callable[..., Nest], is_async: bool, values: Sequence[Value]) -> Nest:
     part = current_part()
     assert part is not None, "functions with limits are called by runs"
-    return await cast("Turn", part.owner).limited.of(limits).result(part, limits, function, is_async, values)
+    return await cast("_Owner", part.owner).limited.of(limits).result(part, limits, function, is_async, values)
 
 
 install_limited_calls(_call)

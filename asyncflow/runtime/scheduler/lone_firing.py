@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.run.run import Run
+    from asyncflow.runtime.scheduler.scope import RunScope
     from asyncflow.values import Value
 
 
@@ -29,7 +29,7 @@ class LoneFiring:
 
     __slots__ = ("_call", "_inputs", "_place", "device", "done", "failures", "is_closed", "is_queued", "results", "run")
 
-    def __init__(self, call: SingleCall, run: Run, device: Device) -> None:
+    def __init__(self, call: SingleCall, run: RunScope, device: Device) -> None:
         self._call, self.run, self.device = call, run, device
         self._inputs: list[Value] = []
         self._place: PlaceInLine | None = None

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import ref
 
 import numpy as np
 
 from asyncflow.runtime.loop import burst_clock, clock_of
-from asyncflow.runtime.scheduler.executor import Executor
 from asyncflow.runtime.scheduler.limited_calls import LimitedCalls
-from asyncflow.runtime.scheduler.lone_firing import LoneFiring
-
-if TYPE_CHECKING:
-    from asyncflow.runtime.run.batches import Batches
 
 BURST_NS = 1_000_000
 """How long a session's runs may hold the event loop at a time (1 ms)."""
+
+
+class Driven(Protocol):
+    """Work of one run that goes on in a session's share of the event loop."""
+
+    is_queued: bool
+    """Whether it waits for a later pass."""
+
+    def drive(self, deadline_ns: int, /) -> bool:
+        """Goes on until nothing is ready (False) or the deadline has passed (True)."""
+
+
+class Flushed(Protocol):
+    """Work that several runs share, which is started where nothing else can go on."""
+
+    def flush(self, *, is_idle: bool) -> bool:
+        """Starts what is due; see `Batches.flush`."""
 
 
 class Turn:
@@ -36,27 +48,27 @@ class Turn:
         """Nanoseconds by which the budget is measured."""
         self.clock = clock_of(loop)
         """Nanoseconds as a trace shows them."""
-        self._queue: deque[Executor | LoneFiring] = deque()
+        self._queue: deque[Driven] = deque()
         self._scheduled = False
         self._burst_end = 0
         self.number = 0
         """Counts passes, so that failures of one pass can be told from later ones."""
-        self._batches: ref[Batches]
+        self._batches: ref[Flushed]
         self.limited: LimitedCalls
         """Functions with limits, and the calls that wait for their turn."""
 
     @property
-    def batches(self) -> Batches:
+    def batches(self) -> Flushed:
         """Firings that are computed together; they hold the turn, and it does not hold them."""
         batches = self._batches()
         assert batches is not None
         return batches
 
     @batches.setter
-    def batches(self, batches: Batches) -> None:
+    def batches(self, batches: Flushed) -> None:
         self._batches = ref(batches)
 
-    def drive_now(self, driven: Executor) -> None:
+    def drive_now(self, driven: Driven) -> None:
         """Drives at once if the current pass has time left; queues what remains."""
         if not self.has_time():
             self.enqueue(driven)
@@ -66,7 +78,7 @@ class Turn:
         if more:
             self.enqueue(driven)
 
-    def drive_in_caller(self, driven: Executor) -> None:
+    def drive_in_caller(self, driven: Driven) -> None:
         """Drive a run in its caller's task, which was woken for that; queue what remains.
 
         The task has waited for its turn already, so it gets an eighth of a pass at least: it would have to wait for the
@@ -91,7 +103,7 @@ class Turn:
         self.wake()
         return self.number
 
-    def enqueue(self, driven: Executor | LoneFiring) -> None:
+    def enqueue(self, driven: Driven) -> None:
         """Drives in a later pass, or later in this one."""
         if not driven.is_queued:
             driven.is_queued = True

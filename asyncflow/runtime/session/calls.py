@@ -27,14 +27,13 @@ from asyncflow.runtime.values.fetches import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.graph.assumptions import Assumption
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.session.plans import PlanCache
-    from asyncflow.runtime.session.session import Session
     from asyncflow.runtime.trace import Trace
     from asyncflow.values import Nest, Value
 
@@ -208,11 +207,11 @@ class Prepared(NotPickled):
     It stays valid when the graph grows; the next call then compiles anew.
     """
 
-    __slots__ = ("_call", "_graph", "_session")
+    __slots__ = ("_call", "_graph", "_run")
     _instead = "it belongs to a session of this process; prepare it in the other one"
 
-    def __init__(self, session: Session, call: Call) -> None:
-        self._session = session
+    def __init__(self, run: Callable[..., Awaitable[Nest]], call: Call) -> None:
+        self._run = run  # `Session.run_call`
         self._call = call
         self._graph = call.request.graph  # a request does not keep it
 
@@ -230,4 +229,4 @@ class Prepared(NotPickled):
         priority: int = 0,
     ) -> Nest:
         """Runs with these values, in the order of the feeds it was prepared with; else as `Session.run`."""
-        return await self._session.run_call(self._call, values, timeout, trace, allow_dead, atomic, priority)
+        return await self._run(self._call, values, timeout, trace, allow_dead, atomic, priority)

@@ -68,7 +68,7 @@ _forked: weakref.WeakSet[Session] = weakref.WeakSet()
 def current_session() -> Session | None:
     """The session whose ``async with`` block this code runs in, or None."""
     # One that another task has left may still stand here.
-    return next((session for session in reversed(_current.all()) if session._runs.closed is None), None)
+    return next((session for session in reversed(_current.all()) if session._runs.in_flight.closed is None), None)
 
 
 class Session(CheckpointedSession, NotPickled):
@@ -150,7 +150,7 @@ class Session(CheckpointedSession, NotPickled):
     async def __aenter__(self) -> Self:
         restores_from, self._restores_from = self._restores_from, None
         try:
-            if self._runs.closed is None:
+            if self._runs.in_flight.closed is None:
                 self._has_started = True
                 for device in self.devices:
                     if device.asynchronous is not None:
@@ -165,7 +165,7 @@ class Session(CheckpointedSession, NotPickled):
                 await self.aclose()
             raise
         for session in _current.all():
-            if session._runs.closed is not None:
+            if session._runs.in_flight.closed is not None:
                 _current.leave(session)  # another task has left it
                 entered_stores.leave(session.state)
         _current.enter(self)
@@ -190,8 +190,8 @@ class Session(CheckpointedSession, NotPickled):
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """The event loop, after checking that this is it and that the session is open."""
-        if self._runs.closed is not None:
-            raise SessionClosedError(self._runs.closed)
+        if self._runs.in_flight.closed is not None:
+            raise SessionClosedError(self._runs.in_flight.closed)
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return loop
@@ -220,7 +220,7 @@ class Session(CheckpointedSession, NotPickled):
 
     def is_bound_here(self) -> bool:
         """Whether the session is open and bound to the running event loop."""
-        return self._runs.closed is None and self._loop is asyncio.get_running_loop()
+        return self._runs.in_flight.closed is None and self._loop is asyncio.get_running_loop()
 
     async def aclose(self, grace_s: float = 5.0) -> None:
         """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent.
@@ -233,7 +233,7 @@ class Session(CheckpointedSession, NotPickled):
             RuntimeError: this is not the event loop of the session, which is still open.
         """
         grace_s = as_seconds(grace_s, "grace_s")
-        if self._runs.closed is not None:
+        if self._runs.in_flight.closed is not None:
             return
         if self._loop not in (None, asyncio.get_running_loop()) and not self._loop.is_closed():
             raise RuntimeError(
@@ -297,7 +297,7 @@ class Session(CheckpointedSession, NotPickled):
 
     def __del__(self) -> None:
         runs: Runs | None = getattr(self, "_runs", None)
-        if runs is not None and runs.closed is None and self._has_started:
+        if runs is not None and runs.in_flight.closed is None and self._has_started:
             if self._loop is not None:
                 warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
             for device in self.devices:
@@ -314,8 +314,8 @@ class Session(CheckpointedSession, NotPickled):
         memory = {device.name: device_memory(device) for device in self.devices}
         used = {name: each.held for name, each in memory.items()}
         runs = self._runs
-        running = len(runs.in_flight)
-        completed = runs.begun - running
+        running = len(runs.in_flight.runs)
+        completed = runs.in_flight.begun - running
         batches = runs.batches.statistics() if runs.batches is not None else {}
         limits = runs.limited.statistics() if runs.limited is not None else {}
         queued, refused, late, nbytes, aside = (0,) * 5 if runs.admission is None else runs.admission.counts()
@@ -330,7 +330,7 @@ class Session(CheckpointedSession, NotPickled):
             RuntimeError: there is no event loop.
         """
         loop, admission = self._bind(), self._runs.admission
-        return SessionLoad(len(self._runs.in_flight)) if admission is None else admission.load(loop.time())
+        return SessionLoad(len(self._runs.in_flight.runs)) if admission is None else admission.load(loop.time())
 
     def observe(self, observer: RunObserver) -> Callable[[], None]:
         """Tells an observer of every run and batch from now on, until what is returned is called.
@@ -343,9 +343,10 @@ class Session(CheckpointedSession, NotPickled):
         """
         check_observer(observer)
         loop = self._bind()
-        if self._runs.observers is None:
-            self._runs.observers = Observers(clock_of(loop))
-        return self._runs.observers.add(observer)
+        in_flight = self._runs.in_flight
+        if in_flight.observers is None:
+            in_flight.observers = Observers(clock_of(loop))
+        return in_flight.observers.add(observer)
 
     def check_batches(self, share: float) -> None:
         """Has a share of the calls of batched functions computed member by member as well, and compared.
@@ -429,11 +430,13 @@ class Session(CheckpointedSession, NotPickled):
             work = recorded(call, values, Path(record), run, self._facts())
         else:
             work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority)
-        return await (work if self._runs.observers is None else self._runs.observers.watch(call.label, work))
+        return await (
+            work if (observers := self._runs.in_flight.observers) is None else observers.watch(call.label, work)
+        )
 
     def _facts(self) -> SessionFacts:
         names = [device.name for device in self.devices]
-        return SessionFacts(names, self._options, self._runs.random_seed, self.state.lookup)
+        return SessionFacts(names, self._options, self._runs.in_flight.random_seed, self.state.lookup)
 
     async def run_again(
         self,
@@ -448,7 +451,8 @@ class Session(CheckpointedSession, NotPickled):
 
         Nodes are on the devices that `placement` has for their names.
         """
-        self._runs.begun, self._runs.random_seed = number - 1, random_seed
+        in_flight = self._runs.in_flight
+        in_flight.begun, in_flight.random_seed = number - 1, random_seed
         self._placed.update(placement)
         fetched: list[Value] = await self.run(fetches, feeds, trace=trace, allow_dead=True)
         return fetched
@@ -463,7 +467,7 @@ class Session(CheckpointedSession, NotPickled):
         Raises:
             FeedError, FetchError: as in `run`.
         """
-        return Prepared(self, self._calls.new(fetches, feeds))
+        return Prepared(self.run_call, self._calls.new(fetches, feeds))
 
     def run_call(
         self,
@@ -479,7 +483,8 @@ class Session(CheckpointedSession, NotPickled):
         """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         self._bind()
         work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority, is_wanted)
-        return work if self._runs.observers is None else self._runs.observers.watch(call.label, work)
+        observers = self._runs.in_flight.observers
+        return work if observers is None else observers.watch(call.label, work)
 
     def expect_run(self, *, timeout: float | None = None, priority: int = 0) -> ExpectedRun:
         """Keep a place for a run that a request will ask for; inside ``with``, the first run of this context takes it.
@@ -534,7 +539,7 @@ class Session(CheckpointedSession, NotPickled):
             return self._calls.new(fetches, tuple(fed), streams=True), tuple(fed.values())
 
         items = self._runs.stream(ask, timeout, trace, priority)
-        observers = self._runs.observers
+        observers = self._runs.in_flight.observers
         return items if observers is None else observers.watch_stream(label_of(fetches), items)
 
     def run_threadsafe(
@@ -549,8 +554,8 @@ class Session(CheckpointedSession, NotPickled):
             SessionClosedError: the session, or its event loop, is closed.
             RuntimeError: the session has no event loop yet, or this is its thread, where waiting would never end.
         """
-        if self._runs.closed is not None:
-            raise SessionClosedError(self._runs.closed)
+        if self._runs.in_flight.closed is not None:
+            raise SessionClosedError(self._runs.in_flight.closed)
         if self._loop is None:
             raise RuntimeError("the session has no event loop yet; enter it with `async with` on the loop's thread")
         if self._loop.is_closed():
@@ -611,8 +616,8 @@ class Session(CheckpointedSession, NotPickled):
             GraphError, PlacementError: as the first such run.
             SessionClosedError: the session is closed.
         """
-        if self._runs.closed is not None:
-            raise SessionClosedError(self._runs.closed)
+        if self._runs.in_flight.closed is not None:
+            raise SessionClosedError(self._runs.in_flight.closed)
         self._start_devices()
         return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
 
@@ -636,7 +641,7 @@ def _compile(
 
 def _poison_after_fork() -> None:
     for session in list(_forked):
-        session._runs.closed = "this session belongs to the parent process: make a new one after a fork"
+        session._runs.in_flight.closed = "this session belongs to the parent process: make a new one after a fork"
 
 
 if hasattr(os, "register_at_fork"):

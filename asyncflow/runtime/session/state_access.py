@@ -29,21 +29,21 @@ class StateAccess:
     """
 
     def __init__(self, runs: Runs, devices: Mapping[str, Device], homes: Mapping[Hashable, str] | None) -> None:
-        self._runs = runs
+        self._in_flight = runs.in_flight
         self._devices = devices
         self._homes = {} if homes is None else homes  # it is filled as plans are made
-        self.at_rest = runs.cuts.take
+        self.at_rest = runs.in_flight.cuts.take
         self.alone = runs.alone
 
     @property
     def random(self) -> RandomState:
         """The counters that random numbers are made from."""
-        return RandomState(self._runs.random_seed, self._runs.begun + self._runs.numbered_from)
+        return RandomState(self._in_flight.random_seed, self._in_flight.begun + self._in_flight.numbered_from)
 
     @random.setter
     def random(self, state: RandomState) -> None:
-        self._runs.random_seed = state.seed
-        self._runs.numbered_from = state.runs - self._runs.begun
+        self._in_flight.random_seed = state.seed
+        self._in_flight.numbered_from = state.runs - self._in_flight.begun
 
     def is_on_host(self, key: Hashable, value: Array | HeldValue) -> bool:
         """Whether a value of a state is on the host as it is; simulated cards take time for a copy of theirs."""

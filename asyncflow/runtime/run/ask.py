@@ -1,0 +1,60 @@
+"""`Ask`: what is asked of one run beside what it computes, from its caller to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from asyncflow.runtime.run.channel import Channel
+    from asyncflow.runtime.run.run import Run
+    from asyncflow.runtime.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is asked of one run: by a caller, or by what computes for several runs, which are then its callers.
+
+    Attributes:
+        asked_s: when, in the event loop's time.
+        timeout: seconds since then until it has to have ended; None for no matter when.
+        trace: what to record into.
+        priority: of those that wait for others, lower ones go first.
+        atomic: it is one step for others that touch the same states.
+        emitter: takes streamed values.
+        staying: which of the fetched values stay on their device.
+        is_part: it is a part of the runs that it computes for, also while these are drained.
+        name: as the trace shows it; without one, its number.
+        on_end: is called with the run at its end, which may be before it has been given to anybody.
+    """
+
+    asked_s: float
+    timeout: float | None = None
+    trace: Trace | None = None
+    priority: int = 0
+    atomic: bool = False
+    emitter: Channel | None = None
+    staying: Sequence[int] = ()
+    is_part: bool = False
+    name: str = ""
+    on_end: Callable[[Run], None] | None = None
+
+    @asynccontextmanager
+    async def in_time(self, what: str, then: str = "it did not start") -> AsyncIterator[None]:
+        """Raises DeadlineExceeded, which says `what` and `then`, if what is done inside takes longer than a run may.
+
+        Args:
+            what: is not done.
+            then: is what comes of that.
+        """
+        try:
+            async with asyncio.timeout_at(None if self.timeout is None else self.asked_s + self.timeout):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} within timeout={self.timeout} s; {then}") from None
