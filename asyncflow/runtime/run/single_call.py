@@ -21,8 +21,7 @@ from asyncflow.ops.recorded_calls import call_log
 from asyncflow.ops.rows.by_row import Paused
 from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
-from asyncflow.runtime.scheduler.sliced_region import RegionGenerator, size_of
-from asyncflow.runtime.scheduler.threads import in_parts
+from asyncflow.runtime.scheduler.sliced_region import RegionGenerator, in_parts, size_of
 from asyncflow.values import Array, Value
 
 _MOST_ELEMENTS = 1 << 16

@@ -33,10 +33,9 @@ from asyncflow.runtime.scheduler.provenance import as_kernel_error, with_provena
 from asyncflow.runtime.scheduler.recorder import Recorder
 from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
-from asyncflow.runtime.scheduler.sliced_region import size_of
+from asyncflow.runtime.scheduler.sliced_region import in_parts, size_of
 from asyncflow.runtime.scheduler.threads import (
     goes_to_a_thread,
-    in_parts,
     launch_on_a_thread,
     must_wait,
     withdraw_all,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from time import perf_counter_ns, thread_time_ns
 from types import FrameType, GeneratorType
@@ -24,7 +25,7 @@ from asyncflow.compiler.regions.region_code import Phase
 from asyncflow.devices.cost import INLINE_LIMIT_NS, SLICE_NS, MeasuredCost
 from asyncflow.devices.protocol import Spans
 from asyncflow.devices.working_set import WorkingSet
-from asyncflow.ops.rows.by_row import Paused
+from asyncflow.ops.rows.by_row import Paused, PausingKernel
 from asyncflow.runtime.scheduler.first_guess import user_cost
 from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.state.waiting.lines import PlaceInLine
@@ -42,6 +43,13 @@ _MOST_STEPS = 1 << 12
 RegionGenerator: TypeAlias = (
     "GeneratorType[bool | WorkingSet | PlaceInLine | Paused | None, int | None, tuple[Value, ...]]"
 )
+
+
+def in_parts(node: PlanNode) -> Callable[..., object]:
+    """The kernel of a user's function, which pauses between rows if it has any and they take long."""
+    kernel = node.kernel
+    assert kernel is not None
+    return partial(kernel.begin, INLINE_LIMIT_NS) if isinstance(kernel, PausingKernel) else kernel
 
 
 class PhaseSpan(NamedTuple):

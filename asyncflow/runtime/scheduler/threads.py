@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 from asyncflow.compiler.program.kernels import waits_for_saved
 from asyncflow.devices.cost import INLINE_LIMIT_NS, ON_A_THREAD, MeasuredCost
 from asyncflow.devices.cpu.lanes import Times
-from asyncflow.ops.rows.by_row import Paused, PausingKernel
-from asyncflow.runtime.scheduler.sliced_region import Stopped
+from asyncflow.ops.rows.by_row import Paused
+from asyncflow.runtime.scheduler.sliced_region import Stopped, in_parts
 from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue
 
 if TYPE_CHECKING:
@@ -86,13 +86,6 @@ def held(
     """Work that calls a user's function, for a thread: in a copy of a context, and with the hold that it has there."""
     hold = ThreadHold()
     return context.copy().run, (holding, hold, work, *args), hold
-
-
-def in_parts(node: PlanNode) -> Callable[..., object]:
-    """The kernel of a user's function, which pauses between rows if it has any and they take long."""
-    kernel = node.kernel
-    assert kernel is not None
-    return partial(kernel.begin, INLINE_LIMIT_NS) if isinstance(kernel, PausingKernel) else kernel
 
 
 def _to_end(executor: Executor, work: Callable[..., object], *args: Value) -> object:
