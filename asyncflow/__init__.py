@@ -281,11 +281,9 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.utility import diff as diff
     from asyncflow.ops.utility import nan_to_num as nan_to_num
     from asyncflow.ops.windows import dynamic_slice as dynamic_slice
-    from asyncflow.runtime.loop import run as run
-    from asyncflow.runtime.run.admission import SessionLoad as SessionLoad
-    from asyncflow.runtime.run.batches import BatchStatistics as BatchStatistics
-    from asyncflow.runtime.scheduler.limited_calls import LimitStatistics as LimitStatistics
-    from asyncflow.runtime.session.calls import Prepared as Prepared
+    from asyncflow.runtime.calls.calls import Prepared as Prepared
+    from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics as LimitStatistics
+    from asyncflow.runtime.gates.admission import SessionLoad as SessionLoad
     from asyncflow.runtime.session.function import Function as Function
     from asyncflow.runtime.session.function import function as function
     from asyncflow.runtime.session.namespace_info import NamespaceInfo as _NamespaceInfo
@@ -294,8 +292,9 @@ if _typing.TYPE_CHECKING:
     from asyncflow.runtime.session.session_statistics import DeviceMemory as DeviceMemory
     from asyncflow.runtime.session.session_statistics import SessionStatistics as SessionStatistics
     from asyncflow.runtime.session.value_and_grad import value_and_grad as value_and_grad
-    from asyncflow.runtime.trace import Trace as Trace
+    from asyncflow.runtime.shared.batches import BatchStatistics as BatchStatistics
     from asyncflow.runtime.values.fetches import on_device as on_device
+    from asyncflow.runtime.watch.trace import Trace as Trace
     from asyncflow.semantics.explore import Exploration as Exploration
     from asyncflow.semantics.explore import Outcome as Outcome
     from asyncflow.semantics.explore import explore as explore
@@ -312,6 +311,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.state.queues import ShuffleQueue as ShuffleQueue
     from asyncflow.state.table import Table as Table
     from asyncflow.state.variable import Variable as Variable
+    from asyncflow.streams.loop import run as run
     from asyncflow.vertex.function import Vertex as Vertex
     from asyncflow.vertex.function import VertexFunction as VertexFunction
     from asyncflow.vertex.function import vertex_function as vertex_function
@@ -404,18 +404,18 @@ _HOMES = {
     "ops.statistical": "cumulative_prod cumulative_sum max mean min prod std sum var",
     "ops.utility": "all any diff nan_to_num",
     "ops.windows": "dynamic_slice",
-    "runtime.loop": "run",
-    "runtime.run.admission": "SessionLoad",
-    "runtime.run.batches": "BatchStatistics",
-    "runtime.scheduler.limited_calls": "LimitStatistics",
-    "runtime.session.calls": "Prepared",
+    "streams.loop": "run",
+    "runtime.gates.admission": "SessionLoad",
+    "runtime.shared.batches": "BatchStatistics",
+    "runtime.executor.kernels.limited_calls": "LimitStatistics",
+    "runtime.calls.calls": "Prepared",
     "runtime.session.function": "Function function",
     "runtime.session.namespace_info": "__array_namespace_info__=NamespaceInfo",
     "runtime.session.replay": "replay",
     "runtime.session.session": "Session",
     "runtime.session.session_statistics": "DeviceMemory SessionStatistics",
     "runtime.session.value_and_grad": "value_and_grad",
-    "runtime.trace": "Trace",
+    "runtime.watch.trace": "Trace",
     "runtime.values.fetches": "on_device",
     "semantics.explore": "Exploration Outcome explore",
     "semantics.races": "Race allow_races find_races",

@@ -19,7 +19,7 @@ from benchmarks.peers import NO_PEERS, Peers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from asyncflow.runtime.session.calls import Prepared
+    from asyncflow.runtime.calls.calls import Prepared
 
     Array = np.ndarray[Any, Any]
 

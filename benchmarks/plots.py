@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import asyncflow as af
-    from asyncflow.runtime.trace import Firing
+    from asyncflow.runtime.watch.trace import Firing
     from benchmarks.simulation import Curve
 
 _PALETTE: Final = "tab10"

@@ -19,7 +19,7 @@ from benchmarks.peers import NO_PEERS, Peers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.runtime.session.calls import Prepared
+    from asyncflow.runtime.calls.calls import Prepared
 
     Request = tuple[np.ndarray[Any, Any], int]
     Requests = Sequence[tuple[object, ...]]

@@ -19,7 +19,7 @@ from benchmarks.trees import tree_lstm
 from examples.syntax_trees import read_functions
 
 if TYPE_CHECKING:
-    from asyncflow.runtime.session.calls import Prepared
+    from asyncflow.runtime.calls.calls import Prepared
 
     Request = list[Any]
 

@@ -23,6 +23,7 @@ This page is generated: `make reference`.
 """
 ROOMS: Final = {
     "runtime": "Running",
+    "streams": "Running",
     "errors": "Errors",
     "graph": "Graphs",
     "control": "Control flow",

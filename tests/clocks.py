@@ -51,7 +51,7 @@ LOOK_NS = 10_000
 SLICE_NS = 100_000
 """The time that a look between two slices of a region takes there: a burst has a few slices, however long they are."""
 
-_SLICES = "asyncflow.runtime.scheduler.sliced_region"
+_SLICES = "asyncflow.runtime.executor.kernels.sliced_region"
 
 Readings: TypeAlias = Mapping[str, Callable[[], float]]
 """The functions of a clock by their names in `time`."""

@@ -31,9 +31,9 @@ from asyncflow.devices.memory import LiveBuffer
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine, use_machine
-from asyncflow.runtime.run import in_flight
+from asyncflow.runtime.executor.lone_firing import LoneFiring
+from asyncflow.runtime.gates import in_flight
 from asyncflow.runtime.run.run import Run
-from asyncflow.runtime.scheduler.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.scheduler import Statistics
 from asyncflow.streams.cuda import stream as cuda_stream
 from asyncflow.streams.virtual import VirtualClockLoop

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple, Unpack
 
 import uvloop
 
-from asyncflow.runtime import loop as library
+from asyncflow.streams import loop as library
 from tests.clocks import ABOUT_THREADS, CLOCKS, WorkClock
 
 _Args = TypeVarTuple("_Args")

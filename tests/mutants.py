@@ -272,7 +272,7 @@ FAULTS = (
     ),
     Fault(
         "work of a stopped run is begun",
-        "runtime/scheduler/executor.py",
+        "runtime/executor/executor.py",
         "            withdraw_all(self)",
         "            pass",
         "conformance/test_cancellation",
@@ -288,7 +288,7 @@ FAULTS = (
     ),
     Fault(
         "what a run needs of memory is not reserved once it is known",
-        "runtime/run_queue.py",
+        "runtime/gates/run_queue.py",
         "self._reserved += cost.nbytes - run.reserved",
         "pass",
         "runtime/test_run_queue",
@@ -312,7 +312,7 @@ FAULTS = (
     ),
     Fault(
         "a pool keeps the stores of requests that have left",
-        "runtime/pool.py",
+        "runtime/shared/rows/pool.py",
         "slab[len(self.rows)] = None",
         "pass",
         "pooled_captures",
@@ -320,7 +320,7 @@ FAULTS = (
     ),
     Fault(
         "a row that is stepped alone has the first element of what all share",
-        "runtime/run/pools.py",
+        "runtime/shared/pools.py",
         "_first_row(x) if own else x",
         "_first_row(x) if x.ndim else x",
         "pooled_captures",

@@ -13,7 +13,7 @@ from asyncflow.cli.target import Target
 from asyncflow.profiler import format_table, save, summarize
 from asyncflow.profiler.picture import ColorBy
 from asyncflow.profiler.save import check_destination
-from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.watch.trace import Trace
 
 _ABOUT: Final = {
     "region": "loops, and what is between them, as they really run; --detail node shows every node, interpreted",

@@ -16,7 +16,7 @@ from types import FrameType
 
 from asyncflow.cli.target import Target, TargetError
 from asyncflow.graph.graph import Graph
-from asyncflow.runtime.loop import run
+from asyncflow.streams.loop import run
 
 FAILED = 1
 INTERRUPTED = 130

@@ -21,7 +21,7 @@ from asyncflow.profiler.summary import format_duration
 
 if TYPE_CHECKING:
     from asyncflow.devices.sim.machine import SimMachine
-    from asyncflow.runtime.trace import Trace
+    from asyncflow.runtime.watch.trace import Trace
 
 BAR_S, LINE_S = 0.5, 10.0
 """Seconds between two states of the bar on a terminal, and between two lines elsewhere."""

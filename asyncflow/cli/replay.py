@@ -10,9 +10,9 @@ import numpy as np
 from asyncflow.cli.target import Target, TargetError
 from asyncflow.errors import AsyncflowError, ReplayError
 from asyncflow.graph.graph import Graph
-from asyncflow.runtime.loop import run
 from asyncflow.runtime.session.record import Record
 from asyncflow.runtime.session.replay import replayed
+from asyncflow.streams.loop import run
 
 _DIFFERS = 1
 _MOST_CHARACTERS = 200

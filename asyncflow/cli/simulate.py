@@ -24,8 +24,8 @@ from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination
 from asyncflow.profiler.summary import COPY_STREAMS, align, format_duration
-from asyncflow.runtime import loop as asyncflow_loops
-from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.watch.trace import Trace
+from asyncflow.streams import loop as asyncflow_loops
 from asyncflow.streams.virtual import VirtualClockLoop
 
 _Build: TypeAlias = Callable[[VirtualClockLoop], SimMachine]

@@ -1,6 +1,6 @@
 """`CallLimits`: timeout, retries and number of calls of a user's function.
 
-This module holds the declaration. `asyncflow.runtime.scheduler.limited_calls` enforces it, as that takes an event loop.
+This module holds the declaration. `LimitedCalls` of the runtime enforces it, as that takes an event loop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `save` writes a trace for Perfetto, as a self-contained HTML timeline or as a picture; `summarize` and `format_table`
 turn it into numbers. Nothing else in asyncflow depends on this package, and it reads nothing but the records of
-`asyncflow.runtime.trace`.
+`asyncflow.runtime.watch.trace`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncflow.profiler.summary import Summary as Summary
 from asyncflow.profiler.summary import TransferSummary as TransferSummary
 from asyncflow.profiler.summary import format_table as format_table
 from asyncflow.profiler.summary import summarize as summarize
-from asyncflow.runtime.trace import install_writer as _install_writer
+from asyncflow.runtime.watch.trace import install_writer as _install_writer
 
 _install_writer(save)
 

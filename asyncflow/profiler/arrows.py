@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from asyncflow.profiler.lanes import TimelineLane
-from asyncflow.runtime.trace import LATE_COPY, Firing, Trace, Transfer
+from asyncflow.runtime.watch.trace import LATE_COPY, Firing, Trace, Transfer
 
 _RECV = re.compile(r"/recv(_\d+)?$")
 

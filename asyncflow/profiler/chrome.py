@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from asyncflow.profiler.arrows import Arrow, find_arrows
 from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, time_bounds
-from asyncflow.runtime.trace import Firing, MemorySample, Trace
+from asyncflow.runtime.watch.trace import Firing, MemorySample, Trace
 
 Event: TypeAlias = dict[str, object]
 

@@ -6,7 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncflow.runtime.trace import WHOLE, Firing
+from asyncflow.runtime.watch.trace import WHOLE, Firing
 
 PALETTE = (
     *("#e49571", "#8fdb6e", "#10c7fd", "#c66ab8", "#ad9f0b", "#07efde", "#9e8ffe"),

@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 from asyncflow.profiler.arrows import End, find_arrows
 from asyncflow.profiler.colours import CONTROL_FLOW_COLOUR, OTHERS_COLOUR, PALETTE, family, family_colours
 from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, lane_label, run_rows, time_bounds
-from asyncflow.runtime.trace import RunSpan, Trace
+from asyncflow.runtime.watch.trace import RunSpan, Trace
 
 Json: TypeAlias = dict[str, object]
 

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import TypeVar
 
-from asyncflow.runtime.trace import Firing, RunSpan, Trace
+from asyncflow.runtime.watch.trace import Firing, RunSpan, Trace
 
 _T = TypeVar("_T")
 _STREAM_ORDER = ("inline", "host", "compute", "h2d", "d2h", "peer", "async")

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 from asyncflow.profiler.lanes import TimelineLane, firing_lanes, time_bounds
-from asyncflow.runtime.trace import WHOLE, Firing, Trace
+from asyncflow.runtime.watch.trace import WHOLE, Firing, Trace
 
 ColorBy: TypeAlias = Literal["auto", "op", "node", "iteration"]
 

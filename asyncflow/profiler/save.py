@@ -16,7 +16,7 @@ from asyncflow.foreign_names import install
 from asyncflow.profiler.chrome import render_chrome
 from asyncflow.profiler.html import render_html
 from asyncflow.profiler.picture import ColorBy, can_plot, render_picture
-from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.watch.trace import Trace
 
 FORMATS = (".json", ".json.gz", ".html", ".png", ".svg")
 

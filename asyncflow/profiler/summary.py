@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from asyncflow.profiler.lanes import TimelineLane, device_order, devices, firing_lanes, time_bounds
-from asyncflow.runtime.trace import LOOP, Firing, Trace
+from asyncflow.runtime.watch.trace import LOOP, Firing, Trace
 
 COPY_STREAMS = ("h2d", "d2h", "peer")
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 import typing as _typing
 
 from asyncflow.foreign_names import facade as _facade
-from asyncflow.runtime.observer import ObservedBatch as ObservedBatch
-from asyncflow.runtime.observer import ObservedRun as ObservedRun
-from asyncflow.runtime.observer import RunObserver as RunObserver
+from asyncflow.runtime.watch.observer import ObservedBatch as ObservedBatch
+from asyncflow.runtime.watch.observer import ObservedRun as ObservedRun
+from asyncflow.runtime.watch.observer import RunObserver as RunObserver
 from asyncflow.serving.edge import HEALTH as HEALTH
 from asyncflow.serving.health import HealthEndpoint as HealthEndpoint
 from asyncflow.serving.health import livez as livez

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from asyncflow.runtime.options import as_seconds
+from asyncflow.runtime.calls.options import as_seconds
 from asyncflow.serving.arguments import check_count, check_kind
 from asyncflow.serving.lifespan import Lifespan
 from asyncflow.serving.responses import Message, Receive, Send, send_response

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Final, Literal, TypeAlias
 
 from asyncflow.errors import brief
-from asyncflow.runtime.options import as_seconds
+from asyncflow.runtime.calls.options import as_seconds
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_kind
 from asyncflow.serving.edge import HEALTH, Edge, HeldRefusals, answer_or_cut

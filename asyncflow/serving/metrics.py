@@ -15,10 +15,10 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, Self, TypeVar
 
-from asyncflow.runtime.observer import ObservedBatch, ObservedRun
-from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
+from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics
 from asyncflow.runtime.session.session import Session
 from asyncflow.runtime.session.session_statistics import SessionStatistics
+from asyncflow.runtime.watch.observer import ObservedBatch, ObservedRun
 from asyncflow.serving.arguments import check_count, check_kind
 from asyncflow.serving.responses import status_code
 

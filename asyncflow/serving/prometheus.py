@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from asyncflow.errors import brief
-from asyncflow.runtime.options import as_seconds
+from asyncflow.runtime.calls.options import as_seconds
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as PrometheusMetric

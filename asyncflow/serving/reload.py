@@ -10,7 +10,7 @@ from typing import Final, Self
 from asyncflow.checkpoint.directory import step_path, steps
 from asyncflow.checkpoint.saver import as_path
 from asyncflow.errors import AsyncflowError, SessionClosedError
-from asyncflow.runtime.options import as_seconds
+from asyncflow.runtime.calls.options import as_seconds
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_kind
 from asyncflow.streams.beside import call_beside

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Final, Protocol, TypeVar, cast
 
 from asyncflow.errors import ClientDisconnected, DeadlineExceeded, brief
-from asyncflow.runtime.options import as_seconds
+from asyncflow.runtime.calls.options import as_seconds
 from asyncflow.serving.responses import Receive
 
 Result = TypeVar("Result")

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
-from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.arguments import check_kind
+from asyncflow.streams.loop import clock_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-    from asyncflow.runtime.observer import ObservedBatch, ObservedRun
+    from asyncflow.runtime.watch.observer import ObservedBatch, ObservedRun
 
 _MOST_PENDING: Final = 10_000
 _FLUSH_S: Final = 5.0

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from asyncflow.devices.host import Host, Launches
 from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
 from asyncflow.devices.sim.machine import SimMachine, check_chance, check_launches, current_machine, use_machine
-from asyncflow.runtime.loop import is_running_here
+from asyncflow.streams.loop import is_running_here
 from asyncflow.streams.virtual import VirtualClockLoop
 
 _Result = TypeVar("_Result")

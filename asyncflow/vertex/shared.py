@@ -1,7 +1,7 @@
 """``vertex_map(share=True)``: sets of vertices of different runs are computed together, as the rows of one call.
 
 The sets of one run's vertices are one node, which waits in line as a pooled loop does. The core of the function is
-built as a graph of its own over vertices of any runs. The runtime (`asyncflow.runtime.run.vertex_pools`) chooses the
+built as a graph of its own over vertices of any runs. The runtime (`asyncflow.runtime.shared.vertex_pools`) chooses the
 next vertices; the states of all runs stand in one place there.
 """
 

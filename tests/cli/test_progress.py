@@ -15,7 +15,7 @@ import pytest
 from asyncflow.cli import progress
 from asyncflow.cli.main import main
 from asyncflow.cli.progress import ProgramProgress, shown_progress
-from asyncflow.runtime.trace import RunSpan, Trace
+from asyncflow.runtime.watch.trace import RunSpan, Trace
 from asyncflow.streams.virtual import VirtualClockLoop
 
 

@@ -17,8 +17,8 @@ from asyncflow.cli.main import main
 from asyncflow.cli.simulate import format_report, simulated_loops
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim.machine import SimMachine, current_machine
-from asyncflow.runtime import loop as asyncflow_loops
-from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace
+from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace
+from asyncflow.streams import loop as asyncflow_loops
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.cli.conftest import Output
 

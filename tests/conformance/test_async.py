@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 import asyncflow as af
-from asyncflow.runtime.scheduler import executor
+from asyncflow.runtime.executor import executor
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.cells import Arrangement
 from tests.conftest import OpenSession, assert_baseline

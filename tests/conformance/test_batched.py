@@ -19,10 +19,10 @@ from asyncflow import serving
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.cpu import lanes
 from asyncflow.graph.text import print_graph
-from asyncflow.runtime.batcher import BatchCall, Batcher
-from asyncflow.runtime.call_costs import CallCosts, Returns
-from asyncflow.runtime.run.batches import Batches
-from asyncflow.runtime.run.bodies import Bodies
+from asyncflow.runtime.shared.batcher import BatchCall, Batcher
+from asyncflow.runtime.shared.batches import Batches
+from asyncflow.runtime.shared.bodies import Bodies
+from asyncflow.runtime.shared.call_costs import CallCosts, Returns
 from tests.clocks import WorkClock
 from tests.conformance.gates import settle
 from tests.conftest import OpenSession

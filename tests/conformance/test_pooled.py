@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.runtime.run import pools
-from asyncflow.runtime.run.pools import LoopPool
-from asyncflow.runtime.shares import PATIENCE_S
+from asyncflow.runtime.executor.kernels import single_call
+from asyncflow.runtime.lines.shares import PATIENCE_S
+from asyncflow.runtime.shared import pools
+from asyncflow.runtime.shared.pools import LoopPool
 from tests.conftest import OpenSession
 from tests.others import others_end
 from tests.patience import PATIENCE_S as PATIENCE
@@ -194,7 +195,9 @@ async def test_pools_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
         loops = [recurrent(x, n), recurrent(x, n)]
-    monkeypatch.setattr("asyncflow.runtime.run.single_call.CountedCall.expected_ns", lambda *_: pools._TURN_NS * 0.7)
+    monkeypatch.setattr(
+        "asyncflow.runtime.executor.kernels.single_call.CountedCall.expected_ns", lambda *_: pools._TURN_NS * 0.7
+    )
     runs = 0
     run = pools._Steps.run
 
@@ -404,7 +407,9 @@ async def test_long_steps_share_a_run_until_somebody_comes_or_goes(monkeypatch: 
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
         fetches = recurrent(x, n, capacity=4)
-    monkeypatch.setattr("asyncflow.runtime.run.single_call.CountedCall.expected_ns", lambda *_: pools._TURN_NS * 2)
+    monkeypatch.setattr(
+        "asyncflow.runtime.executor.kernels.single_call.CountedCall.expected_ns", lambda *_: pools._TURN_NS * 2
+    )
     monkeypatch.setattr(pools, "_BESIDE_NS", 1e18)
     sizes: list[tuple[bool, int, int]] = []
     run = pools._Steps.run
@@ -617,7 +622,7 @@ async def test_many_lengths_do_not_hold_the_event_loop_together(monkeypatch: pyt
             shape_invariants=((), (None,)),
             pool=af.Pool(4),
         )[1]
-    monkeypatch.setattr("asyncflow.runtime.run.single_call.CountedCall.expected_ns", lambda *_: 1.0)
+    monkeypatch.setattr(single_call.CountedCall, "expected_ns", lambda *_: 1.0)
     feeds = [{x: np.full(1 + 100 * k, 0.001, np.float32), n: 8} for k in range(4)]
     alone: list[bool] = []
     call = pools._Steps.call

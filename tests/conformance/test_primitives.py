@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.executor.executor import Executor
 from tests.conformance.gates import Gate, settle
 from tests.conformance.journal import Journal
 from tests.patience import PATIENCE_S

@@ -14,10 +14,10 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.cost import MeasuredCost
 from asyncflow.graph import nest
-from asyncflow.runtime.run import vertex_pools
-from asyncflow.runtime.run.batches import Batches
-from asyncflow.runtime.run.bodies import Bodies
-from asyncflow.runtime.scheduler.turn import BURST_NS
+from asyncflow.runtime.executor.turn import BURST_NS
+from asyncflow.runtime.shared import vertex_pools
+from asyncflow.runtime.shared.batches import Batches
+from asyncflow.runtime.shared.bodies import Bodies
 from tests.conftest import OpenSession
 from tests.others import others_end
 from tests.vertex.evaluation import H, child_sum, child_sum_alone, forest, slotted, slotted_alone

@@ -19,7 +19,7 @@ from asyncflow.errors import HazardError
 from asyncflow.profiler.arrows import find_arrows
 from asyncflow.profiler.lanes import firing_lanes
 from asyncflow.runtime.session.session_statistics import DeviceMemory
-from asyncflow.runtime.trace import LATE_COPY
+from asyncflow.runtime.watch.trace import LATE_COPY
 from asyncflow.testing import virtual_clock
 from tests.conftest import held_buffers
 

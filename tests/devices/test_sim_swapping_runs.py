@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.sim.device import SimDevice
-from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.executor.executor import Executor
 from asyncflow.testing import virtual_clock
 from tests.devices.test_sim_swapping import VALUE, loop, nested, train
 

@@ -17,7 +17,7 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.spill import SpillError
 from asyncflow.devices.swapping import Swapping
-from asyncflow.runtime.trace import LATE_COPY
+from asyncflow.runtime.watch.trace import LATE_COPY
 from tests.patience import PATIENCE_S
 
 SIDE = 128

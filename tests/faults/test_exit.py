@@ -8,7 +8,8 @@ from tests.faults.programs import run
 from tests.patience import PATIENCE_S
 
 PROGRAM = """
-from asyncflow.runtime.session import plans, session as session_module
+from asyncflow.runtime.calls import plans
+from asyncflow.runtime.session import session as session_module
 
 with af.Graph() as graph:
     answer, forever = af.constant(42) + 0, endless()

@@ -12,7 +12,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.pipeline import compile_plan
-from asyncflow.runtime.session import plans as plans_module
+from asyncflow.runtime.calls import plans as plans_module
 from asyncflow.runtime.session import session as session_module
 from tests.faults import programs
 from tests.faults.kernels import CoroutineGate, ThreadGate, ticks, until

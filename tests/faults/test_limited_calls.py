@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
+from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import assert_baseline
 

@@ -15,7 +15,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.hardware import usable_cores
-from asyncflow.runtime.run import admission
+from asyncflow.runtime.gates import admission
 from asyncflow.state import queue as queue_module
 from asyncflow.state import queue_ops
 from asyncflow.state.waiting import awaiting

@@ -14,8 +14,8 @@ from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.lift.keyed import capture_key, carry_key, draws
 from asyncflow.ops.random_again import RANDOM_AGAIN, RANDOM_KEY
-from asyncflow.runtime.run.bodies import Bodies
-from asyncflow.runtime.run.single_call import CountedCall
+from asyncflow.runtime.executor.kernels.single_call import CountedCall
+from asyncflow.runtime.shared.bodies import Bodies
 
 
 def loops(condition: Any, body: Any, start: Any) -> tuple[af.Graph, af.Tensor, list[af.Tensor]]:

@@ -162,19 +162,19 @@ _UNCOMMENTED: Final = """
     ops/rows/rule.py
     profiler/picture.py
     profiler/summary.py
-    runtime/batcher.py
-    runtime/picks.py
-    runtime/pool.py
-    runtime/run/admission.py
-    runtime/run/batches.py
+    runtime/shared/batcher.py
+    runtime/watch/picks.py
+    runtime/shared/rows/pool.py
+    runtime/gates/admission.py
+    runtime/shared/batches.py
     runtime/run/run.py
-    runtime/run_queue.py
-    runtime/scheduler/limited_calls.py
-    runtime/scheduler/recorder.py
+    runtime/gates/run_queue.py
+    runtime/executor/kernels/limited_calls.py
+    runtime/executor/recorder.py
     runtime/scheduler/scheduler.py
     runtime/session/record.py
     runtime/session/session.py
-    runtime/vertex_rows.py
+    runtime/shared/rows/vertex_rows.py
     semantics/rules.py
     serving/metrics.py
     state/queue.py

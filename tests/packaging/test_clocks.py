@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.runtime.run import single_call
+from asyncflow.runtime.executor.kernels import single_call
 from tests.adversary import KINDS, RATES, Disturbances, LeapingClock
 from tests.clocks import ABOUT_THREADS, CLOCKS, REAL, WorkClock
 from tests.loops import SteadyLoop, SteadyUvLoop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace
+from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace
 
 ORIGIN = 9_000_000_000
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncflow.profiler.arrows import Arrow, End, find_arrows, sent_tensor
 from asyncflow.profiler.lanes import firing_lanes
-from asyncflow.runtime.trace import LATE_COPY, Firing, Trace, Transfer
+from asyncflow.runtime.watch.trace import LATE_COPY, Firing, Trace, Transfer
 
 
 def firing(node: str, device: str, stream: str, start: int, end: int, *, tag: str = "loop/3", run: int = 1) -> Firing:

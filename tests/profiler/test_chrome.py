@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.profiler.chrome import chrome_events, render_chrome
-from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace, Transfer
+from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace, Transfer
 
 Event = dict[str, Any]
 

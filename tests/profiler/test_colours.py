@@ -15,7 +15,7 @@ from asyncflow.profiler.colours import (
     family,
     family_colours,
 )
-from asyncflow.runtime.trace import Firing
+from asyncflow.runtime.watch.trace import Firing
 
 INK, FAILED = "#141922", "#dc3d43"
 SEEN = {

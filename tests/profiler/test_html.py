@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.profiler.colours import CONTROL_FLOW_COLOUR, OTHERS_COLOUR, PALETTE
 from asyncflow.profiler.html import render_html, timeline_data
-from asyncflow.runtime.trace import Firing, MemorySample, Trace, Transfer
+from asyncflow.runtime.watch.trace import Firing, MemorySample, Trace, Transfer
 
 
 class Page(HTMLParser):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.profiler.lanes import colour_spans, devices, firing_lanes, run_rows, time_bounds
-from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace, Transfer
+from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace, Transfer
 
 
 def firing(start: int, end: int, *, device: str = "cpu:0", stream: str = "async", node: str = "n") -> Firing:

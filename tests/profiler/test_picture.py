@@ -23,7 +23,7 @@ from asyncflow.profiler.picture import (
     outermost_iteration,
     render_picture,
 )
-from asyncflow.runtime.trace import Firing, RunSpan, Trace
+from asyncflow.runtime.watch.trace import Firing, RunSpan, Trace
 
 
 def firing(

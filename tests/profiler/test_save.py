@@ -18,7 +18,7 @@ from asyncflow.profiler import TraceFormatError, save
 from asyncflow.profiler.chrome import render_chrome
 from asyncflow.profiler.html import render_html
 from asyncflow.profiler.save import check_destination
-from asyncflow.runtime.trace import Firing, Trace
+from asyncflow.runtime.watch.trace import Firing, Trace
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import asyncflow as af
 from asyncflow.profiler import save, summarize
 from asyncflow.profiler.chrome import render_chrome
 from asyncflow.profiler.html import timeline_data
-from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.watch.trace import Trace
 from asyncflow.testing import virtual_clock
 
 ITERATIONS, SIZE = 5, 256

@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.profiler import DeviceSummary, LaneSummary, NodeSummary, TransferSummary, format_table, summarize
 from asyncflow.profiler.summary import format_bytes, format_duration
-from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace, Transfer
+from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace, Transfer
 
 
 def test_totals(trace: Trace) -> None:

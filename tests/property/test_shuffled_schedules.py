@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.scheduler import executor
+from asyncflow.runtime.executor import executor
 from asyncflow.runtime.scheduler.scheduler import Scheduler, Statistics
 from asyncflow.semantics.explore import explore
 

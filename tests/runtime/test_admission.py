@@ -14,8 +14,8 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.memory import MemoryAccount
-from asyncflow.runtime.run.admission import Admission
-from asyncflow.runtime.session.session_options import SessionOptions
+from asyncflow.runtime.calls.session_options import SessionOptions
+from asyncflow.runtime.gates.admission import Admission
 from asyncflow.testing import virtual_clock
 from benchmarks.walks import walk_of
 from tests.faults.kernels import DEADLINES_S, INT, CoroutineGate, in_flight

@@ -13,8 +13,8 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.plan import Plan
-from asyncflow.runtime.run.admission import Admission, AdmissionTicket
-from asyncflow.runtime.session.session_options import SessionOptions
+from asyncflow.runtime.calls.session_options import SessionOptions
+from asyncflow.runtime.gates.admission import Admission, AdmissionTicket
 from tests.clocks import WorkClock
 from tests.faults.kernels import INT, SLOW, CoroutineGate, ThreadGate, until
 from tests.patience import PATIENCE_S

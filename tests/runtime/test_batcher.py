@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.batcher import BatchCall, Batcher, Gathered
-from asyncflow.runtime.call_costs import CallCosts
+from asyncflow.runtime.shared.batcher import BatchCall, Batcher, Gathered
+from asyncflow.runtime.shared.call_costs import CallCosts
 
 COSTS = CallCosts()
 

@@ -10,8 +10,8 @@ from statistics import mean
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.batcher import BatchCall, Batcher, Gathered
-from asyncflow.runtime.call_costs import CallCosts, Returns
+from asyncflow.runtime.shared.batcher import BatchCall, Batcher, Gathered
+from asyncflow.runtime.shared.call_costs import CallCosts, Returns
 
 MS = 1_000_000
 POLICY = af.Batch(32)

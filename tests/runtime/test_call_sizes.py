@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.batcher import Batcher
-from asyncflow.runtime.call_costs import CallCosts
-from asyncflow.runtime.call_sizes import size_under_overload
+from asyncflow.runtime.shared.batcher import Batcher
+from asyncflow.runtime.shared.call_costs import CallCosts
+from asyncflow.runtime.shared.call_sizes import size_under_overload
 from tests.runtime.test_batcher import Named
 
 MS = 1_000_000

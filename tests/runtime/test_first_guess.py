@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cost import INLINE_LIMIT_NS
-from asyncflow.runtime.scheduler.first_guess import first_guess
+from asyncflow.runtime.executor.kernels.first_guess import first_guess
 from tests.clocks import LIGHT_NS, WorkClock
 from tests.faults.kernels import INT
 from tests.patience import PATIENCE_S

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.scheduler import coroutines, limited_calls
-from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
+from asyncflow.runtime.executor import coroutines
+from asyncflow.runtime.executor.kernels import limited_calls
+from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
 from tests.conftest import OpenSession

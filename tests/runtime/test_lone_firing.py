@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.run.batches import Batches
-from asyncflow.runtime.run.bodies import Bodies
+from asyncflow.runtime.executor import lone_firing
+from asyncflow.runtime.executor.turn import Turn
 from asyncflow.runtime.run.run import Run
-from asyncflow.runtime.scheduler import lone_firing
-from asyncflow.runtime.scheduler.turn import Turn
+from asyncflow.runtime.shared.batches import Batches
+from asyncflow.runtime.shared.bodies import Bodies
 from tests.others import others_end
 from tests.patience import PATIENCE_S
 from tests.runtime.test_waits import positive

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.run.memory_turns import MemoryTurns
+from asyncflow.runtime.gates.memory_turns import MemoryTurns
 from tests.conftest import OpenSession
 from tests.faults.kernels import DEADLINES_S, SLOW, CoroutineGate, ThreadGate, ticks, until
 from tests.patience import PATIENCE_S

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.observer import ObservedBatch, ObservedRun
+from asyncflow.runtime.watch.observer import ObservedBatch, ObservedRun
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.faults.kernels import INT, CoroutineGate, raising, until
 

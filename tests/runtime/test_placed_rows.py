@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.placed_rows import PlacedRows
-from asyncflow.runtime.run.placed_pools import _PlacedRun
-from asyncflow.runtime.scheduler.turn import Turn
+from asyncflow.runtime.executor.turn import Turn
+from asyncflow.runtime.shared.placed_pools import _PlacedRun
+from asyncflow.runtime.shared.rows.placed_rows import PlacedRows
 from tests.fake_cupy.module import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 from tests.others import others_end

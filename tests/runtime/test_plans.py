@@ -12,9 +12,9 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.devices.cost import MeasuredCost
+from asyncflow.runtime.calls import plans
+from asyncflow.runtime.calls.plans import PlanCache
 from asyncflow.runtime.run.ask import Ask
-from asyncflow.runtime.session import plans
-from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
 from tests.patience import PATIENCE_S

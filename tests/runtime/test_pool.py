@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import InternalError
-from asyncflow.runtime.pool import PoolRows, RowGroup
+from asyncflow.runtime.shared.rows.pool import PoolRows, RowGroup
 
 Array = np.ndarray[Any, Any]
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.devices.protocol import Deliver
 from asyncflow.devices.values import DeviceValue
-from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd
 from asyncflow.runtime.session.record import Record
+from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd
 
 VALUES: dict[str, Any] = {
     "bits": np.frombuffer(b"\x01\0\xc0\x7f\0\0\x80\xff", "float32"),  # a NaN of its own, and an infinity

@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.run_cost import RunCost
-from asyncflow.runtime.run_queue import QueuedRun, RunQueue
+from asyncflow.runtime.gates.run_queue import QueuedRun, RunQueue
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.trace import WHOLE
+from asyncflow.runtime.watch.trace import WHOLE
 from tests.clocks import WorkClock
 from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import INT, SLOW, ThreadGate, in_flight, until

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.options import as_timeout
+from asyncflow.runtime.calls.options import as_timeout
 
 Use = Callable[[af.Session, Any], Any]
 

@@ -12,7 +12,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.program.request import PlanOptions
-from asyncflow.runtime.session.session_options import SessionOptions
+from asyncflow.runtime.calls.session_options import SessionOptions
 
 NAMES = [field.name for field in fields(SessionOptions)]
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from asyncflow.runtime.shares import SHARE, PriorityShares
+from asyncflow.runtime.lines.shares import SHARE, PriorityShares
 
 
 def test_one_alone_has_all_turns_and_an_eighth_goes_to_each_other_one() -> None:

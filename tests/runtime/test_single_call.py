@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.runtime.run import in_flight
+from asyncflow.runtime.gates import in_flight
 from asyncflow.runtime.run.run import Run
 from tests.clocks import WorkClock
 

@@ -15,8 +15,8 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import OPAQUE, Op
-from asyncflow.runtime.scheduler import sliced_region
-from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
+from asyncflow.runtime.executor.kernels import sliced_region
+from asyncflow.runtime.executor.kernels.sliced_region import SlicedRegion, Stopped
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine
 from tests.clocks import LIGHT_NS, WorkClock
 from tests.conftest import assert_baseline

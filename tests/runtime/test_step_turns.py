@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from asyncflow.runtime.shares import SHARE, share_of
-from asyncflow.runtime.step_turns import LINGER_NS, Stepper, StepTurns
+from asyncflow.runtime.lines.shares import SHARE, share_of
+from asyncflow.runtime.shared.step_turns import LINGER_NS, Stepper, StepTurns
 
 MS = 1_000_000
 CARD, OTHER = "cuda:0", "cuda:1"

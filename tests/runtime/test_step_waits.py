@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.observer import ObservedBatch, ObservedRun
+from asyncflow.runtime.watch.observer import ObservedBatch, ObservedRun
 from asyncflow.testing import virtual_clock
 from tests.others import others_end
 from tests.vertex.evaluation import slotted, slotted_alone

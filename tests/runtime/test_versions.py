@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.session import plans as plans_module
+from asyncflow.runtime.calls import plans as plans_module
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
 

@@ -12,7 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.errors import ShapeError
 from asyncflow.graph.spec import Spec
-from asyncflow.runtime.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
+from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.vertex.shared import InputCounts
 from tests.vertex.evaluation import forest, in_order
 from tests.vertex.graphs import children_of, ordered

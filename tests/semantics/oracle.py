@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import asyncflow as af
 from asyncflow.compiler.plan import Kind, PlanNode
-from asyncflow.runtime.picks import PickLog
+from asyncflow.runtime.watch.picks import PickLog
 from tests.semantics.programs import Effects, Program, acyclic_program, outcome_key, outcome_keys
 
 Build: TypeAlias = Callable[[Random, Effects], Program]

@@ -1,1 +1,1 @@
-"""One run from feeds to fetched values, and all that a session has in flight."""
+"""One run, from what is asked of it to fetched values."""

@@ -1,4 +1,4 @@
-"""`Ask`: what is asked of one run beside what it computes, from its caller to its end."""
+"""`Ask`: the terms of one run, beside the values that it computes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.run.run import Run
-    from asyncflow.runtime.trace import Trace
+    from asyncflow.runtime.watch.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What is asked of one run: by a caller, or by what computes for several runs, which are then its callers.
+    """The terms of one run, which are its caller's, or those of the batch or pool that it computes for.
 
     Attributes:
         asked_s: when, in the event loop's time.

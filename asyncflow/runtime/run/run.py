@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import DeadlineExceeded, InternalError, OutOfMemoryError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.ops.recorded_calls import call_log
-from asyncflow.runtime.scheduler.executor import Executor
-from asyncflow.runtime.scheduler.limited_calls import attempts_of
-from asyncflow.runtime.scheduler.lone_firing import LoneFiring
+from asyncflow.runtime.executor.executor import Executor
+from asyncflow.runtime.executor.kernels.limited_calls import attempts_of
+from asyncflow.runtime.executor.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
-from asyncflow.runtime.trace import RunSpan, Trace
+from asyncflow.runtime.watch.trace import RunSpan, Trace
 from asyncflow.state.waiting.taken import Taken, own_taken
 from asyncflow.streams.holding import RunPart, current_part, own_context
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.plan import Partition, Plan
     from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.calls.session_options import SessionOptions
+    from asyncflow.runtime.executor.kernels.single_call import Begun
+    from asyncflow.runtime.executor.scope import PlaceInSession
+    from asyncflow.runtime.executor.turn import Turn
     from asyncflow.runtime.run.channel import Channel
-    from asyncflow.runtime.run.single_call import Begun
-    from asyncflow.runtime.scheduler.scope import PlaceInSession
-    from asyncflow.runtime.scheduler.turn import Turn
-    from asyncflow.runtime.session.session_options import SessionOptions
     from asyncflow.values import Value
 
 

@@ -1,1 +1,1 @@
-"""How one partition of a plan runs: a pure state machine, and the executor that drives it."""
+"""The pure state machine that says which firings of a partition are ready."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncflow.checkpoint.checkpoints import Checkpoints, Restored
 from asyncflow.checkpoint.saver import as_path, as_step
 from asyncflow.graph.resource import Resource
-from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.gates.runs import Runs
 from asyncflow.values import Value
 
 

@@ -1,7 +1,7 @@
 """Records of runs: all that is needed to do a run again, firing by firing, in another process.
 
 A record is one JSON file: the text of the graph, what was fed, the variables and tables as they were before, options of
-the session, the order in which nodes were taken, what others gave them (`asyncflow.runtime.picks`), what user functions
+the session, the order in which nodes were taken, what others gave them (`PickLog`), what user functions
 gave (`asyncflow.ops.recorded_calls`), and how it ended.
 """
 
@@ -28,10 +28,10 @@ from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
 from asyncflow.ops.recorded_calls import IN_CARD, CallLog, Outcome, Raised
-from asyncflow.runtime.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd, checksum
-from asyncflow.runtime.session.calls import Call
-from asyncflow.runtime.session.session_options import SessionOptions
-from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.calls.calls import Call
+from asyncflow.runtime.calls.session_options import SessionOptions
+from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd, checksum
+from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.table_state import TableCapture, TableState
 from asyncflow.state.variable_state import VariableState
 from asyncflow.streams.beside import call_beside

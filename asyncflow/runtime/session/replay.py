@@ -10,10 +10,10 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
-from asyncflow.runtime.picks import PickGuide, calls_functions, checksum
 from asyncflow.runtime.session.record import Record, resources_by_label
 from asyncflow.runtime.session.session import Session
-from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.watch.picks import PickGuide, calls_functions, checksum
+from asyncflow.runtime.watch.trace import Trace
 from asyncflow.semantics.races import allow_races
 from asyncflow.state.variable import Variable
 from asyncflow.streams.beside import call_beside

@@ -28,23 +28,23 @@ from asyncflow.graph.feeds import Feeds, as_feeds
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
-from asyncflow.runtime.loop import clock_of
-from asyncflow.runtime.observer import Observers, RunObserver, check_observer
-from asyncflow.runtime.options import as_seconds
-from asyncflow.runtime.run.admission import ExpectedRun, SessionLoad
-from asyncflow.runtime.run.runs import Runs
-from asyncflow.runtime.session.calls import Call, CallCache, Prepared, label_of
+from asyncflow.runtime.calls.calls import Call, CallCache, Prepared, label_of
+from asyncflow.runtime.calls.options import as_seconds
+from asyncflow.runtime.calls.plans import PlanCache
+from asyncflow.runtime.calls.session_options import SessionOptions, taking, with_arguments
+from asyncflow.runtime.gates.admission import ExpectedRun, SessionLoad
+from asyncflow.runtime.gates.runs import Runs
 from asyncflow.runtime.session.checkpointed import CheckpointedSession
-from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.runtime.session.record import SessionFacts, recorded
-from asyncflow.runtime.session.session_options import SessionOptions, taking, with_arguments
 from asyncflow.runtime.session.session_statistics import SessionStatistics, device_memory
 from asyncflow.runtime.session.state_access import StateAccess
 from asyncflow.runtime.session.thread_call import ThreadCall
-from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.watch.observer import Observers, RunObserver, check_observer
+from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.containers import StateStore, entered_stores
 from asyncflow.state.held import holder_of
 from asyncflow.streams.holding import note_ask
+from asyncflow.streams.loop import clock_of
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from asyncflow.devices.protocol import Device
-from asyncflow.runtime.run.batches import BatchStatistics
-from asyncflow.runtime.scheduler.limited_calls import LimitStatistics
+from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics
+from asyncflow.runtime.shared.batches import BatchStatistics
 
 
 class DeviceMemory(NamedTuple):

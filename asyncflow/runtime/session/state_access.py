@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncflow.checkpoint.manifest import RandomState
 from asyncflow.devices.protocol import Device
-from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.gates.runs import Runs
 from asyncflow.state.held import HeldValue, as_host_value, holder_of
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.futures import resolve

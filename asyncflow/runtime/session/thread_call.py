@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from asyncflow.runtime.loop import thread_waits
+from asyncflow.streams.loop import thread_waits
 from asyncflow.values import Nest
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from asyncflow.devices.heap import process_heap
-from asyncflow.runtime.loop import is_virtual
 from asyncflow.runtime.values.feeds import LargeFeed
 from asyncflow.runtime.values.fetches import is_fresh
 from asyncflow.state.immutable import LARGE_BYTES
 from asyncflow.state.waiting.awaiting import work_beside
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.futures import resolve
+from asyncflow.streams.loop import is_virtual
 from asyncflow.values import Value
 
 

@@ -1,0 +1,1 @@
+"""Executors: each runs one partition of a plan once."""

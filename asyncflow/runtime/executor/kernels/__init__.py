@@ -1,0 +1,1 @@
+"""Calls of single kernels: their times, limits and failures."""

@@ -1,0 +1,277 @@
+"""One firing of a region that is a generator, because of its loops or of long kernels: driven in slices.
+
+It starts on the event loop if its kernels are short as far as is known, and loops over scalars stay there: they hold
+the GIL wherever they run, and a slice ends with the session's turn. When an iteration takes longer than a kernel may on
+the event loop, the rest moves to one of the device's threads; that is safe where the generator stands still: at a back
+edge, or behind a kernel that may be long. Where the next firing starts depends on its node's `hold`: the longest
+time, as measured, for which it held its thread without giving way, wherever that was.
+
+A region that calls a user's function is taken for that function: it begins on a thread until it has proved to be short
+(`UserCost`). Its time is that of the clock on the wall, as the function may wait, and it stops behind a slow call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from time import perf_counter_ns, thread_time_ns
+from types import FrameType, GeneratorType
+from typing import NamedTuple, TypeAlias
+
+from asyncflow.compiler.plan import PlanNode
+from asyncflow.compiler.regions.region_code import Phase
+from asyncflow.devices.cost import INLINE_LIMIT_NS, SLICE_NS, MeasuredCost
+from asyncflow.devices.protocol import Spans
+from asyncflow.devices.working_set import WorkingSet
+from asyncflow.ops.rows.by_row import Paused, PausingKernel
+from asyncflow.runtime.executor.kernels.first_guess import user_cost
+from asyncflow.runtime.scheduler.frame import Iteration
+from asyncflow.state.waiting.lines import PlaceInLine
+from asyncflow.values import Value
+
+_OVERRUN_NS = 1_000_000
+"""A slice that takes longer holds heavy work among light, though its mean iteration be short."""
+
+_GROWTH = 16
+
+_MOST_STEPS = 1 << 12
+"""The largest budget of a slice. A loop that never ends gives way even if the clock hardly moves."""
+
+
+RegionGenerator: TypeAlias = (
+    "GeneratorType[bool | WorkingSet | PlaceInLine | Paused | None, int | None, tuple[Value, ...]]"
+)
+
+
+def in_parts(node: PlanNode) -> Callable[..., object]:
+    """The kernel of a user's function, which pauses between rows if it has any and they take long."""
+    kernel = node.kernel
+    assert kernel is not None
+    return partial(kernel.begin, INLINE_LIMIT_NS) if isinstance(kernel, PausingKernel) else kernel
+
+
+class PhaseSpan(NamedTuple):
+    """A time in which a traced region computed in one of its phases."""
+
+    phase: Phase
+    started_ns: int
+    ended_ns: int
+
+
+class Stopped(Exception):
+    """The run was stopped while the region ran on a thread."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SlicedRegion:
+    """A region in progress.
+
+    Args:
+        clock: nanoseconds of the thread that launches it, where that is simulated.
+        is_traced: its phases are asked for.
+    """
+
+    node: PlanNode
+    iteration: Iteration
+    inputs: Sequence[Value]
+    generator: RegionGenerator
+    spans: Spans | None = None
+    """What an asynchronous device records of it; None if the run is not traced."""
+    clock: Callable[[], int] | None = None
+    is_traced: bool = field(default=False, kw_only=True)
+    budget: int | None = field(default=None, init=False)
+    """The number of back edges and long kernels until it yields again; None before it has begun."""
+    is_heavy: bool = field(default=False, init=False)
+    """The last slice held the event loop for too long, so that the rest belongs on a thread."""
+    is_waiting: bool = field(default=False, init=False)
+    """It has stopped before it waits for a saved value, which is for a thread."""
+    lacks_memory: bool = field(default=False, init=False)
+    """It has stopped before an iteration for which memory is short."""
+    place: PlaceInLine | None = field(default=None, init=False)
+    """Where it has stopped until it is called."""
+    is_suspect: bool = field(init=False)
+    """An earlier slice may have, in this firing or the one before."""
+    is_user: bool = field(init=False)
+    """It calls code of the user's."""
+    is_unsettled: bool = field(default=False, init=False)
+    """Nobody has looked whether the last one that took so long did so by itself."""
+    is_proved: bool = field(default=False, init=False)
+    """One has."""
+    is_watched: bool = field(default=True, init=False)
+    """The next slice's time of the processor will be taken."""
+    size: int = field(init=False)
+    """Of its inputs."""
+    hold_ns: int = field(default=0, init=False)
+    """The longest it has held its thread without giving way."""
+    has_learned: bool = field(default=False, init=False)
+    inline_ns: int = field(default=0, init=False)
+    """How long it has computed on the event loop."""
+    parts: int = field(default=0, init=False)
+    """How often it has begun to, and stopped."""
+    paused_ns: int | None = field(default=None, init=False)
+    """When it stopped last; None before it began."""
+    phases: list[PhaseSpan] = field(default_factory=list, init=False)
+    """Where a traced one computed since that was asked for last."""
+    iterations: dict[Phase, int] = field(default_factory=dict, init=False)
+    """Of its loops that have ended, by phase."""
+    seen_phases: dict[Phase, int] = field(default_factory=dict, init=False)
+    """How often each was recorded."""
+    _standing: Phase | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.is_suspect = getattr(self.node, "is_suspect", False)
+        self.is_user = getattr(self.node, "is_user", False)
+        self.size = size_of(self.inputs)
+
+    def expected_hold_ns(self) -> float:
+        """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
+        hold: MeasuredCost | None = self.node.hold
+        if hold is None and self.is_user:
+            hold = self.node.hold = user_cost(self.node)
+        if hold is not None:
+            return hold.predict_ns(self.size)
+        assert self.node.estimate is not None
+        return inf if self.node.estimate.expects(INLINE_LIMIT_NS, self.inputs) else 0.0
+
+    def run_slice(self) -> int:
+        """Runs until the budget is spent and sets the next one; gives the time afterwards.
+
+        Raises:
+            StopIteration: it has ended; the exception's value is the tuple of outputs.
+        """
+        # The processor's time leaves out the moments when others ran, but is dear to ask for.
+        # Whoever has the frame finds its variables when the function has returned: the last loop's counter.
+        frame = self.generator.gi_frame if self.is_traced else None
+        if self.is_traced and self._standing is None:
+            self._standing = self._phase()
+        busy_ns = thread_time_ns() if self.is_watched and not self.is_user else 0
+        clock = self.clock or perf_counter_ns
+        before = clock()
+        try:
+            why = self.generator.send(self.budget)
+        except StopIteration:
+            now = clock()
+            self._note_phase(before, now, frame)
+            self._take_time(before, now, busy_ns)
+            raise
+        now = clock()
+        begins_loop = why is True
+        self.is_waiting, self.lacks_memory = why is False, isinstance(why, WorkingSet)
+        self.place = why if isinstance(why, PlaceInLine) else None
+        self._note_phase(before, now, frame)
+        taken, spent = self._take_time(before, now, busy_ns)
+        if isinstance(why, Paused):
+            self.is_heavy = True
+            self.hold_ns = max(self.hold_ns, taken)
+        self.is_watched = (self.is_suspect and not self.is_proved) or begins_loop
+        if self.place is not None:
+            self.budget = spent  # at most: nobody knows
+            return now
+        # What iterations took so far says nothing about those of another loop.
+        most = min(spent * _GROWTH, _MOST_STEPS)
+        self.budget = 1 if begins_loop else max(1, min(most, spent * SLICE_NS // max(taken, 1)))
+        return now
+
+    def _phase(self) -> Phase | None:
+        """The phase in which it stands, to go on with."""
+        frame, code = self.generator.gi_frame, self.node.region
+        assert code is not None
+        return None if frame is None else code.phase_at(frame.f_lineno)
+
+    def _note_phase(self, started_ns: int, ended_ns: int, frame: FrameType | None) -> None:
+        """Notes a slice of a traced region; of a loop that has ended the iterations, which a variable still counts."""
+        phase = self._standing
+        if phase is None:
+            return
+        if self.phases and self.phases[-1].phase is phase:
+            started_ns = self.phases.pop().started_ns
+        self.phases.append(PhaseSpan(phase, started_ns, ended_ns))
+        self._standing = self._phase()
+        if phase.counter and frame is not None and self._standing is not phase:
+            count = frame.f_locals.get(phase.counter)  # none if it failed before the loop began
+            if count is not None:
+                self.iterations[phase] = count
+
+    def take_phases(self) -> list[PhaseSpan]:
+        """Where it computed since this was asked for last; none if the run is not traced."""
+        taken, self.phases = self.phases, []
+        return taken
+
+    def _take_time(self, before: int, now: int, busy_ns: int) -> tuple[int, int]:
+        """Accounts for a slice; how long it took, and how many steps it may have had."""
+        taken, spent = now - before, self.budget or 1
+        limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
+        held_ns = taken // spent
+        self.is_heavy = False
+        if self.is_user:
+            self.is_heavy = taken > limit_ns
+            held_ns = taken if self.is_heavy else held_ns
+        elif taken > limit_ns:
+            self.is_suspect = True
+            self.is_unsettled = not self.is_watched
+            held_ns = INLINE_LIMIT_NS
+            if self.is_watched:
+                computed_ns = thread_time_ns() - busy_ns
+                self.is_heavy = computed_ns > limit_ns
+                self.is_proved |= self.is_heavy
+                held_ns = computed_ns if self.is_heavy else computed_ns // spent
+        self.hold_ns = max(self.hold_ns, held_ns)
+        return taken, spent
+
+    def learn_hold(self) -> None:
+        """Has the node's next firings begin where this one should have."""
+        if self.node.hold is None:
+            self.node.hold = MeasuredCost()
+        self.node.hold.observe(self.size, self.hold_ns)
+        self.has_learned = True
+
+    def learn(self, on_thread_ns: int = 0) -> None:
+        """At its end: `learn_hold`, if that says anything new, and how long it took, on a thread and before."""
+        self.node.is_suspect = self.is_unsettled
+        is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
+        if not (self.has_learned or is_known):
+            self.learn_hold()
+        if self.node.cost is None:
+            self.node.cost = MeasuredCost()
+        self.node.cost.observe(self.size, self.inline_ns + on_thread_ns)
+
+    def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Value, ...]:
+        """Runs on a thread until it ends, or lacks memory; watched until it has proved heavy.
+
+        Raises:
+            Stopped: `is_stopped` said so at a back edge.
+        """
+        self.is_suspect = True
+        try:
+            while not is_stopped():
+                self.run_slice()
+                if self.lacks_memory or self.place is not None:
+                    return ()
+        except StopIteration as ended:
+            outputs: tuple[Value, ...] = ended.value
+            return outputs
+        self.close()
+        raise Stopped
+
+    def close(self) -> None:
+        """Gives up."""
+        if self.place is not None:
+            self.place.leave()
+        self.generator.close()
+
+    def describe(self) -> str:
+        """Says what it waits for, for messages."""
+        frame, code = self.generator.gi_frame, self.node.region
+        assert self.place is not None and frame is not None and code is not None
+        source = code.places[frame.f_lineno + 1].node  # behind the yield it is claimed
+        return f"{source.name}: {self.place.describe()}\n    built at {source.location}"
+
+
+def size_of(values: Iterable[Value]) -> int:
+    """The number of elements of the values in all: the size of the work on them."""
+    size = 0
+    for value in values:
+        size += getattr(value, "size", 1)
+    return size

@@ -1,0 +1,372 @@
+"""Writes what one executor does into a trace; there is none unless the run is traced."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from typing import NamedTuple
+
+from asyncflow.compiler.plan import PlanNode
+from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, Spans
+from asyncflow.devices.swapping import SwapCopy, memory_sample
+from asyncflow.ops.recorded_calls import in_log
+from asyncflow.runtime.executor.kernels.limited_calls import Attempt
+from asyncflow.runtime.executor.kernels.provenance import describe
+from asyncflow.runtime.executor.kernels.sliced_region import SlicedRegion
+from asyncflow.runtime.scheduler.frame import Iteration
+from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
+from asyncflow.runtime.watch.picks import PickLog
+from asyncflow.runtime.watch.trace import LATE_COPY, LOOP, Firing, MemorySample, Trace, Transfer
+from asyncflow.values import Value
+
+
+class _Launched(NamedTuple):
+    """The notes of an asynchronous device about one firing."""
+
+    spans: Spans
+    """For `AsynchronousDevice.settle`."""
+    device: AsynchronousDevice
+    node: PlanNode
+    tag: str
+    scheduled_ns: int | None
+    outputs: str
+    memory: tuple[int, ...]
+    """Bytes the device held, and what else a `MemorySample` says."""
+
+
+class Recorder:
+    """Records the firings of one partition in one run."""
+
+    def __init__(
+        self, trace: Trace, run_id: int, device: Device, now: Callable[[], int], seed: int | None, partition: int
+    ) -> None:
+        self.now = now
+        self.order = trace.order
+        """Hears what is taken, and may say what is next; None for a run that is only traced."""
+        self._is_full = self.order is None and len(trace.firings) >= trace.capacity
+        self.ready = self._ready_queue(seed, partition)
+        """The scheduler's ready queue, which notes when each firing became ready; None where that is not needed."""
+        self._trace = trace
+        self._partition = partition
+        self._run_id = run_id
+        self._device = device
+        self._launched: list[_Launched] = []
+        self._counted: list[tuple[AsynchronousDevice, Spans]] = []
+        device.memory.lap(self)  # from here on
+        self.moves: Sequence[SwapCopy] = ()
+        """How saved values have moved."""
+
+    def _ready_queue(self, seed: int | None, partition: int) -> deque[tuple[PlanNode, Iteration]] | None:
+        if self.order is not None:
+            return _OrderedQueue(self.now, seed, self.order, partition)
+        if self._is_full:
+            return None
+        return _TimedQueue(self.now) if seed is None else _TimedShuffledQueue(self.now, seed)
+
+    def firing(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Value,
+        status: str,
+        queued_ns: int | None = None,
+        attempt: int = 0,
+    ) -> None:
+        """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
+        if self.order is not None and status == "ok":
+            self.order.ended(self._partition, node, iteration, result, self._device)
+        ready = self._since(node, iteration, started)
+        fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
+        self._add(fired._replace(status=status, queued_ns=queued_ns, part=max(attempt - 1, 0), attempt=attempt))
+
+    def coroutine(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        started: int,
+        attempts: Sequence[Attempt],
+        result: Value,
+        status: str,
+    ) -> None:
+        """One firing that was a coroutine; of a function with limits, each of its attempts."""
+        for number, attempt in enumerate(attempts[:-1]):
+            ready = self._since(node, iteration, attempt.asked_ns)
+            fired = self._fired(node, iteration.tag(), "async", ready, attempt.started_ns, attempt.ended_ns, "")
+            self._add(fired._replace(status="error", queued_ns=attempt.asked_ns, part=number, attempt=number + 1))
+        ended, queued = self.now(), None
+        if attempts:
+            queued, started, ended, last_status = attempts[-1]
+            status = last_status if status == "cancelled" else status  # it may have waited for the next one
+        self.firing(node, iteration, "async", started, ended, result, status, queued, attempt=len(attempts))
+
+    def answer(self, node: PlanNode, iteration: Iteration) -> object:
+        """Gives what the record of the run that is done again has for a firing; see `PickLog.answer`."""
+        assert self.order is not None
+        return self.order.answer(self._partition, node, iteration)
+
+    def given(self, node: PlanNode, iteration: Iteration, result: Value) -> None:
+        """A firing has what the record gave it."""
+        now = self.now()
+        self.firing(node, iteration, "inline", now, now, result, "ok")
+
+    def context_of(self, context: Context, node: PlanNode, iteration: Iteration) -> Context:
+        """`context`, in which the firing's calls of user functions are written down, or given again."""
+        assert self.order is not None
+        log = self.order.calls(self._partition, node, iteration)
+        return context if log is None else in_log(context, log)
+
+    def failed(self, node: PlanNode, iteration: Iteration, error: BaseException) -> None:
+        """A firing raised."""
+        if self.order is not None:
+            self.order.failed(self._partition, node, iteration, error)
+
+    def region(
+        self,
+        firing: SlicedRegion,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Value,
+        status: str,
+        queued_ns: int | None,
+    ) -> None:
+        """A time in which a region computed without a pause: as its loops, and what is between them."""
+        node, iteration = firing.node, firing.iteration
+        ready = self._since(node, iteration, started) if firing.paused_ns is None else firing.paused_ns
+        whole = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
+        whole = whole._replace(status=status, queued_ns=queued_ns, part=firing.parts)
+        spans = [span for span in firing.take_phases() if span.phase.nodes]
+        for place, (phase, began, until) in enumerate(spans):
+            is_first, is_last = place == 0, place == len(spans) - 1
+            part = firing.seen_phases.get(phase, 0)
+            firing.seen_phases[phase] = part + 1
+            self._add(
+                whole._replace(
+                    node=phase.label,
+                    op=LOOP if phase.is_loop else whole.op,
+                    location=str(phase.nodes[0].location),
+                    scheduled_ns=whole.scheduled_ns if is_first else began,
+                    started_ns=began,
+                    ended_ns=until,
+                    outputs=whole.outputs if is_last else "",
+                    status=status if is_last else "ok",
+                    queued_ns=queued_ns if is_first else None,
+                    part=part,
+                    iterations=firing.iterations.get(phase),
+                ),
+                None if is_last else (),
+            )
+        if not spans:
+            self._add(whole)
+
+    def _fired(
+        self, node: PlanNode, tag: str, stream: str, ready: int, started: int, ended: int, outputs: str
+    ) -> Firing:
+        return Firing(
+            run=self._run_id,
+            node=node.label,
+            op=node.source.op.name,
+            tag=tag,
+            device=self._device.name,
+            stream=stream,
+            scheduled_ns=min(ready, started),
+            started_ns=started,
+            ended_ns=ended,
+            outputs=outputs,
+            status="ok",
+            location=str(node.source.location),
+        )
+
+    def _since(self, node: PlanNode, iteration: Iteration, started: int) -> int:
+        since = iteration.since(node)
+        return started if since is None else since
+
+    def new_spans(self) -> Spans:
+        """Return a list for a device to record into; of a full trace, one that counts."""
+        return CountedSpans() if self._is_full else []
+
+    def spans(
+        self, spans: Spans, device: AsynchronousDevice, node: PlanNode, iteration: Iteration | None, result: Value
+    ) -> None:
+        """The work of an asynchronous device for one firing (None: before any): the kernel, and copies.
+
+        Their times may not be known before the run has ended: see `finish`.
+        """
+        if self._is_full:
+            self._counted.append((device, spans))
+            return
+        tag = "" if iteration is None else iteration.tag()
+        scheduled = None if iteration is None else iteration.since(node)
+        held = memory_sample(device.memory, device.swapping)
+        self._launched.append(_Launched(spans, device, node, tag, scheduled, _outputs(node, result), held))
+
+    def finish(self) -> None:
+        """Writes down what was launched, and what has moved, once all of it has ended."""
+        for move in self.moves:
+            copied = Firing(
+                run=self._run_id,
+                node=move.label,
+                op=LATE_COPY if move.is_late else "copy",
+                tag=move.tag,
+                device=self._device.name,
+                stream=move.stream,
+                scheduled_ns=move.started_ns,
+                started_ns=move.started_ns,
+                ended_ns=move.ended_ns,
+                outputs=format_bytes(move.nbytes),
+                status="ok",
+                location="",
+                nbytes=move.nbytes,
+            )
+            self._add(copied, (move.ended_ns, *move.memory))
+        trace = self._trace
+        firings, samples, capacity = trace.firings, trace.memory, trace.capacity
+        for launched in self._launched:
+            device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
+            label, op, location, name = node.label, node.source.op.name, str(node.source.location), device.name
+            # Some devices tell of every kernel that a region launches.
+            is_region = node.region is not None
+            run, tag, outputs = self._run_id, launched.tag, launched.outputs
+            spans = device.settle(launched.spans)
+            room = max(0, capacity - len(firings))
+            trace.dropped += max(0, len(spans) - room)
+            for own_label, stream, began, ended, nbytes, sample in spans[:room]:
+                # Past the constructor: a loop launches thousands of kernels.
+                ready = began if scheduled is None or began < scheduled else scheduled
+                fired = own_label if is_region and not nbytes else label, op, tag, name, stream, ready, began, ended
+                known = _new_tuple(Firing, (run, *fired, outputs, "ok", location, *_DEFAULTS))
+                firings.append(known._replace(op="copy", nbytes=nbytes) if nbytes else known)
+                if len(sample) == _FULL_SAMPLE:
+                    samples.append(_new_tuple(MemorySample, (name, *sample)))
+                else:
+                    samples.append(MemorySample(name, *(sample or (ended, *launched.memory))))
+        trace.dropped += sum(len(device.settle(spans)) for device, spans in self._counted)
+        self._counted.clear()
+        self._launched.clear()
+        self._device.memory.end_laps(self)
+
+    def transfer(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
+        """A value that has come from another device."""
+        self._trace.transfers.append(
+            Transfer(
+                run=self._run_id,
+                node=node.name,
+                tag=iteration.tag(),
+                source=node.peer,
+                target=self._device.name,
+                sent_ns=sent_ns,
+                received_ns=max(self.now(), sent_ns),  # on a simulated device the host may be ahead of the clock
+                nbytes=int(getattr(value, "nbytes", 0)),
+            )
+        )
+
+    def _add(self, firing: Firing, sample: tuple[int, ...] | None = None) -> None:
+        """Writes down a firing, and what its device held; the first figure says when.
+
+        What it holds now where nothing is said, and nothing where there are no figures.
+        """
+        trace = self._trace
+        if len(trace.firings) >= trace.capacity:
+            trace.dropped += 1
+            return
+        trace.firings.append(firing)
+        if sample is None:
+            sample = firing.ended_ns, *self._memory_now(firing)
+        if sample:
+            trace.memory.append(MemorySample(firing.device, *sample))
+
+    def _memory_now(self, firing: Firing) -> tuple[int, ...]:
+        """Return what the device holds; note the most within a firing, if that was more, in the middle of its time."""
+        now = memory_sample(self._device.memory, self._device.swapping)
+        if self._device.asynchronous is None:
+            most, _ = self._device.memory.lap(self)
+            if most > now[0]:
+                amid = (firing.started_ns + firing.ended_ns) // 2
+                self._trace.memory.append(MemorySample(firing.device, amid, most, *now[1:]))
+        return now
+
+
+def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
+    if status != "ok":
+        return ""
+    values = (result,) if node.single else result if isinstance(result, tuple) else ()
+    return ", ".join(map(describe, values))
+
+
+_new_tuple = tuple.__new__
+_DEFAULTS = tuple(Firing._field_defaults.values())
+_FULL_SAMPLE = len(MemorySample._fields) - 1
+
+
+class _Timed(deque["tuple[PlanNode, Iteration]"]):
+    """A ready queue by which iterations remember when each of their firings became ready."""
+
+    _now: Callable[[], int]
+
+    def append(self, item: tuple[PlanNode, Iteration]) -> None:
+        node, iteration = item
+        if iteration.ready_ns is None:
+            iteration.ready_ns = {}
+        iteration.ready_ns[node] = self._now()
+        super().append(item)
+
+
+class _TimedQueue(_Timed):
+    """One that gives the oldest firing.
+
+    Args:
+        now: nanoseconds.
+    """
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        super().__init__()
+        self._now = now
+
+
+class _TimedShuffledQueue(_Timed, ShuffledQueue):
+    """One that gives any of its firings.
+
+    Args:
+        now: nanoseconds.
+        seed: of the picks.
+    """
+
+    def __init__(self, now: Callable[[], int], seed: int | None) -> None:
+        super().__init__(seed)
+        self._now = now
+
+
+class _OrderedQueue(_TimedShuffledQueue):
+    """A ready queue of which a log hears what is taken, and may say what is next.
+
+    Args:
+        now: nanoseconds.
+        seed: of the picks.
+        order: the log.
+        partition: whose queue it is.
+    """
+
+    def __init__(self, now: Callable[[], int], seed: int | None, order: PickLog, partition: int) -> None:
+        super().__init__(now, seed)
+        self._order = order
+        self._partition = partition
+
+    def __bool__(self) -> bool:
+        return self._order.may_take(self._partition, self)
+
+    def popleft(self) -> tuple[PlanNode, Iteration]:
+        """Takes one."""
+        order = self._order
+        position = order.position(self._partition, self)
+        if position is None:
+            taken = super().popleft()
+        else:
+            taken = self[position]
+            del self[position]
+        order.taken(self._partition, *taken)
+        return taken

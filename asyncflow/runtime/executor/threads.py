@@ -1,0 +1,149 @@
+"""The firings of one executor that go to a thread of its CPU: too long for the event loop, or bound to a thread."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, cast
+
+from asyncflow.compiler.program.kernels import waits_for_saved
+from asyncflow.devices.cost import INLINE_LIMIT_NS, ON_A_THREAD, MeasuredCost
+from asyncflow.devices.cpu.lanes import Times
+from asyncflow.ops.rows.by_row import Paused
+from asyncflow.runtime.executor.kernels.sliced_region import Stopped, in_parts
+from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextvars import Context
+
+    from asyncflow.autodiff.stores import SavedValues
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.devices.cpu.device import CpuDevice
+    from asyncflow.devices.swapping import Swapping
+    from asyncflow.runtime.executor.executor import Executor
+    from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.values import Value
+
+
+def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> bool:
+    """Whether a firing that is expected to take so long is not for the event loop."""
+    if executor.recorder is not None and executor.recorder.order is not None and node.source.op.effects is not None:
+        return False  # the next firing is taken when this one has changed what it changes
+    if node.owner is not None and cast("CpuDevice", executor.device).lanes.holds(node.owner):
+        return True  # other work on the state that the kernel changes is under way
+    # What nobody knows is found out on the loop where a thread might wait for itself.
+    return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
+
+
+def must_wait(swapping: Swapping, node: PlanNode, inputs: Sequence[Value]) -> bool:
+    """Whether a firing waits for a saved value that is away, or for room for one."""
+    waits = waits_for_saved(node.source)
+    return waits is not None and swapping.must_wait(*cast("tuple[SavedValues, int]", inputs[: len(waits)]))
+
+
+def launch_on_a_thread(
+    executor: Executor,
+    node: PlanNode,
+    iteration: Iteration,
+    inputs: Sequence[Value],
+    size: int,
+    begun: Paused | None = None,
+) -> None:
+    """Starts a firing on inputs of so many elements, or goes on with one that has `begun` on the event loop."""
+    assert node.kernel is not None
+    work: Callable[..., object] = node.kernel if begun is None else begun.go_on
+    args = tuple(inputs) if begun is None else ()
+    hold = None
+    if node.is_user:
+        work = partial(_to_end, executor, in_parts(node) if begun is None else work)
+        work, args, hold = held(executor.context_of(node, iteration), work, args)
+    elif executor.run.own_context is not None:
+        work, args = executor.on_thread(work, args)
+
+    def take(result: Value, error: BaseException | None, times: Times) -> None:
+        if executor.recorder is not None:
+            lane, queued_ns, started_ns, ended_ns, _ = times
+            status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
+            executor.recorder.firing(node, iteration, lane, started_ns, ended_ns, result, status, queued_ns)
+        if error is not None:
+            if not isinstance(error, Stopped):
+                executor.kernel_failed(error, node, iteration, inputs)
+        elif not executor.stopped:
+            if hold is not None and hold.has_asked:
+                node.cost = ON_A_THREAD
+            elif begun is None:
+                # The user's may wait for something else than the processor.
+                node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
+            executor.complete(node, iteration, inputs, result)
+
+    submit(executor, node, size, work, args, take)
+
+
+def held(
+    context: Context, work: Callable[..., object], args: tuple[Value, ...]
+) -> tuple[Callable[..., object], tuple[Value, ...], ThreadHold]:
+    """Work that calls a user's function, for a thread: in a copy of a context, and with the hold that it has there."""
+    hold = ThreadHold()
+    return context.copy().run, (holding, hold, work, *args), hold
+
+
+def _to_end(executor: Executor, work: Callable[..., object], *args: Value) -> object:
+    """The results of work that may pause; no more of it is done once the run has stopped.
+
+    Raises:
+        Stopped: it has.
+    """
+    found = work(*args)
+    while isinstance(found, Paused):
+        if executor.stopped:
+            raise Stopped
+        found = found.go_on()
+    return found
+
+
+def submit(
+    executor: Executor,
+    node: PlanNode,
+    size: int,
+    work: Callable[..., object],
+    args: tuple[Value, ...],
+    take: Callable[..., None],
+) -> None:
+    """Gives work to a thread of a CPU; ``take(result, error, times)`` is called at its end.
+
+    Args:
+        executor: is notified when it ends.
+        node: whose firing it is.
+        size: how many elements it is on.
+        work: what to call.
+        args: its arguments.
+        take: takes the outcome.
+    """
+    cost: MeasuredCost | None = node.cost
+    deliver = executor.expect(take)
+    try:
+        refuse_to_queue(executor.run.context)
+        withdraw = cast("CpuDevice", executor.device).lanes.submit(
+            work,
+            args,
+            deliver,
+            executor.run.turn.loop,
+            expected_ns=None if cost is None else cost.measured_ns(size),
+            planned=node.stream,
+            owner=node.owner,
+            node=node.source,
+        )
+    except BaseException as error:
+        deliver(None, error, Times.never())
+    else:
+        executor.submitted[take] = withdraw
+
+
+def withdraw_all(executor: Executor) -> None:
+    """Withdraws the firings of a run that has been stopped which no thread has started: nobody wants them any more."""
+    while executor.submitted:
+        take, withdraw = executor.submitted.popitem()
+        if withdraw():
+            executor.in_flight -= 1
+            take(None, Stopped(), Times.never())

@@ -1,0 +1,138 @@
+"""A session's share of the event loop: how long its runs may go on before other coroutines get their turn.
+
+All runs of a session share one budget of `BURST_NS` per pass of the event loop. A run that still has ready work when
+it is spent waits in a queue, and the queue goes on in the next pass, first come first served.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections import deque
+from typing import Protocol
+from weakref import ref
+
+import numpy as np
+
+from asyncflow.runtime.executor.kernels.limited_calls import LimitedCalls
+from asyncflow.streams.loop import burst_clock, clock_of
+
+BURST_NS = 1_000_000
+"""How long a session's runs may hold the event loop at a time (1 ms)."""
+
+
+class Driven(Protocol):
+    """Work of one run that goes on in a session's share of the event loop."""
+
+    is_queued: bool
+    """True while it waits for a later pass."""
+
+    def drive(self, deadline_ns: int, /) -> bool:
+        """Goes on until nothing is ready (False) or the deadline has passed (True)."""
+
+
+class Flushed(Protocol):
+    """Work that several runs share, which is started where nothing else can go on."""
+
+    def flush(self, *, is_idle: bool) -> bool:
+        """Starts what is due; see `Batches.flush`."""
+
+
+class Turn:
+    """The queue of runs with ready work, and the budget of the current pass of the event loop."""
+
+    __slots__ = ("_batches", "_burst_end", "_queue", "_scheduled", "clock", "limited", "loop", "now", "number")
+
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        self.loop = loop
+        self.now = burst_clock(loop)
+        """Nanoseconds by which the budget is measured."""
+        self.clock = clock_of(loop)
+        """Nanoseconds as a trace shows them."""
+        self._queue: deque[Driven] = deque()
+        self._scheduled = False
+        self._burst_end = 0
+        self.number = 0
+        """Counts passes, so that failures of one pass can be told from later ones."""
+        self._batches: ref[Flushed]
+        self.limited: LimitedCalls
+        """Functions with limits, and the calls that wait for their turn."""
+
+    @property
+    def batches(self) -> Flushed:
+        """Firings that are computed together; they hold the turn, and it does not hold them."""
+        batches = self._batches()
+        assert batches is not None
+        return batches
+
+    @batches.setter
+    def batches(self, batches: Flushed) -> None:
+        self._batches = ref(batches)
+
+    def drive_now(self, driven: Driven) -> None:
+        """Drives at once if the current pass has time left; queues what remains."""
+        if not self.has_time():
+            self.enqueue(driven)
+            return
+        with np.errstate(all="ignore"):
+            more = driven.drive(self._burst_end)
+        if more:
+            self.enqueue(driven)
+
+    def drive_in_caller(self, driven: Driven) -> None:
+        """Drive a run in its caller's task, which was woken for that; queue what remains.
+
+        The task has waited for its turn already, so it gets an eighth of a pass at least: it would have to wait for the
+        next pass, and to be woken again, for ever while other runs are always ready.
+        """
+        self.has_time()  # or else this begins a pass
+        with np.errstate(all="ignore"):
+            more = driven.drive(max(self._burst_end, self.now() + BURST_NS // 8))
+        if more:
+            self.enqueue(driven)
+
+    def has_time(self) -> bool:
+        """Whether work may start in the current pass."""
+        if self._burst_end == 0:
+            self._burst_end = self.now() + BURST_NS
+            self.wake()
+            return True
+        return not self._queue and self.now() < self._burst_end
+
+    def count(self) -> int:
+        """The number of the current pass; what is counted in a later pass has a higher one."""
+        self.wake()
+        return self.number
+
+    def enqueue(self, driven: Driven) -> None:
+        """Drives in a later pass, or later in this one."""
+        if not driven.is_queued:
+            driven.is_queued = True
+            self._queue.append(driven)
+            self.wake()
+
+    def wake(self) -> None:
+        """Has a pass come, though no run may have ready work."""
+        if not self._scheduled:
+            self._scheduled = True
+            self.loop.call_soon(self._pass)
+
+    def _pass(self) -> None:
+        self._scheduled = False
+        self._burst_end = 0
+        self.number += 1
+        queue, batches = self._queue, self._batches()
+        end = self.now() + BURST_NS
+        goes_on = True
+        while goes_on:
+            if queue:
+                # In a graph, infinities and NaN are values: no floating-point warnings.
+                with np.errstate(all="ignore"):
+                    while queue and self.now() < end:
+                        driven = queue.popleft()
+                        driven.is_queued = False
+                        if driven.drive(end):
+                            self.enqueue(driven)
+            # Who was computed alone goes on in this pass: to wait for the next would cost more than it brings together.
+            goes_on = batches is not None and batches.flush(is_idle=not queue) and bool(queue) and self.now() < end
+        if queue:
+            self.wake()

@@ -1,0 +1,127 @@
+"""Moments at which a session's state is that between runs, although some are in flight.
+
+A run that writes several variables is *half way* while it is in flight: some may be written, and others not yet. A cut
+is taken as soon as no run is; nobody waits for it, and taking it costs as many references as there are variables. A run
+that waits for a cut itself, at a node that all its writes are ordered with, is not half way.
+
+Where runs overlap so that one is always half way, those in flight when the cut was asked for are let end, and then new
+ones that use the same variables wait for those in flight: for `HOLD_S` at most, and when that was not enough, after as
+many more have ended, for four times as long. It is never for good, as one in flight may itself wait for one that is
+held up, in a way that nobody here knows of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+from asyncflow.runtime.gates.atomic import AtomicRuns
+from asyncflow.runtime.run.run import Run
+from asyncflow.streams.holding import RunPart, current_part, enclosing_parts
+
+HOLD_S: Final = 0.001
+"""How long others are held up at first, where the moment does not come by itself."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _CutWaiter(Generic[T]):
+    """One that is waited for.
+
+    Attributes:
+        act: takes it.
+        rests: the run that waits for it.
+        before: runs that were in flight when it was asked for.
+        taken: what `act` gave, once it has.
+        woken: set when it is taken, or none of `before` is left.
+    """
+
+    act: Callable[[], T]
+    rests: RunPart | None
+    before: set[Run] = field(default_factory=set)
+    taken: list[T] = field(default_factory=list)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Cuts:
+    """The cuts that are waited for in a session; belongs to the thread of its event loop."""
+
+    __slots__ = ("_atomic", "_in_flight", "waiting")
+
+    def __init__(self, in_flight: Collection[Run], atomic: AtomicRuns) -> None:
+        self.waiting: list[_CutWaiter[object]] = []
+        self._in_flight = in_flight
+        self._atomic = atomic
+
+    async def take(self, act: Callable[[], T], *, in_order: bool = False) -> T:
+        """Gives what `act` does, called at such a moment.
+
+        Args:
+            act: called once, on the event loop; it does not wait.
+            in_order: all writes of the run that asks are done, or wait until it goes on.
+
+        Raises:
+            RuntimeError: the run that asks is half way, and would wait for itself.
+        """
+        if not in_order:
+            self._refuse_half_way()
+        cut = _CutWaiter(act, current_part() if in_order else None)
+        self.waiting.append(cut)  # type: ignore[arg-type]  # what it gives is for this caller alone
+        try:
+            self._look()
+            hold_s = HOLD_S
+            while not cut.taken:
+                cut.before = self._half_way()
+                cut.woken.clear()
+                await cut.woken.wait()
+                if not cut.taken and not in_order:
+                    await self._hold(hold_s)
+                    hold_s *= 4
+        finally:
+            self.waiting.remove(cut)  # type: ignore[arg-type]
+        return cut.taken[0]
+
+    def on_end(self, run: Run) -> None:
+        """A run has ended, and cuts are waited for."""
+        self._look()
+        for cut in self.waiting:
+            cut.before.discard(run)
+            if not cut.before:
+                cut.woken.set()
+
+    def _half_way(self) -> set[Run]:
+        resting = {cut.rests for cut in self.waiting}
+        return {run for run in self._in_flight if run.writes_several and run.part not in resting}
+
+    def _look(self) -> None:
+        if not self._half_way():
+            for cut in self.waiting:
+                if not cut.taken:
+                    cut.taken.append(cut.act())
+                    cut.woken.set()
+
+    async def _hold(self, seconds: float) -> None:
+        half_way = self._half_way()
+        try:
+            async with asyncio.timeout(seconds):
+                states = frozenset().union(*(run.states for run in half_way))
+                claim = await self._atomic.claim(states, frozenset(), half_way)
+        except TimeoutError:
+            return
+        try:
+            self._look()
+        finally:
+            self._atomic.leave(claim)
+
+    def _refuse_half_way(self) -> None:
+        within = enclosing_parts()
+        for run in self._in_flight if within else ():
+            if run.writes_several and run.part in within:
+                raise RuntimeError(
+                    "the state is to be saved inside a run that writes several variables, and nobody knows which of "
+                    "them it has written; save between runs, or put saver.maybe_save(step) into the graph, where it is "
+                    "in order with what the run writes"
+                )

@@ -1,0 +1,513 @@
+"""The runs of a session: the gates that a call passes before it is one.
+
+In this order: what needs no scheduler is done at once; it waits for its place (`Admission`), for its plan and what it
+is fed, and for atomic runs (`AtomicRuns`); it runs, and where memory is short again, alone (`MemoryTurns`); its results
+are copied. `Session.stream` passes the same gates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from asyncflow.compiler.program.request import tell_watchers
+from asyncflow.errors import AsyncflowError, SessionClosedError
+from asyncflow.lift.batched import SharedCode
+from asyncflow.runtime.calls.options import as_priority, as_timeout, check_trace
+from asyncflow.runtime.executor.kernels.limited_calls import LimitedCalls
+from asyncflow.runtime.executor.turn import Turn
+from asyncflow.runtime.gates.admission import Admission, ExpectedRun
+from asyncflow.runtime.gates.in_flight import InFlight, Passed
+from asyncflow.runtime.gates.memory_turns import MemoryTurns
+from asyncflow.runtime.gates.versions import CompileFor, Versions
+from asyncflow.runtime.run.ask import Ask
+from asyncflow.runtime.run.channel import Channel
+from asyncflow.runtime.shared.batches import Batches
+from asyncflow.runtime.shared.bodies import Bodies
+from asyncflow.runtime.shared.pools import Pools
+from asyncflow.runtime.shared.vertex_pools import VertexPools
+from asyncflow.runtime.values.copies import CopyThread
+from asyncflow.runtime.values.feeds import at_hand
+from asyncflow.runtime.values.fetches import user_value
+from asyncflow.runtime.values.foreign_feeds import as_of_now
+from asyncflow.runtime.watch.trace import Trace, current_trace, write_trace
+from asyncflow.state.immutable import LARGE_BYTES
+from asyncflow.streams.beside import call_beside
+from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.calls.calls import Call
+    from asyncflow.runtime.calls.plans import PlanCache
+    from asyncflow.runtime.calls.session_options import SessionOptions
+    from asyncflow.runtime.executor.kernels.single_call import Begun
+    from asyncflow.runtime.gates.atomic import Claim
+    from asyncflow.runtime.run.run import Run
+    from asyncflow.state.containers import StateStore
+    from asyncflow.state.waiting.taken import Taken
+    from asyncflow.values import Nest, Value
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _GatedCall(Passed):
+    """A call on its way through the gates.
+
+    Attributes:
+        call: what to run.
+        ask: what else is asked.
+        plan: of the call; None until it is known.
+        waits: some of the values still have to be copied or read.
+        allow_dead: fetches on a branch not taken give None.
+        is_wanted: says whether the caller, who is on another thread, still takes the result.
+        values: what is fed, once that is checked.
+        is_checked: whether it is.
+        taken: the elements that its run has taken and gives back if it ends early.
+    """
+
+    call: Call
+    ask: Ask
+    plan: Plan | None = None
+    waits: bool = False
+    allow_dead: bool = False
+    is_wanted: Callable[[], bool] | None = None
+    values: list[Value] = field(default_factory=list)
+    is_checked: bool = False
+    taken: Taken | None = None
+
+    def take_now(self) -> None:
+        """Before it waits: whoever has what is fed may go on to change it."""
+        self.values = as_of_now(self.values)
+
+
+class Runs:
+    """Runs calls on the devices of one session; after `bind`, on its event loop alone.
+
+    Args:
+        devices: by name.
+        plans: those of the session.
+        compile: makes one that is missing.
+        state: of the session's variables.
+        options: of the session.
+
+    Attributes:
+        in_flight: those that have started.
+        copies: of large arrays.
+        admission: who has to wait; None without a limit.
+        batches: firings that are computed together; None before `bind`.
+        limited: functions with limits; None before `bind`.
+        memory_turns: who is done again; None without a limit of memory.
+        versions: of variables.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, Device],
+        plans: PlanCache,
+        compile: CompileFor,
+        state: StateStore,
+        options: SessionOptions,
+    ) -> None:
+        self._calls = 0
+        self.copies = CopyThread()
+        accounts = [device.memory for device in devices.values()]
+        self.admission = (
+            None
+            if options.max_runs is None
+            else Admission(options, accounts, sum(device.threads for device in devices.values()))
+        )
+        self.memory_turns = None if options.memory_limit is None else MemoryTurns()
+        self._devices = devices
+        self._plans = plans
+        self._compile = compile
+        self._options = options
+        self.in_flight = InFlight(devices, options)
+        self.versions = Versions(self.in_flight.runs, plans, compile, state, self.copies)
+        self.in_flight.versions = self.versions
+        self._bodies = Bodies(self.in_flight, devices, options, self.versions.plan_of)
+        self.batches: Batches | None = None
+        self.limited: LimitedCalls | None = None
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs are on this event loop from now on."""
+        turn = self.in_flight.turn = Turn(loop)
+        self.limited = turn.limited = LimitedCalls(loop, self._options.seed)
+        self.batches = turn.batches = Batches(turn, self._bodies, self._options.seed or 0)
+        self.batches.vertex_pools = VertexPools(self.batches)
+        self.batches.pools = Pools(self.batches, self._options.max_iterations, is_watched=self._options.debug)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        call: Call,
+        values: Sequence[Value],
+        timeout: float | None,
+        trace: Trace | str | Path | None,
+        allow_dead: bool,
+        atomic: bool,
+        priority: int = 0,
+        is_wanted: Callable[[], bool] | None = None,
+    ) -> Nest:
+        """Do what `Session.run` promises, once it is known what to run; see `Ask` for what else is asked."""
+        note_ask()
+        if timeout is not None:
+            timeout = as_timeout(timeout)
+        if type(priority) is not int:
+            priority = as_priority(priority)
+        in_flight = self.in_flight
+        if in_flight.drained is not None:
+            in_flight.check_drained()
+        recorder = current_trace() if trace is None else _recorder(trace)
+        asked_s = in_flight.turn.loop.time()
+        graph = call.request.home.ref()  # nobody else may have it while the run goes on
+        plan = call.plan if recorder is None and graph is not None and call.version == graph.version else None
+        checked = begun = None
+        waits = False
+        if plan is not None and plan.single_call is not None and not atomic:
+            # What needs no scheduler is over before anybody could wait for it.
+            checked, waits = call.check(values)
+            if not (waits or plan.read_on_host):
+                found = in_flight.run_single_call(plan, checked, timeout, asked_s)
+                if type(found) is list:
+                    return call.result(plan, found, allow_dead=allow_dead)
+                begun = cast("Begun | None", found)
+        ask = Ask(
+            asked_s=asked_s, timeout=timeout, trace=recorder, priority=priority, atomic=atomic, staying=call.staying
+        )
+        passing = _GatedCall(
+            call=call, ask=ask, plan=plan, waits=waits, allow_dead=allow_dead, is_wanted=is_wanted, begun=begun
+        )
+        if checked is not None:
+            passing.values, passing.is_checked = checked, True
+        return await self._passed(passing, values, Path(trace) if isinstance(trace, str | Path) else None)
+
+    async def _passed(self, passing: _GatedCall, values: Sequence[Value], path: Path | None) -> Nest:
+        """The result of a call that passes the gates; its trace is written to `path`."""
+        ask, in_flight, is_whole = passing.ask, self.in_flight, False
+        self._calls += 1
+        try:
+            try:
+                plan, fetched = await self._open(passing, values)
+                if fetched is None:
+                    if self.memory_turns is None and (ask.timeout is None or not plan.only_awaits):
+                        run = in_flight.start(plan, passing.values, ask, passing)
+                        passing.taken, work = run.taken, run.wait()
+                        del run  # an error that somebody keeps leads here
+                    else:
+                        work = self._carefully(plan, passing)
+                    fetched = await work
+                    for value in fetched:
+                        if type(value) is np.ndarray and value.nbytes > LARGE_BYTES:
+                            fetched = await self.copies.of_results(fetched)
+                            break
+                    if self.memory_turns is not None:
+                        in_flight.hand_over(fetched)
+                    if passing.is_wanted is not None and not passing.is_wanted():
+                        raise asyncio.CancelledError
+                    is_whole = True
+            finally:
+                if passing.claim is not None or passing.ticket is not None:
+                    self._leave(passing, is_whole=is_whole)
+                # One that was refused leaves the trace that is there.
+                if path is not None and passing.is_checked and ask.trace is not None:
+                    await call_beside(write_trace, ask.trace, path)
+        except BaseException as error:
+            if passing.taken is not None:
+                passing.taken.settle(error)
+            raise
+        finally:
+            self._calls -= 1
+            if in_flight.ended is not None:
+                in_flight.ended.set()
+        if passing.taken is not None:
+            passing.taken.settle(None)
+        return passing.call.result(plan, fetched, allow_dead=passing.allow_dead)
+
+    async def stream(
+        self,
+        ask: Callable[[], tuple[Call, Sequence[Value]]],
+        timeout: float | None,
+        trace: Trace | None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Nest, None]:
+        """Does what `Session.stream` promises; ``ask()`` gives what to run, and the values to feed."""
+        timeout, priority = as_timeout(timeout), as_priority(priority)
+        check_trace(trace, may_be_path=False)
+        in_flight = self.in_flight
+        if in_flight.drained is not None:
+            in_flight.check_drained()
+        call, values = ask()
+        channel, asked_s = Channel(in_flight.turn.loop), in_flight.turn.loop.time()
+        recorder = trace or current_trace()
+        asked = Ask(asked_s=asked_s, timeout=timeout, trace=recorder, priority=priority, emitter=channel)
+        passing = _GatedCall(call=call, ask=asked)
+        run: Run | None = None
+        self._calls += 1
+        try:
+            plan, _ = await self._open(passing, values)
+            run = in_flight.start(plan, passing.values, asked, passing)
+            while (items := await channel.get()) is not None:
+                # The loop goes on with the same arrays, so the consumer gets copies.
+                copies = await self.copies.of_results(items, shared=True)
+                found = zip(call.request.streamed, items, copies, strict=True)
+                yield call.structure.unflatten([user_value(x, copy, copy is value, False) for x, value, copy in found])
+            await run.wait()
+        except AsyncflowError as error:
+            if run is not None and run.taken is not None:
+                run.taken.settle(error)
+            raise
+        finally:
+            try:
+                if run is not None and not run.is_finished:
+                    run.stop("cancelled")
+                    await run.wait()
+            finally:
+                channel.discard()  # what nobody has taken leads to the run, and the run to the channel
+                self._leave(passing)
+                self._calls -= 1
+                in_flight.tell_ended()
+
+    async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
+        """Does what `Session.warm_up` promises."""
+        in_flight = self.in_flight
+        plan = await self._plans.get(call.request, self._compile)
+        nodes = [node.source for partition in plan.partitions for node in partition.nodes]
+        for shared in [node.attrs["shared"] for node in nodes if isinstance(node.attrs.get("shared"), SharedCode)]:
+            for program in shared.programs():
+                await self._bodies.plan_of(program)
+        if not plan.is_repeatable:
+            return 0
+        number = in_flight.begun + in_flight.numbered_from
+        for size in sizes:
+            runs = (self.call(call, values, None, None, True, False) for _ in range(size))
+            for result in await asyncio.gather(*runs, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+        if in_flight.begun + in_flight.numbered_from == number + sum(sizes):  # or others have had numbers, too
+            in_flight.numbered_from -= sum(sizes)
+        return sum(sizes)
+
+    def expect(self, timeout: float | None, priority: int) -> ExpectedRun:
+        """Does what `Session.expect_run` promises."""
+        if self.in_flight.closed is not None:
+            raise SessionClosedError(self.in_flight.closed)
+        if self.in_flight.drained is not None:
+            self.in_flight.check_drained()
+        if self.admission is None:
+            return ExpectedRun(None, inf)
+        now_s = asyncio.get_running_loop().time()
+        return self.admission.expect(inf if timeout is None else now_s + timeout, now_s, priority)
+
+    # -- gates ---------------------------------------------------------------------------------------------------
+
+    async def _open(self, passing: _GatedCall, values: Sequence[Value]) -> tuple[Plan, list[Value] | None]:
+        """Comes back when a run may start, with its plan; and with its fetched values, if it is over by then."""
+        ask, in_flight, admission = passing.ask, self.in_flight, self.admission
+        if admission is not None and passing.begun is None:  # before anything is copied
+            turn, known = in_flight.turn, passing.call.plan
+            passing.ticket = admission.enter(known, ask, values, turn, self._calls, in_flight.begun)
+        if not passing.is_checked:
+            passing.values, passing.waits = passing.call.check(values)
+            passing.is_checked = True
+        if admission is not None and passing.ticket is not None and passing.ticket.turn is not None:
+            passing.take_now()
+            await admission.wait(passing.ticket)
+        plan = passing.plan
+        if plan is None or plan.read_on_host or passing.waits:
+            plan = await self._ready(passing)
+            if plan.single_call is not None and ask.trace is None and not ask.atomic and ask.emitter is None:
+                found = in_flight.run_single_call(plan, passing.values, ask.timeout, ask.asked_s)
+                if type(found) is list:
+                    return plan, found
+                passing.begun = cast("Begun | None", found)
+            if admission is not None and admission.is_auto and passing.ticket is None and passing.begun is None:
+                turn, values = in_flight.turn, passing.values
+                passing.ticket = admission.enter(plan, ask, values, turn, self._calls, in_flight.begun)
+                if passing.ticket is not None and passing.ticket.turn is not None:
+                    passing.take_now()
+                    await admission.wait(passing.ticket)
+        if ask.atomic or in_flight.atomic.claims:
+            passing.take_now()
+            passing.claim = await self._claimed(plan, passing)
+        if passing.ticket is not None:
+            passing.ticket.queue.begin(passing.ticket, plan.cost, in_flight.turn.loop.time())
+        return plan, None
+
+    async def _ready(self, passing: _GatedCall) -> Plan:
+        """The plan of a call, kept there unless it is for a trace that looks inside regions; its values where it is."""
+        call, ask, plan = passing.call, passing.ask, passing.plan
+        if passing.waits:
+            async with ask.in_time("what is fed was not copied"):
+                passing.values = await self.copies.of_feeds(passing.values)
+        if plan is None:
+            passing.take_now()
+            inside = ask.trace is not None and ask.trace.detail == "node"
+            request = call.request._replace(regions=False) if inside else call.request
+            version = request.graph.version
+            tell_watchers(request, passing.values)
+            async with ask.in_time("the graph was not compiled", "that goes on, for later runs"):
+                plan = await self._plans.get(request, self._compile)
+            if not inside:
+                if call.plan is not None and not plan.cost.recent_s:
+                    plan.cost = call.plan.cost  # the graph has grown, and the run does what it did
+                call.plan, call.version = plan, version
+        if plan.read_on_host or passing.waits:
+            async with ask.in_time("what the run needs of other libraries and devices was not there"):
+                passing.values = await at_hand(passing.values, call.request.feeds, plan, self._devices)
+        return plan
+
+    async def _claimed(self, plan: Plan, passing: _GatedCall) -> Claim | None:
+        """Returns when a run may start as far as atomic ones are concerned; its own claim, if it is one."""
+        atomic, within, ticket = self.in_flight.atomic, enclosing_parts(), passing.ticket
+
+        async def wait() -> Claim | None:
+            if passing.ask.atomic:
+                return await atomic.claim(plan.states, within, self.in_flight.runs)
+            await atomic.wait(plan.states, within)
+            return None
+
+        async with passing.ask.in_time("other runs that use the same variables did not end"):
+            if self.admission is None or ticket is None:
+                return await wait()
+            while True:
+                claim = await self.admission.held_up(ticket, wait)
+                if not ticket.is_aside:
+                    return claim
+                try:
+                    await self.admission.back(ticket)
+                except BaseException:
+                    if claim is not None:
+                        atomic.leave(claim)
+                    raise
+                if claim is not None:
+                    return claim  # else others may have claimed what the run uses, meanwhile
+
+    async def _carefully(self, plan: Plan, passing: _GatedCall) -> list[Value]:
+        """The values of a run that may not fit: beside runs of its plan that wait, too, or into a limited memory."""
+        in_flight, ask, admission, turns = self.in_flight, passing.ask, self.admission, self.memory_turns
+        is_part = is_within(in_flight.turn)
+        if ask.timeout is not None and plan.only_awaits and admission is not None and admission.is_auto:
+            with nullcontext() if is_part else admission.in_progress(plan.cost):
+                return await in_flight.start(plan, passing.values, ask, passing).wait()
+        is_recorded = ask.trace is not None and ask.trace.order is not None
+        if turns is None or ask.atomic or is_recorded or is_part or not plan.is_repeatable:
+            run = in_flight.start(plan, passing.values, ask, passing)
+            passing.taken, work = run.taken, run.wait()
+            del run  # an error that somebody keeps leads here
+            return await work
+        waits = partial(ask.in_time, "runs that it does not fit into memory with did not end")
+        return await turns.values(partial(self._attempt, plan, passing, turns, waits), waits, self._is_left_over)
+
+    async def _attempt(
+        self,
+        plan: Plan,
+        passing: _GatedCall,
+        turns: MemoryTurns,
+        waits: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> list[Value]:
+        """The values of a run that is done again, alone, if it passes the memory limit beside others."""
+        in_flight = self.in_flight
+        if turns.is_alone and self._is_left_over():
+            async with waits():
+                await in_flight.wait(lambda: in_flight.closed is not None or not self._is_left_over(), None)
+        if in_flight.atomic.claims:
+            await self._claimed(plan, passing)
+        passing.has_age = True
+        run = in_flight.start(plan, passing.values, passing.ask, passing)
+        passing.number = run.number  # it draws the same again, and later runs what they draw in any case
+        return await run.wait()
+
+    def _is_left_over(self) -> bool:
+        """Return True if memory is held for runs that have been stopped."""
+        return self.batches is not None and self.batches.is_left_over()
+
+    def _leave(self, passing: _GatedCall, *, is_whole: bool = False) -> None:
+        """A call has ended, however that came, and gives back what the gates have given it."""
+        if passing.claim is not None:
+            self.in_flight.atomic.leave(passing.claim)
+        if passing.ticket is not None and self.admission is not None:
+            self.admission.leave(passing.ticket, self.in_flight.turn.loop.time(), is_whole=is_whole)
+
+    async def alone(self, states: frozenset[Hashable], act: Callable[[], None]) -> None:
+        """Calls `act` when no run that touches `states` is in flight; later ones wait until it has returned.
+
+        Raises:
+            RuntimeError: a run that touches them asks, and would wait for itself.
+        """
+        atomic = self.in_flight.atomic
+        claim = await atomic.claim(states, enclosing_parts(), self.in_flight.runs)
+        try:
+            act()
+        finally:
+            atomic.leave(claim)
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def refuse(self, why: str) -> None:
+        """Starts nothing more, and ends all waiting."""
+        self.in_flight.closed = why
+        if self.admission is not None:
+            self.admission.close(why)
+        if self.batches is not None and self.in_flight.turn.loop.is_closed():
+            self.in_flight.runs.clear()  # no callback will ever say that they have ended
+
+    def release(self) -> None:
+        """Lets go of what was kept for later runs."""
+        if self.batches is not None:
+            self.batches.clear()
+
+    async def drain(self, why: str, grace_s: float) -> None:
+        """Refuses what is new, and gives what was asked for before so many seconds to end; then stops the rest."""
+        in_flight = self.in_flight
+        in_flight.drained = why
+        if self.batches is not None:
+            self.batches.hurry()
+        if grace_s > 0:
+            await in_flight.wait(lambda: not (self._calls or in_flight.runs), grace_s)
+        in_flight.is_stopping = True
+        if self.admission is not None:
+            self.admission.close(why)
+        in_flight.close_all()
+        await in_flight.wait(lambda: not in_flight.runs, None)
+
+    async def end(self, grace_s: float) -> None:
+        """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""
+        in_flight = self.in_flight
+        if self.batches is not None and in_flight.runs:
+            self.batches.hurry()
+        for run in list(in_flight.runs):
+            if run.emitter is not None and not run.emitter.has_consumer:
+                run.close()
+        if grace_s > 0:
+            await in_flight.wait(lambda: not in_flight.runs, grace_s)
+
+    async def stop(self) -> None:
+        """Stops what is still in flight."""
+        in_flight = self.in_flight
+        in_flight.is_stopping = True
+        in_flight.close_all()
+        if self.batches is not None:
+            await self.batches.aclose()
+        in_flight.tell_ended()
+        await in_flight.wait(lambda: not in_flight.runs, None)
+
+
+def _recorder(trace: object) -> Trace:
+    """The trace to record into, for a run that was asked for with a trace or with the path of one.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    check_trace(trace, may_be_path=True)
+    return trace if isinstance(trace, Trace) else Trace()

@@ -1,0 +1,1 @@
+"""Work that runs share: batches, pooled loops, vertex maps."""

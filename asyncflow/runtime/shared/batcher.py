@@ -1,0 +1,491 @@
+"""Which firings are computed together, and when: a pure state machine, with neither clock nor event loop in it.
+
+Members wait in *lanes*, one for each signature: what has the same code, dtypes, shapes, device and values in common may
+share a call. Of each lane one call is under way at a time, so that what comes meanwhile gathers; or several that are
+made at once, where a device of several threads takes less time for the parts of a call than for the whole
+(`CallCosts.parts`). The lane is free once all of them have ended.
+
+======================== ============================================ ================================================
+event                    state                                        what happens
+======================== ============================================ ================================================
+`offer`                                                               the member waits
+`withdraw`               waits                                        it leaves; the others are as they were
+`withdraw`               under way                                    its result is dropped when the call ends
+`divide`                 `overdue`                                    both halves of who stays wait, each in a lane of
+                                                                      its own, so that none waits for the other
+`set_apart`              `overdue`                                    it goes on in a lane of its own; the lane is free
+`take`                   calls of the lane are under way              nothing
+`take`, not idle         fewer than `max_size` wait, and all have     nothing: others may still come
+                         half of their time until they are due
+`take`, idle             it pays to wait for those who were just      nothing, until they are back, or late (`Returns`)
+                         answered
+`take`                   pools go before the lane                     nothing
+`take`, idle             `is_ending`, whatever its `max_delay_s`      a call leaves: no others will come
+`take`                   else                                         who is past its deadline leaves; a call is made
+                                                                      of the others, of the size that is best, or
+                                                                      several at once
+`ended`                  the last of those made at once               what they took is learnt; the lane is free
+`failed`                 of one member                                it is at fault; the lane is free
+`failed`                 of several                                   both halves wait, apart and before all others
+======================== ============================================ ================================================
+
+Who goes first. Members, and lanes, of the lowest priority number, but each other number that waits has an eighth of the
+places (`PriorityShares`). Of one number, whoever is *due* first: at its deadline, or a second after it was offered. A
+call is cut so small that the first deadline in it is met, as far as is known and can be. Under overload, when calls
+that small would not meet all deadlines, a call is as large as gives the most answers in time for its time
+(`asyncflow.runtime.shared.call_sizes`), and has only members that it can answer in time.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import inf
+from random import Random
+from typing import Generic, Protocol, TypeVar
+
+from asyncflow.ops.batch import Batch
+from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
+from asyncflow.runtime.shared.call_costs import EXPLORE, CallCosts
+from asyncflow.runtime.shared.call_sizes import size_under_overload
+
+_LONG = 2
+"""Calls that take so many times what was learnt are long."""
+
+
+class Gathered(Protocol):
+    """One firing, while it waits or is under way.
+
+    Attributes:
+        nbytes: of its inputs.
+        offered_ns: since when it waits.
+        deadline_ns: when nobody will want its result any more; infinity for never.
+        priority: lower ones go first.
+        is_gone: nobody wants its result any more.
+        signature: of the lane that it is in.
+    """
+
+    nbytes: int
+    offered_ns: int
+    deadline_ns: float
+    priority: int
+    is_gone: bool
+    signature: Hashable
+
+
+def _due_ns(member: Gathered) -> float:
+    return min(member.deadline_ns, member.offered_ns + PATIENCE_S * 1e9)
+
+
+def _halfway_ns(member: Gathered) -> float:
+    return (member.offered_ns + _due_ns(member)) / 2
+
+
+M = TypeVar("M", bound=Gathered)
+
+
+@dataclass(slots=True)
+class CallGroup:
+    """Calls that are made at once, and what those took that have ended."""
+
+    calls: int
+    ended: int = 0
+    size: int = 0
+    taken_ns: float = 0.0
+    sum_ns: float = 0.0
+    """Of all members that had their results."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchCall(Generic[M]):
+    """Members that are computed together.
+
+    Attributes:
+        lane: whose call it is.
+        members: who.
+        started_ns: since when it is computed, if it may never end; infinity if it ends by itself.
+        left_ns: when the first of its members left.
+        beside: the calls that are to be made with it.
+        group: of all of these.
+    """
+
+    lane: Lane[M]
+    members: Sequence[M]
+    started_ns: float = inf
+    left_ns: float = inf
+    beside: Sequence[BatchCall[M]] = ()
+    group: CallGroup = field(default_factory=lambda: CallGroup(1))
+
+    def overdue_ns(self) -> float:
+        """When one of its members may be why it has not ended, and keep the others from ending."""
+        if self.started_ns == inf:
+            return inf
+        # Half of what the first one has, so that others may still end in time; as long again as before one left.
+        halfway_ns = (self.started_ns + min(member.deadline_ns for member in self.members)) / 2
+        expected_ns = self.lane.costs.predict_ns(len(self.members))
+        again_ns = 2 * self.left_ns - self.started_ns
+        return max(min(halfway_ns, again_ns), self.started_ns + _LONG * expected_ns)
+
+
+@dataclass(slots=True, eq=False)
+class Lane(Generic[M]):
+    """Members of one signature."""
+
+    signature: Hashable
+    policy: Batch
+    costs: CallCosts
+    waiting: dict[int, list[M]] = field(default_factory=dict)
+    """By priority, who is due first in front; there are no empty lists."""
+    suspects: deque[Sequence[M]] = field(default_factory=deque)
+    """Parts of calls that failed, which go before all others, each by itself."""
+    under_way: list[BatchCall[M]] = field(default_factory=list)
+    shares: PriorityShares = field(default_factory=PriorityShares)
+    held_ns: float = -inf
+    """Until when others go before it, as was known when it was last asked for."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    def everybody(self) -> Iterator[M]:
+        """All who wait or are under way."""
+        return chain(*self.waiting.values(), *self.suspects, *(call.members for call in self.under_way))
+
+    @property
+    def rank(self) -> int:
+        """The lowest number of priority in it."""
+        taken = chain(*self.suspects, *(call.members for call in self.under_way))
+        return min(chain(self.waiting, (member.priority for member in taken)))
+
+    @property
+    def most(self) -> int:
+        """How many may share a call."""
+        return self.policy.max_size if self.costs.fits is None else min(self.policy.max_size, self.costs.fits)
+
+    def add(self, member: M) -> None:
+        """One waits."""
+        insort(self.waiting.setdefault(member.priority, []), member, key=_due_ns)
+
+    def discard(self, member: M) -> None:
+        """One waits no more, if it did."""
+        line = self.waiting.get(member.priority, [])
+        if member in line:
+            self._remove(line, line.index(member))
+
+    def drop_late(self, now_ns: int) -> None:
+        """Who is past its deadline waits no more."""
+        # Who is late is due, and stands in front.
+        for line in [line for line in self.waiting.values() if _due_ns(line[0]) <= now_ns]:
+            overdue = next((place for place, member in enumerate(line) if _due_ns(member) > now_ns), len(line))
+            for place in reversed(range(overdue)):
+                if line[place].deadline_ns <= now_ns:
+                    self._remove(line, place)
+
+    def take(self, size: int) -> list[M]:
+        """So many at most, who go next; of more than one, no more than the policy's bytes."""
+        taken: list[M] = []
+        nbytes, most = 0, self.policy.max_bytes
+        while self.waiting and len(taken) < size:
+            line = self.waiting[self.shares.pick(self.waiting)]
+            nbytes += line[0].nbytes
+            if taken and most is not None and nbytes > most:
+                break
+            taken.append(self._remove(line, 0))
+        return taken
+
+    def fit(self, members: list[M], now_ns: int) -> list[M]:
+        """Return the members to call: those taken, or fewer or others, so that more are answered in time."""
+        if self.policy.cost == "none" or (len(members) == 1 and not self.waiting):
+            return members
+        first_ns, costs = min([member.deadline_ns for member in members]), self.costs
+        if first_ns == inf or now_ns + costs.likely_ns(len(members)) <= first_ns:
+            return members
+        lines: dict[int, list[float]] = {}
+        for member in chain(members, *self.waiting.values()):
+            lines.setdefault(member.priority, []).append(member.deadline_ns)
+        ranked = [lines[priority] for priority in sorted(lines)]
+        size = size_under_overload(ranked, now_ns, self.most, costs.likely_ns)
+        if size is None:
+            return self.cut_in_time(members, now_ns)
+        for member in members:
+            self.add(member)
+        return self._take_reachable(size, now_ns + costs.likely_ns(size))
+
+    def _take_reachable(self, size: int, end_ns: float) -> list[M]:
+        """Return so many at most, who go next, of those whose deadlines are not before `end_ns`."""
+        whole, late = self.waiting, dict[int, list[M]]()
+        self.waiting = {}
+        for priority, line in whole.items():
+            late[priority] = [member for member in line if member.deadline_ns < end_ns]
+            if len(late[priority]) < len(line):
+                self.waiting[priority] = [member for member in line if member.deadline_ns >= end_ns]
+        taken = self.take(size)
+        for line in late.values():
+            for member in line:
+                self.add(member)
+        return taken
+
+    def cut_in_time(self, members: list[M], now_ns: int) -> list[M]:
+        """As many of those taken as can be computed until the first deadline among them; the others wait again."""
+        if len(members) == 1:
+            return members
+        costs = self.costs
+        reachable_ns = now_ns + costs.predict_ns(1)
+
+        def deadline_ns(member: M) -> float:
+            return member.deadline_ns if member.deadline_ns >= reachable_ns else inf
+
+        first_ns = min(map(deadline_ns, members))
+        size = len(members)
+        while size > 1 and now_ns + costs.predict_ns(size) > first_ns:
+            size -= 1
+        if size < len(members):
+            members.sort(key=deadline_ns)
+            for member in members[size:]:
+                self.add(member)
+        return members[:size]
+
+    def leaves_ns(self) -> float:
+        """When those who wait have waited as long as they may, where others may still come."""
+        found = min(member.offered_ns for line in self.waiting.values() for member in line)
+        first = min((member for line in self.waiting.values() for member in line), key=lambda each: each.deadline_ns)
+        # What is known of costs may be wrong by much, and so half of what it has is kept.
+        needed_ns = _LONG * self.costs.predict_ns(min(len(self), self.policy.max_size))
+        last_ns = min(first.deadline_ns - needed_ns, (first.offered_ns + first.deadline_ns) / 2)
+        return min(found + self.policy.max_delay_s * 1e9, last_ns)
+
+    def _remove(self, line: list[M], place: int) -> M:
+        member = line.pop(place)
+        if not line:
+            del self.waiting[member.priority]
+        return member
+
+
+class Batcher(Generic[M]):
+    """Gathers members, and says what is to be called.
+
+    Args:
+        seed: of the sizes that are tried out.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.lanes: dict[Hashable, Lane[M]] = {}
+        self.is_ending = False
+        """Nobody waits longer than until nothing else can go on."""
+        self._random = Random(seed)
+        self._shares = PriorityShares()
+
+    def offer(self, signature: Hashable, costs: CallCosts, policy: Batch, member: M) -> None:
+        """A member waits.
+
+        Args:
+            signature: equal for those that may share a call.
+            costs: of such calls; signatures whose calls take equally long have the same.
+            policy: of the function.
+            member: who.
+        """
+        lane = self.lanes.get(signature)
+        if lane is None:
+            lane = self.lanes[signature] = Lane(signature, policy, costs)
+        lane.add(member)
+        costs.returns.come(member.offered_ns)
+
+    def withdraw(self, signature: Hashable, member: M) -> BatchCall[M] | None:
+        """Nobody wants the member's result any more; gives the call under way in which that is so for all."""
+        member.is_gone = True
+        lane = self.lanes.get(signature)
+        if lane is None:
+            return None
+        lane.discard(member)
+        self._drop_if_empty(lane)
+        calls = (call for call in lane.under_way if member in call.members)
+        return next((call for call in calls if all(each.is_gone for each in call.members)), None)
+
+    def take(
+        self, now_ns: int, *, is_idle: bool, held_until_ns: Callable[[Lane[M]], float] | None = None
+    ) -> Iterator[BatchCall[M]]:
+        """The calls that are to be made now, the most urgent first.
+
+        Each is under way, as those `beside` it are, until it has `ended` or `failed`. Whoever has no time for more may
+        stop asking.
+
+        Args:
+            now_ns: the time.
+            is_idle: nothing else can go on, so that nobody else will come by itself.
+            held_until_ns: until when pools go before a lane; infinity if that is not known.
+        """
+        ready = [lane for lane in self.lanes.values() if self._is_ready(lane, now_ns, is_idle)]
+        if held_until_ns is not None:
+            for lane in ready:
+                lane.held_ns = held_until_ns(lane)
+            ready = [lane for lane in ready if lane.held_ns <= now_ns]
+        for lane in ready if len(ready) < 2 else self._by_urgency(ready):
+            parts = self._next(lane, now_ns)
+            if parts:
+                group = CallGroup(len(parts))
+                first, *beside = lane.under_way = [BatchCall(lane, part, group=group) for part in parts]
+                first.beside = beside
+                yield first
+            else:
+                self._drop_if_empty(lane)
+
+    def count(self) -> int:
+        """How many wait."""
+        return sum(map(len, self.lanes.values()))
+
+    def wake_ns(self, now_ns: int) -> float:
+        """When one has waited as long as it may, or a call is overdue; infinity if there is no such time.
+
+        Args:
+            now_ns: the time that `take` was told. By a later one, somebody might be due who was not taken.
+        """
+        found = inf
+        for lane in self.lanes.values():
+            if lane.under_way:
+                found = min(found, *(call.overdue_ns() for call in lane.under_way))
+            elif now_ns < lane.held_ns:
+                found = min(found, lane.held_ns)
+            elif lane.waiting and self._delays(lane):
+                found = min(found, lane.leaves_ns())
+            elif lane.waiting and now_ns < (until_ns := self._returns_ns(lane, now_ns)):
+                found = min(found, until_ns)
+        return found
+
+    def overdue(self, now_ns: int) -> list[BatchCall[M]]:
+        """Calls under way in which those who stay might wait for one that never ends: `divide` or `set_apart` them."""
+        calls = [call for lane in self.lanes.values() for call in lane.under_way]
+        for call in calls:
+            if call.started_ns < inf == call.left_ns and any(member.is_gone for member in call.members):
+                call.left_ns = now_ns
+        return [call for call in calls if call.overdue_ns() <= now_ns]
+
+    def divide(self, call: BatchCall[M]) -> None:
+        """Has those who stay in a call wait in halves, each in a lane of its own; it is to be stopped."""
+        members = [member for member in call.members if not member.is_gone]
+        half = (len(members) + 1) // 2
+        for part in (members[:half], members[half:]):
+            if part:
+                self._lane_apart(call.lane, part).suspects.append(part)
+        self._free(call)
+
+    def set_apart(self, call: BatchCall[M]) -> None:
+        """Has a call go on by itself, however long, so that others of its lane need not wait for it."""
+        self._free(call)
+        call.lane, call.started_ns = self._lane_apart(call.lane, call.members), inf
+        call.lane.under_way.append(call)
+
+    def _lane_apart(self, lane: Lane[M], members: Sequence[M]) -> Lane[M]:
+        apart = Lane[M]((lane.signature, object()), lane.policy, lane.costs)
+        self.lanes[apart.signature] = apart
+        for member in members:
+            member.signature = apart.signature
+        return apart
+
+    def ended(self, call: BatchCall[M], taken_ns: float, now_ns: int) -> None:
+        """The call has given its results."""
+        costs, group = call.lane.costs, call.group
+        group.ended += 1
+        group.size += len(call.members)
+        group.taken_ns = max(group.taken_ns, taken_ns)
+        group.sum_ns += len(call.members) * taken_ns
+        if group.ended == group.calls:
+            costs.observe(group.size, group.taken_ns, group.calls, group.sum_ns / group.size)
+        costs.returns.answer(len(call.members), now_ns)
+        self._free(call)
+
+    def failed(self, call: BatchCall[M], *, divisible: bool, lacks_memory: bool = False) -> bool:
+        """The call has failed; whether its members are at fault, or else wait again in halves.
+
+        Args:
+            call: which.
+            divisible: computing a member again does no harm.
+            lacks_memory: there was none for so many.
+        """
+        members = [member for member in call.members if not member.is_gone]
+        is_settled = len(call.members) == 1 or not divisible
+        if lacks_memory and len(call.members) > 1:
+            call.lane.costs.fits = len(call.members) // 2
+        if not is_settled and members:
+            half = (len(members) + 1) // 2
+            call.lane.suspects.extendleft(part for part in (members[half:], members[:half]) if part)
+        self._free(call)
+        return is_settled
+
+    def _by_urgency(self, lanes: Sequence[Lane[M]]) -> Iterator[Lane[M]]:
+        ranked: dict[int, list[tuple[float, int, Lane[M]]]] = {}
+        for number, lane in enumerate(lanes):
+            if lane.suspects:
+                priority, due_ns = min(each.priority for part in lane.suspects for each in part), -inf
+            else:
+                priority, due_ns = min(lane.waiting), min(_due_ns(line[0]) for line in lane.waiting.values())
+            ranked.setdefault(priority, []).append((due_ns, number, lane))
+        for found in ranked.values():
+            found.sort(reverse=True)
+        while ranked:
+            priority = self._shares.pick(ranked)
+            yield ranked[priority].pop()[2]
+            if not ranked[priority]:
+                del ranked[priority]
+
+    def _is_ready(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
+        lane.held_ns = -inf
+        if lane.under_way:
+            return False
+        if lane.suspects:
+            return True
+        if not lane.waiting:
+            return False
+        if len(lane) >= lane.policy.max_size:  # and else there are few to look at
+            return True
+        if self._delays(lane):
+            is_due = now_ns >= lane.leaves_ns()
+        else:
+            # Where others always have work, such as a loop that never ends, nothing is ever idle.
+            is_due = is_idle and now_ns >= self._returns_ns(lane, now_ns)
+            is_due = is_due or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
+        return is_due
+
+    def _next(self, lane: Lane[M], now_ns: int) -> list[Sequence[M]]:
+        while lane.suspects:
+            suspects = [member for member in lane.suspects.popleft() if not member.is_gone]
+            if suspects:
+                return [suspects]
+        lane.drop_late(now_ns)
+        if not lane.waiting:
+            return []
+        members = lane.fit(lane.take(self._size(lane)), now_ns)
+        size = len(members)
+        count = 1 if lane.policy.cost == "none" else lane.costs.parts(size, self._random)
+        return [members[size * part // count : size * (part + 1) // count] for part in range(count)]
+
+    def _delays(self, lane: Lane[M]) -> bool:
+        return lane.policy.max_delay_s > 0 and not self.is_ending
+
+    def _returns_ns(self, lane: Lane[M], now_ns: int) -> float:
+        """Until when those who wait are to wait for those who are to come back; minus infinity if not."""
+        if self.is_ending or lane.suspects or lane.policy.cost == "none":
+            return -inf
+        until_ns = lane.costs.returns.waits_until_ns(lane.costs, len(lane), lane.most, now_ns)
+        return min(until_ns, *(_halfway_ns(line[0]) for line in lane.waiting.values()))
+
+    def _size(self, lane: Lane[M]) -> int:
+        costs, policy = lane.costs, lane.policy
+        explores = len(lane) > 1 and self._random.randrange(EXPLORE) == 0
+        if explores and costs.fits is not None:
+            costs.fits *= 2  # there may be more memory now
+        most, waiting = lane.most, len(lane)
+        if explores or policy.cost == "none" or waiting == 1:
+            return min(waiting, most)
+        return costs.best(waiting, most)
+
+    def _free(self, call: BatchCall[M]) -> None:
+        if call in call.lane.under_way:  # or else it was divided, and is stopped only now
+            call.lane.under_way.remove(call)
+        self._drop_if_empty(call.lane)
+
+    def _drop_if_empty(self, lane: Lane[M]) -> None:
+        # A signature names values that a run has brought, and must not outlive it.
+        if not (lane.waiting or lane.suspects or lane.under_way) and self.lanes.get(lane.signature) is lane:
+            del self.lanes[lane.signature]

@@ -1,0 +1,657 @@
+"""The batches of a session: firings that wait for others, and the runs that compute them together.
+
+A batch is a run like any other, of the body's own graph; see `asyncflow.lift.batched`. `Batcher` says
+who is in it, and when it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from math import ceil, inf
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
+from asyncflow.errors import DeadlineExceeded, ExitRaised, OutOfMemoryError, SessionClosedError, of_firing
+from asyncflow.lift.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer
+from asyncflow.runtime.executor.kernels.provenance import describe
+from asyncflow.runtime.executor.turn import BURST_NS, Turn
+from asyncflow.runtime.shared.batcher import BatchCall, Batcher, Lane
+from asyncflow.runtime.shared.call_costs import CallCosts
+from asyncflow.runtime.shared.step_turns import StepTurns
+from asyncflow.runtime.shared.step_waits import StepWaits
+from asyncflow.runtime.watch.trace import Trace
+from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
+from asyncflow.streams.futures import resolve
+from asyncflow.streams.holding import RunPart, current_part
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.runtime.run.run import Run
+    from asyncflow.runtime.shared.bodies import Bodies
+    from asyncflow.runtime.shared.pools import Pools
+    from asyncflow.runtime.shared.vertex_pools import VertexPools
+    from asyncflow.values import Array, Value
+
+T = TypeVar("T")
+
+_log = logging.getLogger("asyncflow.runtime")
+
+_MOST_KINDS = 64
+"""Of one function, the times of calls are kept for so many kinds of arguments."""
+
+_ROUNDINGS = 256
+"""So many times the precision of its dtype may a member's result differ, beside the largest element."""
+
+
+class BatchMember(ToldPlace):
+    """One firing, and its place in line.
+
+    Attributes:
+        shared: what it calls.
+        known: of that.
+        inputs: of its node.
+        home: the device on which some of these are, and its results will be; None for the host.
+        leaving: places of results that are for the host all the same.
+        signature: equal for those that may share a call.
+        context: the caller's context variables.
+        part: its run.
+        others: see `Gathered`.
+    """
+
+    __slots__ = (
+        *("context", "deadline_ns", "home", "inputs", "known", "leaving", "nbytes"),
+        *("offered_ns", "part", "priority", "shared", "signature"),
+    )
+
+    def __init__(self, shared: SharedBody, inputs: tuple[Array, ...], leaving: Collection[int] = ()) -> None:
+        super().__init__(_NOWHERE, shared.what, shared.results_of)
+        self.leaving = leaving
+        self.shared = shared
+        self.inputs = inputs
+
+    def when_called(self, wake: Callable[[], None]) -> None:
+        """Joins the members of the session whose run this is called for, on its event loop."""
+        part = current_part()
+        assert part is not None and isinstance(part.owner, Turn)
+        batches = part.owner.batches
+        assert isinstance(batches, Batches)
+        self.state = batches
+        try:
+            self._join(batches, part)
+        except Exception as error:  # of the user's, about a shape
+            self.outcome, self.is_called = error, True
+        super().when_called(wake)
+
+    def _join(self, batches: Batches, part: RunPart) -> None:
+        shared = self.shared
+        self.inputs = inputs = shared.inside(self.inputs)
+        kind = shared.kind(inputs)
+        self.home = _home(inputs)
+        self.signature: Hashable = (shared, kind, self.home, *common_values(shared.has_rows, inputs))
+        self.known = batches.known_of(shared)
+        self.context = copy_context()
+        # Nobody asks without a limit.
+        self.nbytes = 0 if shared.batch.max_bytes is None else sum([getattr(value, "nbytes", 0) for value in inputs])
+        self.offered_ns = batches.turn.clock()
+        self.deadline_ns = inf
+        self.part, self.priority = part, part.priority
+        if part.deadline_s < inf:
+            self.deadline_ns = self.offered_ns + (part.deadline_s - batches.turn.loop.time()) * 1e9
+        lost = self.known.lost_kinds
+        batches.join(self, self.known.costs_of(kind))
+        if self.known.lost_kinds > lost:
+            batches.tell_apart(self)
+
+
+class _Nowhere(LinedState):
+    """Where members are that nobody waits for yet."""
+
+    def places(self) -> list[PlaceInLine]:
+        """None that anybody has to know of."""
+        return []
+
+    def left(self, place: PlaceInLine) -> None:
+        """Nobody ever will."""
+
+
+_NOWHERE = _Nowhere()
+
+
+class BatchStatistics(NamedTuple):
+    """Calls of one batched function, or steps of one pooled loop, so far.
+
+    Attributes:
+        calls: how many there were.
+        members: of all of them, in all.
+        largest: the most members of one.
+        failed: calls that failed, of which those of several members were done again in halves.
+        cost_ns: how long calls of each size take, for the arguments that were seen last.
+    """
+
+    calls: int = 0
+    members: int = 0
+    largest: int = 0
+    failed: int = 0
+    cost_ns: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(slots=True, eq=False)
+class KnownBody:
+    """Plans, times and counts of one call of a batched function in a graph.
+
+    Attributes:
+        plans: of its programs, for each version of variables: over one member (False), over many (True).
+        costs: by the dtypes and shapes of arguments, those seen last behind.
+        threads: how many calls its device may compute at the same time.
+        device: which that is.
+        calls: how many there were.
+        members: of all of them.
+        largest: the most of one.
+        failed: calls that failed.
+        lost_kinds: number of times that what is known of a kind of arguments was dropped, as there were too many.
+        is_told: True once the user has been told that members are too different.
+    """
+
+    plans: WeakKeyDictionary[SharedCode, dict[bool, Plan]] = field(default_factory=WeakKeyDictionary)
+    costs: dict[Hashable, CallCosts] = field(default_factory=dict)
+    threads: int = 1
+    device: str = ""
+    calls: int = 0
+    members: int = 0
+    largest: int = 0
+    failed: int = 0
+    lost_kinds: int = 0
+    is_told: bool = False
+
+    def plans_of(self, shared: SharedCode) -> dict[bool, Plan]:
+        """Those for the version of `shared`."""
+        return self.plans.setdefault(shared, {})
+
+    def costs_of(self, kind: Hashable) -> CallCosts:
+        costs = self.costs.pop(kind, None) or CallCosts(threads=self.threads)
+        if len(self.costs) >= _MOST_KINDS:
+            del self.costs[next(iter(self.costs))]
+            self.lost_kinds += 1
+        self.costs[kind] = costs
+        return costs
+
+    def use_threads(self, threads: int) -> None:
+        """The device is known by now."""
+        self.threads = threads
+        for costs in self.costs.values():
+            costs.threads = threads
+
+    def count(self, size: int, *, calls: int = 1, failed: int = 0) -> None:
+        """Counts calls, or steps, each for so many."""
+        self.calls += calls
+        self.members += calls * size
+        self.largest = max(self.largest, size)
+        self.failed += failed
+
+
+class Batches(TellingState):
+    """Members of one session that wait or are under way.
+
+    Args:
+        turn: of the session.
+        bodies: of the session.
+        seed: of the sizes that are tried out.
+    """
+
+    def __init__(self, turn: Turn, bodies: Bodies, seed: int) -> None:
+        super().__init__()
+        self.turn = turn
+        self.bodies = bodies
+        # Who was computed together may ask again: runs go on in the pass after, and clients wake up behind that. If one
+        # who waited meanwhile did not wait for them, calls would be of one and of the others for ever.
+        self._back_by = 0
+        """The number of the pass by which they have."""
+        self._left = 0
+        """How many they were."""
+        self._batcher: Batcher[BatchMember] = Batcher(seed)
+        # A function goes with the graph that calls it.
+        self._known: WeakKeyDictionary[SharedCode, KnownBody] = WeakKeyDictionary()
+        self._random = Random(seed)
+        self.checked_share = 0.0
+        """That share of the calls for several members is computed one by one as well."""
+        self.pools: Pools
+        """Pooled loops of the session."""
+        self.vertex_pools: VertexPools
+        """Vertex maps of the session that are shared."""
+        self._under_way: set[asyncio.Task[object]] = set()
+        self._runs_of: dict[BatchCall[BatchMember], Run] = {}
+        self.steps = StepWaits(turn)
+        """Who goes first of pools and batches, each of which is one."""
+        self.place: Hashable = None
+        self.is_stepping = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- as those see it who wait --------------------------------------------------------------------------------
+
+    def join(self, member: BatchMember, costs: CallCosts) -> None:
+        """A member waits for a call that costs so much."""
+        self.steps.turns.come(self, member.priority)
+        self._batcher.offer(member.signature, costs, member.shared.batch, member)
+        self.turn.wake()
+
+    @property
+    def rank(self) -> float:
+        """The lowest number of priority among members; infinity if there are none."""
+        return min((lane.rank for lane in self._batcher.lanes.values()), default=inf)
+
+    def places(self) -> list[PlaceInLine]:
+        """Everybody in line."""
+        return [member for lane in self._batcher.lanes.values() for member in lane.everybody()]
+
+    def tell_apart(self, member: BatchMember) -> None:
+        """Warn, the first time, if members that wait share no call as each has arguments of another shape."""
+        shared, known = member.shared, member.known
+        lanes = [lane for lane in self._batcher.lanes.values() if next(lane.everybody()).known is known]
+        if known.is_told or len(lanes) < 2 or 2 * known.calls < known.members or shared.batch.tells is not None:
+            return
+        known.is_told = True
+        warnings.warn_explicit(
+            f"{shared.label} is hardly batched: {known.calls} calls were for {known.members} members. Those of one "
+            f"call have arguments of equal shapes, and there were more than {_MOST_KINDS} shapes; pad=, bucket= or "
+            'ragged="packed" lets different ones share a call',
+            UserWarning,
+            shared.location.file,
+            shared.location.line,
+        )
+
+    def left(self, place: PlaceInLine) -> None:
+        """Nobody wants a member any more: it leaves, or what it would have got is dropped."""
+        assert isinstance(place, BatchMember)
+        if place.is_called:
+            return  # it has been told, and may never have been there
+        call = self._batcher.withdraw(place.signature, place)
+        run = None if call is None else self._runs_of.get(call)
+        if run is not None:
+            run.stop("cancelled")
+        elif place.shared.has_loop:
+            self.turn.wake()  # its call may be overdue now
+
+    def describe(self) -> str:
+        """How many there are."""
+        return f"{len(self.places())} wait or are computed"
+
+    def is_left_over(self) -> bool:
+        """Whether something is still computed, and so held, for members none of which anybody wants any more."""
+        pools = (*self.pools.all(), *self.vertex_pools.all())
+        return any(run.is_stopped for run in self._runs_of.values()) or any(pool.is_left() for pool in pools)
+
+    def known_of(self, shared: SharedCode) -> KnownBody:
+        """Plans, times and counts of a batched call, or a pooled loop, in all versions of variables."""
+        known = self._known.get(shared.origin)
+        if known is None:
+            known = self._known[shared.origin] = KnownBody()
+        return known
+
+    def clear(self) -> None:
+        """Forgets the plans: the session has closed."""
+        self._known.clear()
+        self.pools.clear()
+        self.vertex_pools.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not (self._under_way or self._runs_of):  # else the session was dropped while they went on
+            self.steps.turns = StepTurns()
+            del self.pools.batches, self.vertex_pools.batches  # which lead back here
+
+    def hurry(self) -> None:
+        """Has no member wait for `max_delay_s` any more: the session ends, and no more will come."""
+        self._batcher.is_ending = True
+        self.turn.wake()
+
+    async def aclose(self) -> None:
+        """Stops what is under way."""
+        under_way = list(self._under_way)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    def flush(self, *, is_idle: bool) -> bool:
+        """Starts what is due, as far as there is time.
+
+        Args:
+            is_idle: nothing else in the session can go on.
+
+        Returns:
+            Whether members have been computed, each alone.
+        """
+        if not self._batcher.lanes:
+            return False
+        turn = self.turn
+        now_ns = turn.clock()
+        for call in self._batcher.overdue(now_ns):
+            self._rid_others_of(call)
+        if is_idle and turn.number < self._back_by and self._batcher.count() < self._left:
+            turn.wake()
+            is_idle = False
+        end = turn.now() + BURST_NS
+        most = 0
+        self.steps.holds_calls = False
+        held_until_ns = partial(self._held_until_ns, now_ns) if self.steps.turns.is_contended else None
+        for call in self._batcher.take(now_ns, is_idle=is_idle, held_until_ns=held_until_ns):
+            for each in (call, *call.beside):
+                most = max(most, len(each.members))
+                each.members[0].context.run(self._start, each)
+            if turn.now() >= end:
+                turn.wake()
+                break
+        self._set_timer(now_ns)
+        return most == 1
+
+    def _held_until_ns(self, now_ns: int, lane: Lane[BatchMember]) -> float:
+        known = next(lane.everybody()).known
+        room = known.threads if lane.costs.predict_ns(len(lane)) > BURST_NS else 1
+        until_ns = self.steps.turns.held_until_ns(self, lane.rank, known.device, room, now_ns)
+        self.steps.holds_calls = self.steps.holds_calls or until_ns > now_ns
+        return until_ns
+
+    def _took(self, call: BatchCall[BatchMember], taken_ns: float, now_ns: int) -> None:
+        """Tells those with whom it takes turns of a call that has ended."""
+        self.place = call.members[0].known.device
+        rank = min(member.priority for member in call.members)
+        self.steps.turns.took(rank, self.place, taken_ns, now_ns - taken_ns, now_ns)
+        self.steps.look()
+
+    def _rid_others_of(self, call: BatchCall[BatchMember]) -> None:
+        """A call takes too long: who stays in it is computed again in halves, where that does no harm."""
+        shared = call.members[0].shared
+        if len(call.members) == 1 or not shared.is_repeatable:
+            self._batcher.set_apart(call)
+        else:
+            call.members[0].known.count(len(call.members), failed=1)
+            why = "a member has left, and the call takes too long; the others are computed again in halves"
+            self._show(call, int(call.started_ns), DeadlineExceeded(why))
+            self._batcher.divide(call)
+            self._runs_of[call].stop("cancelled")
+
+    def _set_timer(self, now_ns: int) -> None:
+        """Has the pass come in which somebody is due; who was not due at `now_ns` may be by now, and is not missed."""
+        if not self._batcher.lanes and self._timer is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_ns = self._batcher.wake_ns(now_ns)
+        if wake_ns < inf:
+            self._timer = self.turn.loop.call_later((ceil(wake_ns) - self.turn.clock()) / 1e9, self.turn.wake)
+
+    def _start(self, call: BatchCall[BatchMember]) -> None:
+        """Computes a batch: here and now, if it is short, or else beside."""
+        first = call.members[0]
+        plan = first.known.plans_of(first.shared).get(first.shared.is_for_many(len(call.members)))
+        if plan is None:
+            self.beside(self._planned(call))
+        else:
+            self._compute(call, plan)
+
+    def beside(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Does something that the session's end cancels."""
+        task = self.turn.loop.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    async def _planned(self, call: BatchCall[BatchMember]) -> None:
+        """Computes a batch once it has a plan; who has left meanwhile is not in it."""
+        try:
+            shared = call.members[0].shared
+            await self._plan(shared, len(call.members))
+            staying = [member for member in call.members if not member.is_gone]
+            if not staying:
+                self._batcher.failed(call, divisible=False)
+                self.turn.wake()
+                return
+            plan = await self._plan(shared, len(staying))
+            call.members = staying
+        except Exception as error:
+            self._failed(call, error)
+        else:
+            self._compute(call, plan)
+
+    async def _from_host(self, call: BatchCall[BatchMember], plan: Plan) -> None:
+        """Computes a batch elsewhere than where its members' values are, once these have come to the host."""
+        try:
+            for member in call.members:
+                member.inputs = tuple(await asyncio.gather(*map(_on_host, member.inputs)))
+                member.home = None
+        except Exception as error:
+            self._failed(call, error)
+        else:
+            self._compute(call, plan)
+
+    def _compute(self, call: BatchCall[BatchMember], plan: Plan) -> None:
+        started_ns, first = self.turn.clock(), call.members[0]
+        if first.home is not None and first.home != self.bodies.memory_home(plan):
+            self.beside(self._from_host(call, plan))
+            return
+        try:
+            fed = first.shared.fed([member.inputs for member in call.members], _gathered)
+            if len(call.members) > 1:
+                self.bodies.count_rows(plan, compress(fed, first.shared.has_rows), first.shared.label)
+            traces = _traces_of(call.members)
+            results = None if traces else self.bodies.run_short(plan, fed)
+            if results is None:
+                name = _name_of(call.members) if traces else ""
+                ended = partial(self._over, call, fed, started_ns)
+                staying = () if first.home is None else _staying(call.members)
+                run = self.bodies.start_batch(plan, fed, ended, next(iter(traces), None), name, staying=staying)
+                if not run.is_finished:
+                    self._runs_of[call] = run
+                    if first.shared.has_loop:
+                        call.started_ns = started_ns
+                return
+        except Exception as error:
+            self._failed(call, error)
+        else:
+            self._ended(call, fed, results, started_ns)
+
+    def _over(self, call: BatchCall[BatchMember], fed: Sequence[Array], started_ns: int, run: Run) -> None:
+        """The run of a call has ended."""
+        self._runs_of.pop(call, None)
+        try:
+            results = cast("list[Array]", run.outcome())
+            traces = _traces_of(call.members)
+            for trace in traces[1:]:
+                trace.runs.append(traces[0].runs[-1])
+        except BaseException as error:
+            self._failed(call, error)
+        else:
+            if run.is_stopped:  # as nobody wanted it any more
+                self._batcher.failed(call, divisible=False)
+                self.turn.wake()
+            else:
+                self._ended(call, fed, results, started_ns)
+
+    async def _plan(self, shared: SharedBody, size: int) -> Plan:
+        known, is_many = self.known_of(shared), shared.is_for_many(size)
+        plans = known.plans_of(shared)
+        plan = plans.get(is_many)
+        if plan is None:
+            plan = plans[is_many] = await self.bodies.plan_of(shared.many if is_many else shared.one)
+            known.device = plan.partitions[0].device
+            known.use_threads(self.bodies.threads_of(plan) if shared.is_repeatable else 1)
+        return plan
+
+    async def compute(self, plan: Plan, values: list[Array], limit_ns: int = INLINE_LIMIT_NS) -> list[Array]:
+        """The fetched values of a body's plan: here and now, if that takes no longer."""
+        found = self.bodies.run_short(plan, values, limit_ns)
+        return await self.bodies.run_batch(plan, values) if found is None else found
+
+    def _ended(
+        self, call: BatchCall[BatchMember], fed: Sequence[Array], results: Sequence[Array], started_ns: int
+    ) -> None:
+        members, shared = call.members, call.members[0].shared
+        try:
+            if len(members) > 1:
+                for value in results:
+                    if isinstance(value, np.ndarray):
+                        value.flags.writeable = False  # members have views of it
+            parts = list(shared.parts(results, fed, [member.inputs for member in members]))
+        except Exception as error:
+            self._failed(call, error)
+            return
+        now_ns = self.turn.clock()
+        self._batcher.ended(call, now_ns - started_ns, now_ns)
+        if self.steps.turns.is_contended:
+            self._took(call, now_ns - started_ns, now_ns)
+        if len(members) > 1:
+            self._back_by, self._left = self.turn.number + 2, len(members)
+        members[0].known.count(len(members))
+        self._show(call, started_ns, None)
+        if len(members) > 1 and self._random.random() < self.checked_share:
+            self.beside(self._check(members, parts))
+        for member, part in zip(members, parts, strict=True):
+            self.tell(member, part)
+        if self._batcher.lanes:
+            self.turn.wake()
+
+    def count_call(self, shared: SharedCode, size: int, *, calls: int = 1, failed: int = 0) -> None:
+        """Counts calls, or steps, each for so many."""
+        self.known_of(shared).count(size, calls=calls, failed=failed)
+        if self.bodies.starter.observers is not None and not isinstance(shared, SharedBody):
+            self.bodies.starter.observers.pool_stepped(shared.label, size, calls)
+
+    def _show(self, call: BatchCall[BatchMember], started_ns: int, error: BaseException | None) -> None:
+        """Tells those who look on of a call that has ended."""
+        if self.bodies.starter.observers is not None:
+            contexts = [member.context for member in call.members]
+            taken_s = (self.turn.clock() - started_ns) / 1e9
+            self.bodies.starter.observers.batch_ended(call.members[0].shared.label, contexts, taken_s, error)
+
+    def statistics(self) -> dict[str, BatchStatistics]:
+        """Of each batched function that graphs call, by its name in the graph."""
+        found: dict[str, BatchStatistics] = {}
+        for shared, known in list(self._known.items()):
+            latest = next(reversed(known.costs.values()), CallCosts())
+            cost_ns = dict(sorted(latest.taken_ns.items()))
+            before = found.get(shared.label, BatchStatistics())  # of another graph
+            found[shared.label] = BatchStatistics(
+                before.calls + known.calls,
+                before.members + known.members,
+                max(before.largest, known.largest),
+                before.failed + known.failed,
+                cost_ns,
+            )
+        return found
+
+    async def _check(self, members: Sequence[BatchMember], together: Sequence[Sequence[Array]]) -> None:
+        """Computes each member by itself, and logs where the result is another."""
+        shared = members[0].shared
+        plan = await self._plan(shared, 1)
+        if members[0].home is not None:
+            together = [await asyncio.gather(*map(_on_host, found)) for found in together]
+        for row, (member, found) in enumerate(zip(members, together, strict=True)):
+            try:
+                fed = shared.fed([member.inputs], _gathered)
+                (alone,) = shared.parts(await self.bodies.run_batch(plan, fed), fed, [member.inputs])
+            except SessionClosedError:
+                return
+            except Exception as error:
+                _log.warning(
+                    "member %d of a call of %s for %d has results together, and fails alone: %s",
+                    *(row, shared.label, len(members), error),
+                )
+                continue
+            for place, (one, many) in enumerate(zip(alone, found, strict=True)):
+                if not _agree(np.asarray(one), np.asarray(many)):
+                    given = ", ".join(map(describe, member.inputs))
+                    _log.warning(
+                        "result %d of %s differs for member %d of a call for %d (arguments %s): %r together, %r alone",
+                        *(place, shared.label, row, len(members), given, many, one),
+                    )
+
+    def _failed(self, call: BatchCall[BatchMember], error: BaseException) -> None:
+        shared = call.members[0].shared
+        error = error.error if isinstance(error, ExitRaised) else error
+        call.members[0].known.count(len(call.members), failed=1)
+        self._show(call, self.turn.clock(), error)
+        self.steps.look()
+        lacks_memory = isinstance(error, OutOfMemoryError | MemoryError)
+        if self._batcher.failed(call, divisible=shared.is_repeatable, lacks_memory=lacks_memory):
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            cause.add_note(f"in {shared.label}, a batched function, in a call for {len(call.members)}: {error}")
+            for member in call.members:
+                self.tell(member, of_firing(error) if isinstance(error, Exception) else cause)
+            del error, cause  # who is woken raises it, and its traceback leads to this frame: that would be a cycle
+        self.turn.wake()
+
+
+def _traces_of(members: Sequence[BatchMember]) -> list[Trace]:
+    """The traces that runs of members are recorded into, but for those by which a run is to be done again."""
+    found = {id(trace): trace for member in members if isinstance(trace := member.part.trace, Trace)}
+    return [trace for trace in found.values() if trace.order is None]
+
+
+def _name_of(members: Sequence[BatchMember]) -> str:
+    runs = ", ".join(map(str, dict.fromkeys(member.part.run for member in members)))
+    return f"{members[0].shared.label} for {len(members)}, of run {runs}"
+
+
+def _staying(members: Sequence[BatchMember]) -> list[int]:
+    """Places of results that some of the members need on their device."""
+    return [k for k in members[0].shared.staying if any(k not in member.leaving for member in members)]
+
+
+def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:
+    """Equal for members of which the values that a call has once are the same."""
+    for value, own in zip(inputs, has_rows, strict=True):
+        if not own:
+            yield identity_of(value)
+
+
+def _home(values: Sequence[Value]) -> str | None:
+    """The device on which some values are; None for the host."""
+    for value in values:
+        if isinstance(value, DeviceArray):
+            return value.device
+    return None
+
+
+def _gathered(join: Join, rows: Sequence[Array]) -> Array:
+    """One input of all members: if some have it on a device, it is joined there when it is fed."""
+    return join(np, rows) if _home(rows) is None else cast("Array", RowsToJoin(rows, join))
+
+
+def _on_host(value: Value) -> Awaitable[Array]:
+    """The value, once it is on the host."""
+    found: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+    deliver = partial(resolve, found)
+    if isinstance(value, DeviceValue):
+        value.to_host(deliver)
+    else:
+        deliver(value, None)
+    return found
+
+
+def _agree(one: Array, other: Array) -> bool:
+    """Whether two results are equal within rounding; those that are exact, to the bit."""
+    if one.dtype.kind not in "fcV":
+        return bool(np.array_equal(one, other))
+    tolerance = _ROUNDINGS * float(np.finfo(one.dtype).eps) if one.dtype.kind in "fc" else _ROUNDINGS / 256
+    one, other = (x.astype(np.float64) if x.dtype.kind == "V" else x for x in (one, other))
+    scale = float(np.max(np.abs(one), initial=1.0, where=np.isfinite(one)))
+    return bool(np.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
+
+
+install_gatherer(SharedBody, BatchMember)
+
+__all__ = ["BatchMember", "Batches"]

@@ -1,0 +1,592 @@
+"""The pooled loops of a session: activations of different runs that are stepped together.
+
+Each pool is driven by one task, a step and a pass of the event loop at a time, so that others may join in between. A
+step is a call of the loop's own graph, and where that is not for the event loop, a run; see `asyncflow.lift.pooled`.
+`asyncflow.runtime.shared.rows.pool` keeps the rows. An activation waits in line, as for a queue: no task waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import compress
+from math import inf
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from asyncflow.compiler.plan import Plan
+from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
+from asyncflow.graph.ir import Tensor
+from asyncflow.lift.batched import install_gatherer
+from asyncflow.lift.pooled import STEPS, SharedLoop
+from asyncflow.runtime.executor.turn import BURST_NS, Turn
+from asyncflow.runtime.lines.shares import PATIENCE_S
+from asyncflow.runtime.shared.batches import Batches, common_values
+from asyncflow.runtime.shared.placed_pools import PlacedSteps
+from asyncflow.runtime.shared.rows.placed_rows import PlacedRows
+from asyncflow.runtime.shared.rows.pool import PoolRows, RowGroup
+from asyncflow.runtime.shared.step_turns import Stepper
+from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
+from asyncflow.streams.holding import RunPart, current_part
+from asyncflow.values import Array, Value
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.shared.bodies import Bodies
+
+_TURN_NS = BURST_NS
+"""So long steps may take in one pass of the event loop, those of all pools together."""
+
+_BESIDE_NS = 20_000_000
+"""Or about as long elsewhere, in one run, unless somebody comes or goes: others wait for its thread (20 ms)."""
+
+_STEPS = re.compile(rf"{STEPS}/\d+/?")
+"""Begins the tag of what fails in a step."""
+
+_MOST_CALM = 5
+"""So often a pass makes up to four times as many steps as the one before, as long as nobody comes or goes."""
+
+
+class _Steps:
+    """The steps of a pooled loop, by one of its graphs.
+
+    Args:
+        bodies: of the session.
+        plan: of the graph.
+        has_rows: flags of the inputs that each activation has of its own; the others are the same for all of them.
+        is_one: it is over one activation, without a row axis.
+    """
+
+    def __init__(self, bodies: Bodies, plan: Plan, has_rows: Sequence[bool], *, is_one: bool) -> None:
+        self._bodies, self._plan, self._has_rows, self.is_one = bodies, plan, has_rows, is_one
+        self._call = bodies.counted_call(plan)
+
+    def most(self, size: int, time_ns: float) -> int:
+        """How many steps on so many elements there is time for on the event loop."""
+        call = self._call
+        if call is None or call.is_user:
+            return 0
+        if (expected_ns := call.expected_ns(size)) > time_ns or not self._bodies.may_call(self._plan):
+            return 0
+        return int(time_ns / max(expected_ns, 1.0))
+
+    def most_beside(self, size: int, time_ns: float) -> int:
+        """How many steps one run makes in about that time: several where it can be told to make no more."""
+        call = self._call
+        return 1 if call is None else max(1, int(time_ns / max(call.expected_ns(size), 1.0)))
+
+    def call(self, given: list[Array], size: int, most: int) -> list[Array]:
+        """Next variables, who goes on, and how many steps were made, here and now."""
+        assert self._call is not None
+        return self._call([most, *given], size)
+
+    async def run(self, given: list[Array], size: int, most: Array) -> list[Array]:
+        """The same, wherever that is; `most` may be lowered meanwhile."""
+        started = perf_counter_ns()
+        found = await self._bodies.run_batch(self._plan, [most, *given])
+        if self._call is not None:
+            self._call.learn(size, perf_counter_ns() - started, int(found[-1]))
+        return found
+
+    async def run_rows(self, values: list[Array], size: int, most: Array) -> list[Array]:
+        """As `run`, of the values of rows."""
+        return self.rows_of(await self.run(self.given(values), size, most))
+
+    def given(self, values: list[Array]) -> list[Array]:
+        """Return the values of rows as the graph takes them; shared captures stay as they are."""
+        self._bodies.count_rows(self._plan, compress(values, self._has_rows), "rows")
+        if self.is_one:
+            return [_first_row(x) if own else x for x, own in zip(values, self._has_rows, strict=True)]
+        return [np.ones(len(values[0]), bool), *values]
+
+    def rows_of(self, found: list[Array]) -> list[Array]:
+        """The outcome, as that of these rows."""
+        return [*map(_one_row, found[:-1]), found[-1]] if self.is_one else found
+
+
+def _first_row(values: Array) -> Array:
+    """Return the only row of a slab: a copy, as a store may keep what it is given, and the slab is written to."""
+    row: Array = values[0] if values.ndim == 1 else values[0].copy()
+    return row
+
+
+def _one_row(value: Value) -> Array:
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)[np.newaxis]
+    row = np.empty(1, object)  # a store
+    row[0] = value
+    return row
+
+
+class _Code(NamedTuple):
+    """A pooled loop, compiled."""
+
+    check: Plan
+    many: _Steps
+    one: _Steps | None
+    """None where a step, or a predicate, is not to be computed again."""
+    is_placed: bool
+    """Its rows stand in the memory of a device."""
+    has_own_memory: bool
+    """That device has some."""
+    device: str
+    threads: int
+    """How many of its steps that device makes at a time."""
+
+
+class PooledActivation(ToldPlace):
+    """One activation, which is the place of its firing in line.
+
+    Attributes:
+        part: its run.
+        streamed: values of the body that it hands out in each step.
+        untaken: how many steps handed out what nobody has taken yet.
+        is_parked: it is set aside until somebody has.
+        others: see `Activation`.
+    """
+
+    is_called_outside = True
+
+    __slots__ = (
+        *("due_s", "inputs", "is_checked", "number", "part", "patient_s", "priority", "since"),
+        *("is_parked", "streamed", "untaken"),
+    )
+
+    def __init__(self, pool: LoopPool, inputs: Sequence[Array], part: RunPart, streamed: tuple[Tensor, ...]) -> None:
+        super().__init__(pool, f"a loop of {pool.shared.label}", tuple)
+        self.inputs = inputs
+        self.part = part
+        self.priority = part.priority
+        now_s = pool.now_s()
+        self.due_s = min(part.deadline_s, now_s + PATIENCE_S)
+        self.patient_s = (now_s + self.due_s) / 2
+        self.streamed = streamed
+        self.untaken = 0
+        self.is_parked = False
+        self.is_checked = False
+        self.number = self.since = 0
+
+
+class LoopPool(TellingState):
+    """One pool: activations of one loop for which what they have in common is the same.
+
+    Args:
+        pools: those of the session.
+        key: names it among them.
+        shared: the loop.
+        stores_on: the device that has what TensorArrays and RowStores among the variables hold; None without any.
+    """
+
+    def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop, stores_on: str | None) -> None:
+        super().__init__()
+        self.shared = shared
+        self.stores_on = stores_on
+        self.bodies = pools.batches.bodies
+        self._pools, self.batches, self._key = pools, pools.batches, key
+        self.rows: PoolRows[PooledActivation] = PoolRows(
+            *(shared.pool.capacity, shared.n_vars, shared.has_rows),
+            is_watched=pools.is_watched,
+            by_size=shared.by_size,
+        )
+        self._placed = PlacedSteps(self)
+        self.stepper = Stepper()
+        self._has_streams = False
+        # For so many passes of the event loop nobody has come or gone.
+        self._calm = 0
+        self._is_long = False
+        """The last step took longer than a turn."""
+        self._most_beside = np.array(1)
+        """How many steps the run that is under way makes."""
+        # No row has made as many steps before the pool has made so many.
+        self._next_limit = inf if pools.max_iterations is None else 0
+
+    # -- as those see it who wait --------------------------------------------------------------------------------
+
+    def join(self, activation: PooledActivation) -> None:
+        """One waits for its first step, or for the next one after it was set aside."""
+        if activation.is_checked and self._next_limit < inf:
+            self._next_limit = 0
+        self._has_streams = self._has_streams or activation.streamed != ()
+        self.rows.join(activation)
+        self.stepper.rank = min(self.stepper.rank, activation.priority)
+        self.batches.steps.turns.come(self.stepper, activation.priority)
+        if self.rows.live < self.shared.pool.capacity:
+            self._most_beside[...] = 1  # or as many as it has made
+
+    def give_way(self, rank: float) -> None:
+        """Ends the run that is under way with the step that it is at, if those of that rank go before it."""
+        if rank < self.stepper.rank:
+            self._most_beside[...] = 1
+
+    def now_s(self) -> float:
+        """The time, as deadlines have it."""
+        return self.batches.turn.loop.time()
+
+    def places(self) -> list[PlaceInLine]:
+        """Everybody in it."""
+        return list(self.rows.everybody())
+
+    def left(self, place: PlaceInLine) -> None:
+        """Nobody wants an activation any more."""
+        assert isinstance(place, PooledActivation)
+        self.rows.give_up(place)
+        self._most_beside[...] = 1
+
+    def describe(self) -> str:
+        """How many there are."""
+        return f"{self.rows.live} of at most {self.shared.pool.capacity} are stepped together"
+
+    def may_step(self, count: int) -> bool:
+        """Whether so many steps may be made at once: nobody has come or gone for a while, or has made too many."""
+        is_calm = self._calm == _MOST_CALM and self.shared.has_several
+        return is_calm and self.rows.steps + count <= self._next_limit
+
+    def count(self, size: int, steps: int = 1) -> None:
+        """Counts steps of so many."""
+        self.batches.count_call(self.shared, size, calls=steps)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    async def drive(self) -> None:
+        """Steps until nobody is there."""
+        rows, turn, steps_of_all = self.rows, self.batches.turn, self.batches.steps
+        failure = None
+        try:
+            code = await self._pools.code_of(self.shared, self.stores_on)
+            self.stepper.place, self.stepper.is_in_line = code.device, code.has_own_memory
+            if code.is_placed and not self._has_streams:
+                rows.group_type = PlacedRows
+            while True:
+                if steps_of_all.turns.is_contended:
+                    await self._wait_for_turn(code)
+                before = rows.live
+                rows.drop()
+                may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams
+                alone = rows.single_out() if may_be_alone else None
+                for group, first in () if alone is not None else rows.admit(self.now_s()):
+                    await self._check(code.check, group, first)
+                if rows.steps >= self._next_limit:
+                    await self._end_endless()
+                if code.one is not None and rows.alone is not None:
+                    await self._step_alone(code.one, rows.alone)
+                end = turn.now() + _TURN_NS
+                for group in list(rows.groups.values()):
+                    if turn.now() > end:  # each of many groups may step for a turn
+                        await asyncio.sleep(0)
+                        end = turn.now() + _TURN_NS
+                    if not group.rows:
+                        continue
+                    if isinstance(group, PlacedRows):
+                        self._is_long = True
+                        await self._placed.step(group)
+                    elif self._has_streams:
+                        await self._step_emitting(group)
+                    else:
+                        steps = code.one if len(group.rows) == 1 else None
+                        await self._step(steps or code.many, group)
+                # Who has left may be about to join again.
+                self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
+                if rows.is_empty:
+                    await self._placed.forget()
+                if rows.is_empty:
+                    break
+                if self.stepper.is_stepping:
+                    steps_of_all.ended(self.stepper)
+                await asyncio.sleep(0)  # others may join
+        except Exception as error:  # no plan, or the session closes
+            failure = error
+        finally:
+            steps_of_all.gone(self.stepper)
+            self._pools.forget(self._key)
+            del self._placed  # it has this pool, which would be a cycle
+        if failure is not None:  # whoever is told may well ask again, of another pool
+            self._end(list(rows.everybody()), failure)
+            del failure
+
+    async def _wait_for_turn(self, code: _Code) -> None:
+        """Comes back when those who are in it are to make their next step."""
+        # A short step takes the interpreter's lock from the others, on whichever thread.
+        self.stepper.room = code.threads if self._is_long else 1
+        self._is_long = False
+        there = [each.part for each in self.rows.everybody() if not each.is_gone]
+        await self.batches.steps.begin(self.stepper, there)
+
+    async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
+        """Has those leave that have joined a group and do not go on at all."""
+        end = len(group.rows)
+        parts = await self._halved(group, first, end, lambda values: self.batches.compute(check, values))
+        goes_on = np.zeros(end - first, bool)
+        for at, found in parts:
+            goes_on[at - first : at - first + len(found[0])] = found[0]
+        self.deliver(self.rows.settle(group, first, goes_on))
+
+    async def _step(self, steps: _Steps, group: RowGroup[PooledActivation]) -> None:
+        """Steps a group: often, as far as nobody waits for that, or, where that fails, once."""
+        count, size, most = len(group.rows), group.size(), 1.0
+        if self.shared.is_repeatable:
+            # Where the pool is full, nobody can join before one leaves, which ends the call.
+            is_full = self.rows.live == self.shared.pool.capacity
+            most = inf if is_full else 4 ** (self._calm + 2 * steps.is_one)
+        try:
+            found = await self._at_once(steps, steps.given(group.inputs(0, count)), size, most)
+        except Exception as error:
+            self.end_group(group, error)
+            return
+        if found is not None:
+            self._advance(group, steps.rows_of(found))
+            return
+        one = np.array(1)
+        parts = await self._halved(group, 0, count, lambda values: steps.run_rows(values, size, one))
+        self._advance_parts(group, parts)
+
+    async def _at_once(self, steps: _Steps, given: list[Array], size: int, most: float) -> list[Array] | None:
+        """The outcome of at most so many steps, here and now or, where that takes too long, elsewhere.
+
+        None where one step is to be made, and has not been tried yet, or is to show whose fault it is.
+
+        Raises:
+            Exception: the step has failed, and cannot be repeated.
+        """
+        limit = self._next_limit - self.rows.steps
+        if here := min(most, limit, steps.most(size, _TURN_NS / self._pools.count)):
+            try:
+                return steps.call(given, size, int(here))
+            except Exception:
+                if not self.shared.is_repeatable:
+                    raise
+        if (beside := self._beside(steps, size)) > 1:
+            with suppress(Exception):
+                return await steps.run(given, size, beside)
+        return None
+
+    def _beside(self, steps: _Steps, size: int) -> Array:
+        """How many steps a run makes; fewer once somebody comes or goes."""
+        time_ns = (_TURN_NS if self.stepper.is_behind else _BESIDE_NS) / max(len(self.rows.groups), 1)
+        most = steps.most_beside(size, time_ns) if self.shared.is_repeatable else 1
+        self._is_long = self._is_long or steps.most_beside(size, _TURN_NS) == 1
+        self._most_beside = np.array(int(min(most, self._next_limit - self.rows.steps)))
+        return self._most_beside
+
+    async def _step_alone(self, steps: _Steps, activation: PooledActivation) -> None:
+        """Steps the only one, often or, where that takes too long for the event loop, or fails, once."""
+        rows, values = self.rows, list(activation.inputs)
+        has_rows = self.shared.has_rows
+        size = sum([getattr(value, "size", 1) for value, own in zip(values, has_rows, strict=True) if own])
+        try:
+            found = await self._at_once(steps, values, size, 4 ** (self._calm + 2))
+            *following, goes_on, made = await steps.run(values, size, np.array(1)) if found is None else found
+        except Exception as error:
+            rows.remove_where(lambda each: each is activation)
+            self._end([activation], error)
+            return
+        self.count(1, int(made))
+        rows.advance_alone(following, goes_on=bool(goes_on), steps=int(made))
+        if not goes_on:
+            self.tell(activation, following)
+
+    async def _step_emitting(self, group: RowGroup[PooledActivation]) -> None:
+        """Steps a group once, and hands out what is streamed; whoever is too far ahead of its consumer is set aside."""
+        streamed = tuple(dict.fromkeys(x for activation in group.rows for x in activation.streamed))
+        plan = await self.bodies.plan_of(self.shared.emitting(streamed), self.stores_on)
+        n_vars = self.shared.n_vars
+        parts = await self._halved(group, 0, len(group.rows), lambda values: self.batches.compute(plan, values))
+        for first, found in parts:
+            emitted = dict(zip(streamed, found[n_vars + 1 :], strict=True))
+            for row, activation in enumerate(group.rows[first : first + len(found[n_vars])]):
+                if activation.streamed and not (activation.is_gone or activation.is_called):
+                    assert activation.part.emitter is not None
+                    activation.untaken += 1
+                    values = tuple(emitted[x][row, ...].copy() for x in activation.streamed)
+                    activation.part.emitter.offer(values, partial(self._taken, activation))
+        self._advance_parts(group, [(first, [*found[: n_vars + 1], np.array(1)]) for first, found in parts])
+        for each in list(self.rows.groups.values()):
+            for row in reversed(range(len(each.rows))):
+                if each.rows[row].untaken >= self.shared.ahead:
+                    self.rows.park(each, row).is_parked = True
+
+    def _taken(self, activation: PooledActivation) -> None:
+        """A consumer has taken what a step has handed out."""
+        activation.untaken -= 1
+        if activation.is_parked and not activation.is_gone:
+            activation.is_parked = False
+            self._pools.rejoin(self._key, activation)
+
+    def _advance(self, group: RowGroup[PooledActivation], found: list[Array]) -> None:
+        *following, goes_on, made = found
+        self.count(len(group.rows), int(made))
+        self.deliver(self.rows.advance(group, following, goes_on, int(made)))
+
+    def _advance_parts(self, group: RowGroup[PooledActivation], parts: list[tuple[int, list[Array]]]) -> None:
+        """As `_advance`, after a step that was made in parts; rows that are in none have failed."""
+        if len(parts) == 1 and len(parts[0][1][-2]) == len(group.rows):
+            self._advance(group, parts[0][1])
+            return
+        self.count(len(group.rows))
+        self.deliver(self.rows.part(group, [(first, found[:-2], found[-2]) for first, found in parts]))
+
+    async def _halved(
+        self,
+        group: RowGroup[PooledActivation],
+        first: int,
+        end: int,
+        compute: Callable[[list[Array]], Awaitable[list[Array]]],
+    ) -> list[tuple[int, list[Array]]]:
+        """Values for the parts of a range of rows, by the first row of each.
+
+        What cannot be computed for all of them is computed in halves: memory may be short, a row at fault, or what it
+        gives of another shape. One that is at fault fails alone, and is in no part.
+        """
+        try:
+            return [(first, await compute(group.inputs(first, end)))]
+        except Exception as error:
+            if end - first == 1 or not self.shared.is_repeatable:
+                self._end(group.rows[first:end], error)
+                return []
+        middle = (first + end) // 2
+        return [*await self._halved(group, first, middle, compute), *await self._halved(group, middle, end, compute)]
+
+    async def _end_endless(self) -> None:
+        """Ends those that have made too many steps."""
+        for group in list(self.rows.groups.values()):
+            if isinstance(group, PlacedRows):
+                await self._placed.catch_up(group)
+        limit, rows = self._pools.max_iterations, self.rows
+        assert limit is not None
+        endless = rows.remove_where(lambda activation: rows.steps - activation.since >= limit)
+        for activation in endless:
+            self._end([activation], TooManyIterations(self.shared.loop, limit))
+        self._next_limit = limit + min((activation.since for activation in rows.everybody()), default=rows.steps)
+
+    def deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
+        """Tells those who have ended their results."""
+        ended.reverse()
+        while ended:  # and nobody's results are kept until others have used theirs
+            self.tell(*ended.pop())
+
+    def _end(self, activations: Sequence[PooledActivation], error: Exception) -> None:
+        inside = ""
+        if isinstance(error, KernelError):  # rows, and the loop that makes the steps, are no iterations of a user's
+            row = "" if error.__cause__ is None else row_of(error.__cause__)
+            inside = _STEPS.sub("", error.tag).removesuffix(row).rstrip("/")
+        for activation in activations:
+            tag = f"{self.shared.label}/{self.rows.steps - activation.since}"
+            self.tell(activation, of_firing(error, f"{tag}/{inside}".rstrip("/")))
+        del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
+
+    def end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
+        """Fails all rows of a group: whose fault it was cannot be found out."""
+        activations = [self.rows.remove(group, row) for row in reversed(range(len(group.rows)))]
+        self._end(activations, error)
+
+
+class Pools:
+    """The pools of a session in which somebody is.
+
+    Args:
+        batches: of the session.
+        max_iterations: of any loop; None for no limit.
+        is_watched: rows carry the number of their owner.
+    """
+
+    def __init__(self, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
+        self.batches = batches
+        self.max_iterations = max_iterations
+        self.is_watched = is_watched
+        self._pools: dict[Hashable, LoopPool] = {}
+        self._code: WeakKeyDictionary[SharedLoop, dict[str | None, _Code]] = WeakKeyDictionary()
+
+    def join(
+        self,
+        shared: SharedLoop,
+        inputs: tuple[Array, ...],
+        part: RunPart,
+        streamed: tuple[Tensor, ...],
+        stores_on: str | None,
+    ) -> PooledActivation:
+        """The place in line of one activation, whose results are its last loop variables.
+
+        Args:
+            shared: the loop.
+            inputs: initial values of the variables, and what it captures.
+            part: the run that it is of.
+            streamed: values of the body that it hands out.
+            stores_on: see `LoopPool`.
+        """
+        # Those that hand out values are apart, as that is done from the host.
+        key = shared, streamed != (), stores_on, *common_values(shared.has_rows, inputs)
+        pool = self._pool(key, shared, stores_on)
+        activation = PooledActivation(pool, inputs, part, streamed)
+        pool.join(activation)
+        if self.batches.steps.turns.is_contended:
+            for other in self._pools.values():
+                other.give_way(activation.priority)
+            self.batches.steps.look()  # its own pool may go now
+        return activation
+
+    def rejoin(self, key: Hashable, activation: PooledActivation) -> None:
+        """One that was set aside goes on; the pool that it was in may be no more."""
+        assert isinstance(activation.state, LoopPool)
+        pool = activation.state = self._pool(key, activation.state.shared, activation.state.stores_on)
+        pool.join(activation)
+
+    def all(self) -> Iterable[LoopPool]:
+        """Each of them."""
+        return self._pools.values()
+
+    def _pool(self, key: Hashable, shared: SharedLoop, stores_on: str | None) -> LoopPool:
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = LoopPool(self, key, shared, stores_on)
+            self.batches.beside(pool.drive())
+        return pool
+
+    @property
+    def count(self) -> int:
+        """How many pools share a turn."""
+        return self.batches.steps.count(pool.stepper for pool in self._pools.values())
+
+    async def code_of(self, shared: SharedLoop, stores_on: str | None) -> _Code:
+        """Return the compiled form of a loop; see `LoopPool`."""
+        codes = self._code.setdefault(shared, {})
+        code = codes.get(stores_on)
+        if code is None:
+            bodies = self.batches.bodies
+            check, many, *one = [await bodies.plan_of(program, stores_on) for program in shared.programs()]
+            has_own_memory = bodies.memory_home(many) is not None
+            is_placed = shared.is_static and has_own_memory
+            alone = _Steps(bodies, one[0], shared.has_rows, is_one=True) if one else None
+            device, threads = many.partitions[0].device, bodies.threads_of(many)
+            steps = _Steps(bodies, many, shared.has_rows, is_one=False)
+            code = _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
+            codes[stores_on] = code
+        return code
+
+    def clear(self) -> None:
+        """Forgets the plans: the session has closed."""
+        self._code.clear()
+
+    def forget(self, key: Hashable) -> None:
+        """Nobody is in a pool any more."""
+        del self._pools[key]
+        self.batches.bodies.starter.tell_ended()
+
+
+def _gather(
+    shared: SharedLoop,
+    inputs: tuple[Array, ...],
+    streamed: tuple[Tensor, ...] = (),
+    stores_on: str | None = None,
+) -> Value:
+    part = current_part()
+    assert part is not None and isinstance(part.owner, Turn)
+    batches = part.owner.batches
+    assert isinstance(batches, Batches)
+    return batches.pools.join(shared, inputs, part, streamed, stores_on)
+
+
+install_gatherer(SharedLoop, _gather)

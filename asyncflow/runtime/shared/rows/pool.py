@@ -1,0 +1,448 @@
+"""The rows of a pooled loop: who is stepped, who waits, and where each one's variables stand. No event loop in here.
+
+Values stand in slabs, one for each input that activations have of their own, the rows that are stepped first. One that
+ends is replaced by the last of them, so a step works on a prefix and nothing is gathered: joining costs a row that is
+copied in, leaving one that is copied out, and one that takes its place. Activations whose values have other shapes
+stand in slabs of their own, a group, which is a step of its own; so do, if the body stacks or slices stores, the rows
+whose stores have equally many entries. Where values grow with each step, those that begin
+together stay together, and nobody else is ever of their length. So new ones begin once as many wait as there are rows:
+then there are few groups, as each is at least as large as all before it, less who has ended.
+
+======================== =============================================================================================
+event                    what happens
+======================== =============================================================================================
+`join`                   the activation waits
+`admit`                  those that wait are rows behind the others, as far as there is room: the lowest priority
+                         number, but for a share of the rows for each other one; of one number, who is due first.
+                         Not where values grow and fewer wait than there are rows, unless one has waited long enough
+`settle`                 rows that do not go on leave, with their variables as results
+`advance`                all rows of a group have their next variables; then as `settle`; rows that have become as
+                         large as those of another group join that
+`give_up`                nobody wants an activation any more: it leaves with the next `drop`, without results
+`park`                   a row leaves with all its values, and waits to `join` again
+`single_out`             the only one there is needs no row: its values stay its inputs until others wait, too
+======================== =============================================================================================
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from asyncflow.errors import InternalError
+from asyncflow.runtime.lines.shares import PriorityShares
+from asyncflow.values import Array, Value
+
+_FIRST_ROWS = 4
+
+
+class Activation(Protocol):
+    """One activation of the loop.
+
+    Attributes:
+        inputs: values of its variables, and what it captures; while it is no row.
+        number: of its arrival, the last time that it joined.
+        priority: those with a lower one are rows first.
+        due_s: likewise, of one priority.
+        patient_s: until then it may wait for others to begin with it.
+        is_gone: nobody wants its results any more.
+        is_checked: it is known to go on.
+        since: how many steps the pool has made without it; of those that wait, the steps they have made below 0.
+    """
+
+    inputs: Sequence[Array]
+    number: int
+    priority: int
+    due_s: float
+    patient_s: float
+    is_gone: bool
+    is_checked: bool
+    since: int
+
+
+A = TypeVar("A", bound=Activation)
+
+
+class RowGroup(Generic[A]):
+    """Activations whose values have equal shapes.
+
+    Args:
+        has_rows: of each input, whether each activation has its own.
+        n_vars: how many inputs are variables; they come first.
+        most: rows that it will have at most.
+        is_watched: rows carry the number of their owner, which is looked at when they leave.
+
+    Invariant: ``rows[k]`` is whose values stand in row k of every slab.
+    """
+
+    key: Hashable = None
+    """The extents of a row, by which the pool finds the group; see `PoolRows.groups`."""
+
+    def __init__(self, has_rows: Sequence[bool], n_vars: int, most: int, *, is_watched: bool) -> None:
+        self.rows: list[A] = []
+        self._own = [place for place, own in enumerate(has_rows) if own]
+        self._n_vars, self._most = n_vars, most
+        self._slabs: list[Array] = []
+        self._lent: list[Array] = []
+        self._stores: list[Array] = []
+        self._room = self._row_size = 0
+        self._owners: Array | None = np.empty(0, np.int64) if is_watched else None
+
+    def inputs(self, first: int, end: int) -> list[Array]:
+        """The inputs of a range of rows: parts of slabs, which a step or the next change of rows may write to."""
+        self._lent = [slab[first:end] for slab in self._slabs]
+        return self.with_rows(self.rows[first], self._lent)
+
+    def values(self, row: int) -> list[Array]:
+        """Copies of the inputs of one row."""
+        return self.with_rows(self.rows[row], [_taken(slab, row) for slab in self._slabs])
+
+    def with_rows(self, activation: A, own: Sequence[Array]) -> list[Array]:
+        """The inputs of one, of which those that have rows are these."""
+        found = list(activation.inputs)
+        for place, value in zip(self._own, own, strict=True):
+            found[place] = value
+        return found
+
+    def variables(self, row: int) -> list[Array]:
+        """Copies of the variables of one row."""
+        return [_taken(slab, row) for slab in self._slabs[: self._n_vars]]
+
+    def size(self) -> int:
+        """How many elements its rows have."""
+        return len(self.rows) * self._row_size
+
+    def extents(self, row: int, *, by_size: bool) -> Hashable:
+        """Return the extents of the values of a row; see `_extents`."""
+        return tuple(
+            [_extents(slab[row] if slab.dtype == object else slab[0], by_size=by_size) for slab in self._slabs]
+        )
+
+    def add(self, activation: A, values: Sequence[Array]) -> None:
+        """A row behind the others."""
+        row = len(self.rows)
+        if row == self._room:
+            self._grow(values)
+        for place, slab in zip(self._own, self._slabs, strict=True):
+            slab[row] = values[place]
+        if self._owners is not None:
+            self._owners[row] = activation.number
+        self.rows.append(activation)
+
+    def remove(self, row: int) -> A:
+        """A row leaves; the last one takes its place."""
+        removed, last = self.rows[row], self.rows.pop()
+        if self._owners is not None and self._owners[row] != removed.number:
+            raise InternalError(f"row {row} of a pooled loop holds the values of another activation")
+        if last is not removed:
+            self.rows[row] = last
+            for slab in self._slabs if self._owners is None else (*self._slabs, self._owners):
+                slab[row] = slab[len(self.rows)]
+        for slab in self._stores:
+            slab[len(self.rows)] = None
+        return removed
+
+    def write(self, following: Sequence[Array]) -> bool:
+        """Takes the next variables of all rows; whether they have become of other shapes."""
+        rows = len(self.rows)
+        pairs = enumerate(zip(following, self._lent, strict=False))
+        there = {place for place, (values, mine) in pairs if values is mine and len(values) == rows}
+        # What is a view may look into a slab that is written to before it.
+        following = [
+            values if values.base is None or place in there else values.copy() for place, values in enumerate(following)
+        ]
+        has_changed = False
+        for place, values in enumerate(following):
+            slab = self._slabs[place]
+            if place in there:
+                continue
+            if values.shape[1:] == slab.shape[1:]:
+                slab[:rows] = values
+            else:
+                self._slabs[place], self._room, has_changed = values, rows, True
+        if has_changed:
+            self._row_size = sum(math.prod(slab.shape[1:]) for slab in self._slabs)
+        return has_changed
+
+    def _grow(self, values: Sequence[Array]) -> None:
+        rows = len(self.rows)
+        self._room = min(max(2 * rows, _FIRST_ROWS), self._most)
+        specs = [
+            (np.shape(x), x.dtype) if hasattr(x, "dtype") else ((), object) for x in map(values.__getitem__, self._own)
+        ]
+        slabs = [np.empty((self._room, *shape), dtype) for shape, dtype in specs]
+        for larger, slab in zip(slabs, self._slabs, strict=False):  # there are none at first
+            larger[:rows] = slab[:rows]
+        self._slabs = slabs
+        self._row_size = sum(math.prod(shape) for shape, _ in specs)
+        self._stores = [slab for slab in slabs if slab.dtype == object]
+        if self._owners is not None:
+            self._owners = np.resize(self._owners, self._room)
+
+
+def _extents(value: Value, *, by_size: bool) -> Hashable:
+    """Return the shape of an array; of a store its number of entries, or () unless `by_size`."""
+    shape: Hashable = getattr(value, "shape", None)
+    if shape is not None:
+        return shape
+    return getattr(value, "size", ()) if by_size else ()
+
+
+def _taken(slab: Array, row: int) -> Array:
+    """A row, while the slab goes on changing."""
+    return slab[row] if slab.dtype == object else slab[row, ...].copy()
+
+
+class PoolRows(Generic[A]):
+    """Activations that share what is the same for all of them.
+
+    Args:
+        capacity: most rows.
+        n_vars: how many inputs are variables; they come first.
+        has_rows: of each input, whether each activation has its own.
+        is_watched: rows carry the number of their owner, which is looked at when they leave.
+        by_size: rows of one group have stores of equal sizes.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        n_vars: int,
+        has_rows: Sequence[bool],
+        *,
+        is_watched: bool = False,
+        by_size: bool = False,
+    ) -> None:
+        self.groups: dict[Hashable, RowGroup[A]] = {}
+        """By the extents of their values."""
+        self.live = 0
+        """How many rows there are."""
+        self.steps = 0
+        """How many there have been."""
+        self.group_type: type[RowGroup[A]] = RowGroup
+        """Where rows stand."""
+        self.alone: A | None = None
+        """Who was singled out."""
+        # By priority, who is due first in front; there are no empty ones.
+        self._waiting: dict[int, list[tuple[float, int, A]]] = {}
+        self._shares = PriorityShares()
+        self._arrivals = 0
+        self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
+        self._own = [place for place, own in enumerate(has_rows) if own]
+        self._has_gone = self._is_growing = False
+        self._by_size = by_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is there."""
+        return not (self.live or self._waiting or self.alone is not None)
+
+    def everybody(self) -> Iterator[A]:
+        """Rows, and those that wait."""
+        if self.alone is not None:
+            yield self.alone
+        for group in self.groups.values():
+            yield from group.rows
+        for line in self._waiting.values():
+            yield from (activation for *_, activation in line)
+
+    def join(self, activation: A) -> None:
+        """One waits for its first step, or for its next one."""
+        activation.number = self._arrivals
+        self._arrivals += 1
+        line = self._waiting.setdefault(activation.priority, [])
+        heapq.heappush(line, (activation.due_s, activation.number, activation))
+
+    def give_up(self, activation: A) -> None:
+        """Nobody wants its results any more."""
+        activation.is_gone = self._has_gone = True
+
+    def single_out(self) -> A | None:
+        """The only one there is, who then is no row, nor waits; None if there are several."""
+        if self.alone is None and self.live + len(self._waiting) == 1:
+            for group in self.groups.values():
+                self.join(self.park(group, 0))
+            (line,) = self._waiting.values()
+            if len(line) == 1 and not (activation := self._next()).is_gone:
+                activation.since += self.steps
+                self.alone = activation
+        return None if self._waiting else self.alone
+
+    def admit(self, now_s: float = math.inf) -> list[tuple[RowGroup[A], int]]:
+        """Groups with rows that are new and not known to go on, and the first of these."""
+        fresh: dict[Hashable, list[A]] = {}
+        if self._is_growing and self._are_too_few(now_s):
+            return []
+        if self.alone is not None:
+            self._seat(self.alone, fresh)
+            self.alone = None
+        while self._waiting and self.live < self._capacity:
+            activation = self._next()
+            if not activation.is_gone:
+                activation.since += self.steps
+                self._seat(activation, fresh)
+        found = []
+        for key, activations in fresh.items():
+            group = self._group(key)
+            found.append((group, len(group.rows)))
+            for activation in activations:
+                activation.is_checked = True
+                group.add(activation, activation.inputs)
+        return found
+
+    def _are_too_few(self, now_s: float) -> bool:
+        """Whether those that wait had better begin with others; not if one has been a row before."""
+        if sum(map(len, self._waiting.values())) >= self.live:
+            return False
+        first = (line[0][2] for line in self._waiting.values())
+        return not any(activation.is_checked or activation.patient_s <= now_s for activation in first)
+
+    def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
+        """Makes one a row, now or with those of its shapes that are not known to go on."""
+        self.live += 1
+        key: Hashable = tuple([_extents(activation.inputs[place], by_size=self._by_size) for place in self._own])
+        if activation.is_checked:
+            self._group(key).add(activation, activation.inputs)
+        else:
+            fresh.setdefault(key, []).append(activation)
+
+    def _next(self) -> A:
+        """Takes out who becomes a row."""
+        priority = self._shares.pick(self._waiting)
+        line = self._waiting[priority]
+        activation = heapq.heappop(line)[2]
+        if not line:
+            del self._waiting[priority]
+        return activation
+
+    def settle(self, group: RowGroup[A], first: int, goes_on: Array) -> list[tuple[A, list[Array]]]:
+        """Has rows leave that do not go on.
+
+        Args:
+            group: whose rows.
+            first: the first row that the flags are about.
+            goes_on: flags of it and those behind it.
+
+        Returns:
+            Those that have left, and their results.
+        """
+        if b"\0" not in goes_on.tobytes():
+            return []
+        ended = [first + row for row in np.logical_not(goes_on).nonzero()[0].tolist()]
+        found = [(group.rows[row], group.variables(row)) for row in ended]
+        for row in reversed(ended):
+            self.remove(group, row)
+        return found
+
+    def advance(
+        self, group: RowGroup[A], following: Sequence[Array], goes_on: Array, steps: int = 1
+    ) -> list[tuple[A, list[Array]]]:
+        """Takes the variables of all rows of a group after so many steps; see `settle`."""
+        self.steps += steps
+        for other in self.groups.values():
+            for activation in other.rows if other is not group else ():
+                activation.since += steps  # it has made none of them
+        has_changed = group.write(following)
+        if self._by_size and not has_changed:
+            has_changed = any(group.extents(row, by_size=True) != group.key for row in range(len(group.rows)))
+        self._is_growing = has_changed
+        ended = self.settle(group, 0, goes_on)
+        if has_changed and group.rows:
+            self._regroup(group)
+        return ended
+
+    def part(
+        self, group: RowGroup[A], parts: Sequence[tuple[int, Sequence[Array], Array]]
+    ) -> list[tuple[A, list[Array]]]:
+        """Takes the variables of all rows of a group after a step that was made in parts; see `settle`.
+
+        Their shapes may differ from part to part, so those that go on join anew; rows that are in no part leave.
+
+        Args:
+            group: whose rows.
+            parts: the first row of each, the variables of its rows, and who goes on.
+        """
+        made = {
+            group.rows[first + row]: ([_taken(values, row) for values in following], goes_on[row])
+            for first, following, goes_on in parts
+            for row in range(len(goes_on))
+        }
+        ended = []
+        for row in reversed(range(len(group.rows))):
+            activation = self.park(group, row)
+            following, goes_on = made.get(activation, ([], False))
+            if goes_on:
+                activation.inputs = [*following, *activation.inputs[self._n_vars :]]
+                activation.since -= 1
+                self.join(activation)
+            elif following:
+                ended.append((activation, following))
+        return ended
+
+    def advance_alone(self, following: Sequence[Array], *, goes_on: bool, steps: int) -> None:
+        """Takes the variables of the one who was singled out after so many steps; it leaves if it does not go on."""
+        assert self.alone is not None
+        self.steps += steps
+        self.alone.inputs = [*following, *self.alone.inputs[self._n_vars :]]
+        self.alone.is_checked = True
+        if not goes_on:
+            self.alone = None
+
+    def drop(self) -> None:
+        """Has rows leave that nobody wants any more."""
+        if self._has_gone:
+            self._has_gone = False
+            self.remove_where(lambda activation: activation.is_gone)
+
+    def remove_where(self, leaves: Callable[[A], bool]) -> list[A]:
+        """Has rows leave without results, and gives them."""
+        removed = [
+            self.remove(group, row)
+            for group in list(self.groups.values())
+            for row in reversed(range(len(group.rows)))
+            if leaves(group.rows[row])
+        ]
+        if self.alone is not None and leaves(self.alone):
+            removed.append(self.alone)
+            self.alone = None
+        return removed
+
+    def park(self, group: RowGroup[A], row: int) -> A:
+        """A row leaves with all its values."""
+        activation = group.rows[row]
+        activation.inputs = group.values(row)
+        activation.since -= self.steps
+        return self.remove(group, row)
+
+    def remove(self, group: RowGroup[A], row: int) -> A:
+        """A row leaves."""
+        removed = group.remove(row)
+        self.live -= 1
+        if not group.rows:
+            self.groups = {key: other for key, other in self.groups.items() if other is not group}
+        return removed
+
+    def _group(self, key: Hashable) -> RowGroup[A]:
+        group = self.groups.get(key)
+        if group is None:
+            group = self.group_type(self._has_rows, self._n_vars, self._capacity, is_watched=self._is_watched)
+            self.groups[key], group.key = group, key
+        return group
+
+    def _regroup(self, group: RowGroup[A]) -> None:
+        """Move the rows of a group whose values have become of other extents to the groups of these."""
+        self.groups = {key: other for key, other in self.groups.items() if other is not group}
+        rows = len(group.rows) if self._by_size else 1
+        keys = [group.extents(row, by_size=self._by_size) for row in range(rows)]
+        if len(set(keys)) == 1:
+            other = self.groups.setdefault(keys[0], group)
+            group.key = keys[0]
+            if other is group:
+                return
+        for row, activation in enumerate(group.rows):
+            self._group(keys[row % rows]).add(activation, group.values(row))
+        group.rows.clear()

@@ -1,0 +1,201 @@
+"""Whose step is next, of the pools, shared vertex maps and batches of a session: a pure state machine.
+
+Each is a *stepper*. Its *rank* is the lowest number of priority among those who are in it, its *place* the device that
+makes its steps; a CPU has room for several long ones. Who is alone, or of one rank with all others, asks nobody: each
+makes a step, or a launch, before any makes its next one.
+
+======== ============================================================== ===============================================
+event    state                                                          what happens
+======== ============================================================== ===============================================
+`come`                                                                  it has work, until it has `gone`
+`ask`    those of lower ranks in its place, with those of others that   it begins
+         make a step there, leave room
+`ask`    else, but its rank is owed a step there, and makes none there  it begins
+`ask`    else                                                           it waits, and `next` says when it begins
+`ended`  it made a step                                                 its rank is owed the next one there 8 times as
+                                                                        long as it took after it was owed this one
+======== ============================================================== ===============================================
+
+So a rank that is not the lowest has an eighth of the time, or an equal part where more than eight ask; or, where steps
+of others are longer, one between two of each. The lowest waits for no more than the others' shares, or a step of each.
+Of those of a rank that wait, the one goes first that is most overdue: a step is due a second after it was asked for, or
+at the first deadline of those who are in it. Who was there until a moment ago counts as there (`LINGER_NS`), as clients
+whose calls have ended ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from asyncflow.runtime.lines.shares import PATIENCE_S, share_of
+
+LINGER_NS = 1_000_000
+"""So long those count as there who have gone, or have made a step (1 ms)."""
+
+_AWAY_NS = 8 * LINGER_NS
+"""Who is away for longer is owed nothing for that time."""
+
+
+class Present(Protocol):
+    """Who may have something to do.
+
+    Attributes:
+        rank: the lowest number of priority among those who are in it; infinity if there is nobody.
+        place: the device that makes its steps; None before it is known.
+        is_stepping: it makes a step, of which the machine knows.
+    """
+
+    place: Hashable
+    is_stepping: bool
+
+    @property
+    def rank(self) -> float:
+        """See above."""
+
+
+@dataclass(slots=True, eq=False)
+class Stepper:
+    """A pool, as far as others are concerned.
+
+    Attributes:
+        rank: see `Present`, as are others.
+        room: how many steps are made in its place at a time.
+        is_in_line: steps are made there one after another, and wait for each other.
+        deadline_ns: the first of those who are in it.
+        began_ns: when its step began.
+        together: of how many of those that wait for each other it is one.
+        owed_ns: since when it was owed that.
+        due_ns: when the step that it waits for is due.
+        is_behind: it makes a step because that was due, and others would go before it.
+    """
+
+    rank: float = inf
+    place: Hashable = None
+    room: int = 1
+    is_in_line: bool = False
+    deadline_ns: float = inf
+    is_stepping: bool = False
+    began_ns: int = 0
+    together: int = 1
+    owed_ns: float = 0.0
+    due_ns: float = inf
+    is_behind: bool = False
+
+
+class StepTurns:
+    """The steppers of one session."""
+
+    def __init__(self) -> None:
+        self.is_contended = False
+        """Whether anybody has to ask."""
+        self._has_ranks = False
+        self._rank: float | None = None
+        """Of the first who was there since nobody was; until others have another one, nobody has to ask."""
+        self._present: dict[Present, None] = {}
+        self._waiting: dict[Stepper, None] = {}
+        self._owed_ns: dict[tuple[float, Hashable], float] = {}
+        """When those of a rank are next owed a step in a place, however many others are there."""
+        self._ended_ns: dict[tuple[float, Hashable], int] = {}
+        """When those of a rank made their last step in a place."""
+
+    def come(self, stepper: Present, rank: float) -> None:
+        """One has something to do, or more than before: somebody of that rank is in it."""
+        self._present[stepper] = None
+        if self._rank is None:
+            self._rank = rank
+        elif rank != self._rank:
+            self._has_ranks = True
+        self.is_contended = self._has_ranks and len(self._present) > 1
+
+    def gone(self, stepper: Stepper, now_ns: int) -> None:
+        """One has nothing to do any more."""
+        self.ended(stepper, now_ns)
+        self._present.pop(stepper, None)
+        self._waiting.pop(stepper, None)
+        if not self._present:
+            self._rank, self._has_ranks = None, False
+        self.is_contended = self._has_ranks and len(self._present) > 1
+
+    def ask(self, stepper: Stepper, now_ns: int) -> bool:
+        """Whether one makes a step now; else it waits."""
+        assert not stepper.is_stepping, "it asks for a step while it makes one"
+        # A deadline that has passed is no more urgent than what others wait for.
+        stepper.due_ns = min(max(stepper.deadline_ns, now_ns), now_ns + PATIENCE_S * 1e9)
+        self._forget(now_ns)
+        self._waiting[stepper] = None
+        return self._begins(stepper, now_ns)
+
+    def ended(self, stepper: Stepper, now_ns: int) -> None:
+        """One has made a step, if it asked for it."""
+        if stepper.is_stepping:
+            taken_ns = (now_ns - stepper.began_ns) / max(stepper.together, self._together(stepper))
+            stepper.is_stepping = stepper.is_behind = False
+            self.took(stepper.rank, stepper.place, taken_ns, stepper.owed_ns, now_ns)
+
+    def took(self, rank: float, place: Hashable, taken_ns: float, owed_ns: float, now_ns: int) -> None:
+        """A step of that rank has ended, which took so long, and was owed since then."""
+        ranks = {other.rank for other in self._present if other.place == place and other.rank < inf}
+        self._owed_ns[rank, place] = owed_ns + taken_ns / share_of(len(ranks | {rank}))
+        self._ended_ns[rank, place] = now_ns
+
+    def next(self, now_ns: int) -> list[Stepper]:
+        """Those who have waited and now make a step."""
+        waiting = sorted(self._waiting, key=lambda each: (each.rank, each.due_ns))
+        return [stepper for stepper in waiting if self._begins(stepper, now_ns)]
+
+    def wake_ns(self, now_ns: int) -> float:
+        """When one of those who wait may begin, whatever the others do; infinity if that is with the end of a step."""
+        held = (self.held_until_ns(each, each.rank, each.place, each.room, now_ns) for each in self._waiting)
+        return min(held, default=inf)
+
+    def held_until_ns(self, one: Present, rank: float, place: Hashable, room: int, now_ns: int) -> float:
+        """Until when a step of that rank waits, if others stay as they are; minus infinity if none go before it.
+
+        Args:
+            one: whose it is; it is not held up by itself.
+            rank: of the step.
+            place: where it is to be computed.
+            room: for so many at a time.
+            now_ns: the time.
+        """
+        others = [other for other in self._present if other is not one and other.place == place]
+        above = sum(other.rank < rank for other in others)
+        left_ns = -inf
+        if not above:
+            lower = (ended for (other, where), ended in self._ended_ns.items() if other < rank and where == place)
+            left_ns = max(lower, default=-inf) + LINGER_NS
+            if left_ns <= now_ns:
+                return -inf
+            above = 1
+        if above + sum(other.is_stepping and other.rank >= rank for other in others) < room:
+            return -inf
+        owed_ns = self._owed_ns.get((rank, place), 0.0)
+        if any(other.is_stepping and other.rank == rank for other in others):
+            owed_ns = inf
+        return owed_ns if left_ns == -inf else min(owed_ns, left_ns)
+
+    def _begins(self, stepper: Stepper, now_ns: int) -> bool:
+        until_ns = self.held_until_ns(stepper, stepper.rank, stepper.place, stepper.room, now_ns)
+        if until_ns <= now_ns:
+            del self._waiting[stepper]
+            stepper.is_stepping, stepper.is_behind, stepper.began_ns = True, until_ns > -inf, now_ns
+            stepper.together = self._together(stepper)
+            owed_ns = self._owed_ns.get((stepper.rank, stepper.place), now_ns)
+            stepper.owed_ns = owed_ns if stepper.is_behind and owed_ns < now_ns else now_ns
+        return stepper.is_stepping
+
+    def _together(self, stepper: Stepper) -> int:
+        """How many wait for each other's steps, itself among them."""
+        if not stepper.is_in_line:
+            return 1
+        return sum(each.is_stepping for each in self._present if each.place == stepper.place)
+
+    def _forget(self, now_ns: int) -> None:
+        """Nothing is owed to those who were away."""
+        waiting = {(each.rank, each.place) for each in self._waiting}
+        for key in [key for key, ended_ns in self._ended_ns.items() if ended_ns + _AWAY_NS < now_ns]:
+            if key not in waiting and self._owed_ns[key] <= now_ns:
+                del self._ended_ns[key], self._owed_ns[key]

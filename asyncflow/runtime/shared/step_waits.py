@@ -1,0 +1,77 @@
+"""The tasks that drive a session's pools, while they wait for others; `StepTurns` says for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from asyncflow.runtime.shared.step_turns import Stepper, StepTurns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from asyncflow.runtime.executor.turn import Turn
+    from asyncflow.streams.holding import RunPart
+
+
+class StepWaits:
+    """Who waits for the next step of a session.
+
+    Args:
+        turn: of the session.
+    """
+
+    def __init__(self, turn: Turn) -> None:
+        self.turns = StepTurns()
+        self.holds_calls = False
+        """Whether batches wait, too, which look for themselves."""
+        self._turn = turn
+        self.waiting: dict[Stepper, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def begin(self, stepper: Stepper, there: Sequence[RunPart]) -> None:
+        """Comes back when a stepper is to make its next step, for the runs that are in it."""
+        if there:  # and else it is over soon
+            stepper.rank = min(each.priority for each in there)
+            first_s = min(each.deadline_s for each in there)
+            stepper.deadline_ns = self._turn.clock() + (first_s - self._turn.loop.time()) * 1e9
+        if self.turns.ask(stepper, self._turn.clock()):
+            return
+        woken = self.waiting[stepper] = self._turn.loop.create_future()
+        self.look()
+        try:
+            await woken
+        finally:
+            self.waiting.pop(stepper, None)
+
+    def count(self, steppers: Iterable[Stepper]) -> int:
+        """How many of them share a turn: those that do not wait for theirs, and one at least."""
+        return max(sum(stepper not in self.waiting for stepper in steppers), 1)
+
+    def ended(self, stepper: Stepper) -> None:
+        """A step has been made."""
+        self.turns.ended(stepper, self._turn.clock())
+        self.look()
+
+    def gone(self, stepper: Stepper) -> None:
+        """A stepper has nothing to do any more."""
+        self.turns.gone(stepper, self._turn.clock())
+        self.look()
+
+    def look(self) -> None:
+        """Has those go on who need wait no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.holds_calls:
+            self._turn.wake()
+        if not self.waiting:
+            return
+        now_ns = self._turn.clock()
+        for stepper in self.turns.next(now_ns):
+            if not self.waiting[stepper].done():  # or its task is about to be cancelled
+                self.waiting[stepper].set_result(None)
+        wake_ns = self.turns.wake_ns(now_ns)
+        if wake_ns < inf:
+            self._timer = self._turn.loop.call_later((ceil(wake_ns) - now_ns) / 1e9, self.look)

@@ -1,0 +1,312 @@
+"""Vertex maps of a session that are shared: sets of vertices of different runs that are computed together.
+
+Each is driven by one task, a set of each run and a pass of the event loop at a time, so that others may join in
+between. A step is a run of the core's own graph; see `asyncflow.vertex.shared`. `VertexRows` keeps
+the rows. A run waits in line, as for a pooled loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+from asyncflow.compiler.plan import Plan
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.memory import MemoryAccount
+from asyncflow.errors import of_firing
+from asyncflow.lift.batched import install_gatherer
+from asyncflow.runtime.executor.turn import BURST_NS, Turn
+from asyncflow.runtime.shared.batches import Batches, common_values
+from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
+from asyncflow.runtime.shared.step_turns import Stepper
+from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
+from asyncflow.streams.holding import RunPart, current_part
+from asyncflow.values import Array, Value
+from asyncflow.vertex.shared import SharedSets
+
+_MANY = 4096
+"""Graphs of more vertices are put in order by themselves, so that nobody waits for that."""
+
+
+class VertexMember(ToldPlace):
+    """The vertices of one run, and its firing's place in line.
+
+    Attributes:
+        sets: the vertices.
+        part: its run.
+    """
+
+    is_called_outside = True
+
+    __slots__ = ("part", "sets")
+
+    def __init__(self, pool: VertexPool, sets: RunOfSets, part: RunPart) -> None:
+        super().__init__(pool, f"the sets of {pool.shared.label}", tuple)
+        self.sets = sets
+        self.part = part
+
+
+class VertexPool(TellingState):
+    """Runs of one shared vertex map for which what they have in common is the same.
+
+    Args:
+        pools: those of the session.
+        key: names it among them.
+        shared: the vertex map.
+        common: what all have in common.
+    """
+
+    def __init__(self, pools: VertexPools, key: Hashable, shared: SharedSets, common: Sequence[Array]) -> None:
+        super().__init__()
+        self.shared = shared
+        self._pools, self._batches, self._key, self._common = pools, pools.batches, key, common
+        self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
+        self._memory: MemoryAccount
+        self.stepper = Stepper()
+        self._joining: list[VertexMember] = []
+        """Those whose graphs are being put in order."""
+        self._ended: list[tuple[VertexMember, list[Array]]] = []
+        """Those who are still to be told, and their results."""
+        self._order: Plan | None = None
+        """By which that is done, while sets are computed."""
+        self._has_joined = asyncio.Event()
+        self._is_awaited = False
+        """Whether arrivals are looked at in the next pass of the event loop."""
+
+    def places(self) -> list[PlaceInLine]:
+        """Everybody in it."""
+        return [*self.rows.members, *self.rows.waiting, *self._joining, *(member for member, _ in self._ended)]
+
+    def describe(self) -> str:
+        """How many there are."""
+        return f"sets of {len(self.rows.members)} runs are computed together"
+
+    def join(self, member: VertexMember) -> None:
+        """One joins when its graph is in order, which is made so while others compute."""
+        self.rows.waiting.append(member)
+        self.stepper.rank = min(self.stepper.rank, member.part.priority)
+        self._batches.steps.turns.come(self.stepper, member.part.priority)
+        self._batches.steps.look()
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._batches.turn.loop.call_soon(self._arrived)
+
+    async def drive(self) -> None:
+        """Computes sets until nobody is there."""
+        rows, turn, steps, failure = self.rows, self._batches.turn, self._batches.steps, None
+        end = turn.now() + BURST_NS
+        try:
+            plan, self._order = await self._pools.plans_of(self.shared)
+            self.stepper.place = plan.partitions[0].device
+            while True:
+                if steps.turns.is_contended:
+                    there = (*rows.members, *rows.waiting, *self._joining)
+                    await steps.begin(self.stepper, [member.part for member in there])
+                    del there  # nobody's rows are kept for longer
+                self._count(rows.drop())
+                if not rows.groups:
+                    taken = self._taken()
+                    while taken:
+                        await self._join(taken.pop(0))
+                if rows.groups:
+                    # Who has ended with the step before goes on, and others come, while a thread computes this one.
+                    if self._ended:
+                        turn.loop.call_soon(self._deliver)
+                    await self._step(plan, list(rows.groups))
+                    self._ended += rows.ended()
+                if self.stepper.is_stepping:
+                    steps.ended(self.stepper)
+                if not rows.groups:
+                    self._deliver()
+                    if not (rows.waiting or self._joining):
+                        break
+                    if not rows.waiting:
+                        steps.gone(self.stepper)
+                        self._has_joined.clear()
+                        await self._has_joined.wait()
+                        steps.turns.come(self.stepper, self.stepper.rank)
+                elif rows.is_for_one and turn.now() < end:
+                    continue
+                await asyncio.sleep(0)  # others may join
+                end = turn.now() + BURST_NS
+        except Exception as error:  # no plan, or the session closes
+            failure = error
+        finally:
+            self._order = None
+            steps.gone(self.stepper)
+            self._pools.forget(self._key)
+        self._deliver()
+        if failure is not None:
+            self._end([*rows.members, *rows.waiting, *self._joining], failure)
+            del failure
+
+    def _arrived(self) -> None:
+        """Begins to put the graphs in order of those that wait."""
+        self._is_awaited = False
+        if self._order is not None:
+            for members in self._taken():
+                self._batches.beside(self._join(members))
+
+    def _taken(self) -> list[list[VertexMember]]:
+        """Those that wait, as they are put in order together; for large graphs that begins here, and nobody waits."""
+        if not self.rows.waiting:
+            return []
+        together, empty = self.rows.take_waiting()
+        self._ended += empty
+        found = []
+        for members in together:
+            self._joining += members
+            large = [member for member in members if member.sets.size > _MANY]
+            for member in large:
+                self._batches.beside(self._join([member]))
+            if len(large) < len(members):
+                found.append([member for member in members if member not in large])
+        return found
+
+    async def _join(self, members: list[VertexMember]) -> None:
+        """Puts graphs in order, as one; if that fails, each by itself, and those at fault are told."""
+        failure = None
+        try:
+            group = await self._in_order(members)
+            self.rows.groups.append(group)  # which may be another list by now
+        except Exception as error:  # of the graph that is none, and of no node in the function
+            failure = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if failure is not None and len(members) > 1:
+            del failure  # and what its frames hold
+            for member in members:
+                await self._join([member])
+            return
+        self._joining = [member for member in self._joining if member not in members]
+        self._has_joined.set()
+        if failure is not None:
+            self._end(members, failure)
+            del failure
+
+    async def _in_order(self, members: list[VertexMember]) -> VertexGroup[VertexMember]:
+        assert self._order is not None
+        self._memory = self._batches.bodies.memory_of(self._order)
+        graphs = joined([member.sets for member in members])
+        schedule = await self._batches.compute(self._order, graphs, self._limit_ns)
+        group = VertexGroup.of(members, schedule, self.shared.specs)
+        for array in group.arrays():
+            self._memory.track(array, self.shared.label)
+        return group
+
+    def _count(self, groups: Iterable[VertexGroup[VertexMember]]) -> None:
+        """Has the rows of groups counted that are new, though their members are not."""
+        for group in groups:
+            for array in group.arrays():
+                self._memory.count(array, self.shared.label)
+
+    async def _step(self, plan: Plan, groups: list[VertexGroup[VertexMember]]) -> None:
+        """Computes the next set of each; if that fails, of each half, until the one at fault is alone."""
+        to_do = [groups]
+        del groups  # memory may be short: what is to be done again stands there once
+        while to_do:
+            each = to_do.pop()
+            size = sum([len(group.places) for group in each])
+            failure: Exception | None = None
+            try:
+                self.rows.advance(each, await self._found(plan, each))
+            except Exception as error:
+                failure = error
+            self._batches.count_call(self.shared, size, failed=0 if failure is None else 1)
+            if failure is None:
+                continue
+            if size == 1 or not self.shared.is_repeatable:
+                self.rows.remove(each)
+                self._end([member for group in each for member in group.members], of_firing(failure))
+                del failure
+                continue
+            del failure  # and what its frames hold, which would be the context of the next one
+            each = self.rows.part(each)
+            self._count(each)
+            middle = len(each) // 2
+            to_do += [half for half in (each[middle:], each[:middle]) if half]
+
+    async def _found(self, plan: Plan, groups: list[VertexGroup[VertexMember]]) -> list[Array]:
+        own, split = self.rows.inputs(groups), self.shared.counts.own
+        return await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]], self._limit_ns)
+
+    @property
+    def _limit_ns(self) -> int:
+        """How long it holds the event loop at a time: the turn is its own, as it is of steps of pooled loops.
+
+        A thread would hold the interpreter's lock by turns with the loop: it takes longer, and saves nothing.
+        """
+        return max(BURST_NS // self._pools.count, INLINE_LIMIT_NS)
+
+    def _deliver(self) -> None:
+        ended, self._ended = self._ended, []
+        for member, found in ended:
+            self.tell(member, found)
+
+    def _end(self, members: Sequence[VertexMember], error: BaseException) -> None:
+        for member in members:
+            self.tell(member, error)
+        del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
+
+
+class VertexPools:
+    """The shared vertex maps of a session in which somebody is.
+
+    Args:
+        batches: of the session.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+        self._pools: dict[Hashable, VertexPool] = {}
+        self._plans: WeakKeyDictionary[SharedSets, tuple[Plan, Plan]] = WeakKeyDictionary()
+
+    def join(self, shared: SharedSets, inputs: tuple[Array, ...], part: RunPart) -> VertexMember:
+        """The place in line of one run, whose results are rows of states, and what else is asked for."""
+        counts = shared.counts
+        sets, common = RunOfSets.of(inputs, counts, shared.pulls), inputs[sum(counts[:3]) :]
+        shapes = tuple((x.dtype, x.shape[1:]) for x in sets.own)
+        key = (shared, shapes, *common_values(shared.has_rows, inputs))
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = VertexPool(self, key, shared, common)
+            self.batches.beside(pool.drive())
+        member = VertexMember(pool, sets, part)
+        pool.join(member)
+        return member
+
+    def all(self) -> Iterable[VertexPool]:
+        """Each of them."""
+        return self._pools.values()
+
+    async def plans_of(self, shared: SharedSets) -> tuple[Plan, Plan]:
+        """Of its program, and of what puts graphs in order."""
+        plans = self._plans.get(shared)
+        if plans is None:
+            program = await self.batches.bodies.plan_of(shared.program)
+            plans = self._plans[shared] = program, await self.batches.bodies.plan_of(shared.order)
+        return plans
+
+    @property
+    def count(self) -> int:
+        """How many pools share a turn."""
+        return self.batches.steps.count(pool.stepper for pool in self._pools.values())
+
+    def clear(self) -> None:
+        """Forgets the plans: the session has closed."""
+        self._plans.clear()
+
+    def forget(self, key: Hashable) -> None:
+        """Nobody is in a pool any more."""
+        del self._pools[key]
+        self.batches.bodies.starter.tell_ended()
+
+
+def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:
+    part = current_part()
+    assert part is not None and isinstance(part.owner, Turn)
+    batches = part.owner.batches
+    assert isinstance(batches, Batches)
+    return batches.vertex_pools.join(shared, inputs, part)
+
+
+install_gatherer(SharedSets, _gather)

@@ -1,0 +1,1 @@
+"""Records of runs for others: traces, observers, the order of firings."""

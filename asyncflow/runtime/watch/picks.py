@@ -1,0 +1,374 @@
+"""In which order the nodes of one run were taken when they were ready: written down, and kept to in another run.
+
+What a run computes depends on that order alone, if on any: state is read and written by the firing that is taken, on
+the event loop, before the next one is. Which coroutine or thread ends first shows in what can be taken after it. What
+other runs and the world hand to a firing, such as an element of a queue, is written down as well: its *answer*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from zlib import crc32
+
+import numpy as np
+
+from asyncflow.compiler.plan import Kind, PlanNode
+from asyncflow.devices.protocol import Device, Placed
+from asyncflow.devices.values import DeviceValue
+from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
+from asyncflow.graph.dtypes import string
+from asyncflow.graph.ir import Node
+from asyncflow.graph.resource import resources_of, waits_in_line
+from asyncflow.ops.recorded_calls import CallLog, CallReplay
+from asyncflow.state.table import Table
+from asyncflow.state.variable import Variable
+from asyncflow.streams.futures import resolve
+
+if TYPE_CHECKING:
+    from asyncflow.values import Value
+
+_MOST_SHOWN = 5
+
+COMPUTED: Final = object()
+"""In place of an answer: the firing is to be computed."""
+
+UNANSWERED: Final = object()
+"""In place of an answer: the recorded run has ended before one came."""
+
+ELSEWHERE: Final = object()
+"""In place of an answer: it has no copy on the host, such as a TensorArray, or a value of a card that is lost."""
+
+
+class Tagged(Protocol):
+    """An iteration of a run, known by its tag alone."""
+
+    def tag(self) -> str:
+        """The path of frames and iterations."""
+
+
+_Ready: TypeAlias = "Sequence[tuple[PlanNode, Tagged]]"
+
+
+class OnCard(NamedTuple):
+    """The answer of a firing that has some of its outputs in the memory of a card.
+
+    Attributes:
+        outputs: the copies on the host: one value, or a tuple of them.
+        placed: the numbers of the outputs that belong on the card.
+    """
+
+    outputs: Value
+    placed: Sequence[int]
+
+
+class RecordedEnd(NamedTuple):
+    """The answer of what is closed, or at its end.
+
+    Attributes:
+        reason: of the error.
+        queue: the name of the queue, with the number of elements that are `left`; empty for an input.
+    """
+
+    reason: str
+    queue: str = ""
+    left: int = 0
+
+    def error(self) -> EndOfInput | QueueClosedError:
+        """The same error again."""
+        if self.queue:
+            return QueueClosedError(self.reason, queue=self.queue, left=self.left)
+        return EndOfInput(self.reason)
+
+
+def asks_others(node: Node) -> bool:
+    """Whether other runs, or the world, have a part in what a node gives: those that know queues, inputs and batches.
+
+    Variables and tables are as the record has them, and so is what a user function gave: see `calls_functions`.
+    """
+    return waits_in_line(node) or any(not isinstance(each, Variable | Table) for each in resources_of(node))
+
+
+def calls_functions(node: Node) -> bool:
+    """Return True if a node calls a user function that is not pure, of whose calls a record has the results."""
+    return node.op.is_user and not node.op.is_repeatable and not asks_others(node)
+
+
+class Pick(NamedTuple):
+    """One firing, in the place where it was taken.
+
+    Attributes:
+        partition: the number of the run's partition.
+        node: its name.
+        tag: the path of frames and iterations.
+        checksum: of what it gave; None for what gives nothing on the host at once.
+    """
+
+    partition: int
+    node: str
+    tag: str
+    checksum: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.node} in iteration {self.tag}" if self.tag else self.node
+
+
+class PickLog:
+    """Writes down what is taken.
+
+    Attributes:
+        picks: so far, in order, over all partitions.
+        answers: of those that `asks_others` names and that have ended, by their places among the picks; or `COMPUTED`,
+            or `ELSEWHERE`; of those that `calls_functions` names, their calls. Copies from cards come until `copied`.
+        run: the number of the run, once it has begun.
+        placement: the devices of nodes by name, once it has begun.
+    """
+
+    def __init__(self) -> None:
+        self.run = 1
+        self.placement: Mapping[str, str] = {}
+        self.picks: list[Pick] = []
+        self.answers: dict[int, object] = {}
+        self._places: dict[Pick, int] = {}
+        self._calls: dict[int, CallLog] = {}
+        self._copies = 0
+        self._last_copy: asyncio.Future[None] | None = None
+
+    def position(self, partition: int, ready: _Ready) -> int | None:
+        """Which of those that are ready in a partition is to be taken; None for any of them."""
+        return None
+
+    def may_take(self, partition: int, ready: _Ready) -> bool:
+        """Whether one of those that are ready in a partition may be taken now."""
+        return len(ready) > 0
+
+    def taken(self, partition: int, node: PlanNode, iteration: Tagged) -> None:
+        """A node was taken."""
+        if node.kind != Kind.KERNEL:
+            return
+        pick = Pick(partition, node.name, iteration.tag())
+        self._places[pick] = len(self.picks)
+        self.picks.append(pick)
+
+    def ended(self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device) -> None:
+        """A firing gave its result on a device."""
+        place = self._places[Pick(partition, node.name, iteration.tag())]
+        self.picks[place] = self.picks[place]._replace(checksum=checksum(result))
+        self._keep(place, node, result, device)
+
+    def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
+        """Writes down what a firing was given."""
+        if asks_others(node.source):
+            self.answers[place] = ELSEWHERE if self.picks[place].checksum is None else _copied(result)
+            self._bring(place, result, device)
+        elif place in self._calls:
+            self.answers[place] = self._calls[place]
+
+    def _bring(self, place: int, result: Value, device: Device) -> None:
+        """Asks a card for copies of what it was given; until they come, the answer is `ELSEWHERE`."""
+        outputs: list[Placed] = [*result] if isinstance(result, tuple) else [result]
+        placed = [index for index, value in enumerate(outputs) if isinstance(value, DeviceValue)]
+        if not placed or device.asynchronous is None:
+            return
+        outputs = [*map(_copied, outputs)]
+        left = len(placed)
+
+        def take(index: int, value: Value, _: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            outputs[index] = value
+            # After an error, such as the loss of the card, there is none. A simulation of shapes gives no data.
+            if not left and checksum(tuple(outputs)) is not None:
+                self.answers[place] = OnCard(tuple(outputs) if isinstance(result, tuple) else value, placed)
+            self._ended_copy()
+
+        for index in placed:
+            self._copies += 1
+            try:
+                device.asynchronous.read_value(outputs[index], partial(take, index))
+            except BaseException:
+                self._ended_copy()
+                raise
+
+    def _ended_copy(self) -> None:
+        self._copies -= 1
+        if not self._copies and self._last_copy is not None:
+            resolve(self._last_copy, None)
+
+    async def copied(self) -> None:
+        """Waits until all copies from cards have ended."""
+        if self._copies:
+            self._last_copy = asyncio.get_running_loop().create_future()
+            await self._last_copy
+
+    def failed(self, partition: int, node: PlanNode, iteration: Tagged, error: BaseException) -> None:
+        """A firing raised."""
+        place = self._places.get(Pick(partition, node.name, iteration.tag()))
+        if place in self._calls:
+            self.answers[place] = self._calls[place]
+        if place is None or not asks_others(node.source):
+            return
+        self.answers[place] = COMPUTED
+        if isinstance(error, QueueClosedError):
+            self.answers[place] = RecordedEnd(error.reason, error.queue, error.left)
+        elif isinstance(error, EndOfInput):
+            self.answers[place] = RecordedEnd(error.reason)
+
+    def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
+        """Gives the log of a firing's calls of user functions; None where they are just made."""
+        if not calls_functions(node.source):
+            return None
+        log = self._calls[self._places[Pick(partition, node.name, iteration.tag())]] = CallLog()
+        return log
+
+    def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
+        """Gives the answer that a firing got: its result, `COMPUTED` or `UNANSWERED`.
+
+        Raises:
+            EndOfInput, QueueClosedError: that was the answer.
+        """
+        return COMPUTED
+
+    def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
+        """A partition takes part.
+
+        Args:
+            partition: its number.
+            wake: has it look again at what it may take.
+            stop: has the run end, soon.
+        """
+
+
+class PickGuide(PickLog):
+    """Has a run take what another one took.
+
+    Args:
+        expected: what that one took.
+        given: the answers that it got.
+        is_whole: it came to its end; else this one is stopped where that one was.
+        live: user functions are called again, instead of giving what they gave.
+
+    Attributes:
+        difference: where this run differs; None if it does not, so far.
+    """
+
+    def __init__(
+        self, expected: Sequence[Pick], given: Mapping[int, object], *, is_whole: bool, live: bool = False
+    ) -> None:
+        super().__init__()
+        self.difference: ReplayError | None = None
+        self._expected = expected
+        self._given = given
+        self._is_whole = is_whole
+        self._live = live
+        self._wakes: dict[int, Callable[[], object]] = {}
+        self._stop: Callable[[], object] | None = None
+        self._ready: dict[int, _Ready] = {}
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all has been taken that the other run took."""
+        return len(self.picks) == len(self._expected)
+
+    def position(self, partition: int, ready: _Ready) -> int | None:
+        """The place of the one that comes next, or of a primitive; None if there is neither."""
+        self._ready[partition] = ready
+        awaited = None if self.is_at_end else self._expected[len(self.picks)][:3]
+        for position, (node, iteration) in enumerate(ready):
+            if node.kind != Kind.KERNEL or (partition, node.name, iteration.tag()) == awaited:
+                return position
+        return None
+
+    def may_take(self, partition: int, ready: _Ready) -> bool:
+        """Whether the one that comes next is there."""
+        return self.position(partition, ready) is not None
+
+    def taken(self, partition: int, node: PlanNode, iteration: Tagged) -> None:
+        """A node was taken; the next may be another partition's."""
+        super().taken(partition, node, iteration)
+        if node.kind != Kind.KERNEL:
+            return
+        if self.is_at_end:
+            if not self._is_whole and self._stop is not None:
+                self._stop()
+        elif (following := self._expected[len(self.picks)].partition) != partition and following in self._wakes:
+            self._wakes[following]()
+
+    def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
+        """Keeps nothing: the record has what firings are given."""
+
+    def ended(self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device) -> None:
+        """A firing gave its result.
+
+        Raises:
+            ReplayError: another than the one it gave then.
+        """
+        super().ended(partition, node, iteration, result, device)
+        place = self._places[Pick(partition, node.name, iteration.tag())]
+        given, expected = self.picks[place], self._expected[place]
+        if expected.checksum is None:  # that run was stopped, or failed, before this firing gave its result
+            return
+        if self.difference is None and given.checksum != expected.checksum:
+            self.difference = ReplayError(
+                f"firing {place + 1} of {len(self._expected)}, {given}, gave another value than in the record: "
+                f"{result!r:.200}\n  built at {node.source.location}"
+            )
+            raise self.difference
+
+    def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
+        """Gives what the record has for a firing."""
+        found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
+        if calls_functions(node.source):
+            return COMPUTED if self._live else UNANSWERED if found is UNANSWERED else COMPUTED
+        if not asks_others(node.source):
+            return COMPUTED
+        if isinstance(found, RecordedEnd):
+            raise found.error()
+        return found
+
+    def calls(self, partition: int, node: PlanNode, iteration: Tagged) -> CallLog | None:
+        """Gives what a firing's calls of user functions gave."""
+        if self._live or not calls_functions(node.source):
+            return None
+        found = self._given[self._places[Pick(partition, node.name, iteration.tag())]]
+        assert isinstance(found, CallLog)
+        return CallReplay(found.outcomes)
+
+    def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
+        """A partition takes part."""
+        self._wakes[partition] = wake
+        self._stop = stop
+
+    def stalled(self) -> ReplayError:
+        """Why the run has stopped, if nothing in it failed: what comes next in the record never became ready."""
+        names = [f"{node.name} {it.tag()}".strip() for queue in self._ready.values() for node, it in list(queue)]
+        there = ", ".join(names[:_MOST_SHOWN]) + (", ..." if len(names) > _MOST_SHOWN else "") or "nothing"
+        if self.is_at_end:
+            return ReplayError(f"the record ends after {len(self.picks)} firings, but the run goes on; ready: {there}")
+        awaited = self._expected[len(self.picks)]
+        return ReplayError(
+            f"firing {len(self.picks) + 1} of {len(self._expected)} in the record, {awaited}, did not become ready "
+            f"here; ready: {there}"
+        )
+
+
+def _copied(result: Value) -> Value:
+    """A result that stays as it is, whoever gets the memory of this one."""
+    if isinstance(result, tuple):
+        return tuple(map(_copied, result))
+    return result.copy() if isinstance(result, np.ndarray) else result
+
+
+def checksum(result: Value) -> int | None:
+    """Tells results apart by their bits; None for what is not on the host."""
+    values = result if isinstance(result, tuple) else (result,)
+    total = 0
+    for value in values:
+        if not isinstance(value, np.ndarray | np.generic | str):
+            return None
+        array = np.asarray(value, string if isinstance(value, str) else None)
+        data = repr(array.tolist()).encode() if array.dtype.hasobject or array.dtype.kind == "T" else array.tobytes()
+        total = crc32(data, crc32(f"{array.dtype}{array.shape}".encode(), total))
+    return total

@@ -1,0 +1,228 @@
+"""Records of a traced run: firings, transfers, run spans and memory samples, in nanoseconds.
+
+The runtime only appends to these lists; `asyncflow.profiler` turns them into timelines and tables, and nothing
+here knows of it. Times are `time.perf_counter_ns`, or those of the virtual clock that a run was on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Self
+
+from asyncflow.entered import Entered
+from asyncflow.runtime.watch.picks import PickLog
+
+LOOP: Final = "loop"
+"""The op of a loop that ran as a whole, inside a region; one that is interpreted is its nodes."""
+LATE_COPY: Final = "late copy"
+"""The op of a copy that brought a saved value back after its reader had begun to wait for it."""
+WHOLE: Final = frozenset({LOOP, "region"})
+"""Ops of several nodes that ran as a whole."""
+
+
+class Firing(NamedTuple):
+    """One node firing: when it became ready, when its kernel started, when its outputs were there.
+
+    From ``started_ns`` to ``ended_ns`` it computed, without a pause, where ``stream`` says; what waits has other names.
+    A firing that gives way in between, or goes on elsewhere, is several of these: see ``part``.
+    """
+
+    run: int
+    """Unique in the process."""
+    node: str
+    op: str
+    tag: str
+    """Frames and iterations, such as ``outer/3/inner/7``; empty outside loops."""
+    device: str
+    """Such as ``cpu:0``."""
+    stream: str
+    """``inline`` (on the event loop), ``compute`` and ``compute:1`` (threads, streams), ``async`` (a coroutine op,
+    which waits more than it computes); on a simulated device also ``host`` (a kernel on the host) and ``h2d``, ``d2h``
+    and ``peer`` (copies)."""
+    scheduled_ns: int
+    started_ns: int
+    ended_ns: int
+    outputs: str
+    """dtype[shape] of each output, such as ``float32[64,64]``."""
+    status: str
+    """``ok``, ``error`` or ``cancelled``."""
+    location: str
+    """``file:line`` of the user's code that built the node."""
+    queued_ns: int | None = None
+    """When it was given to a stream's thread, or began to wait for its turn by the limits of its function; up to
+    ``started_ns`` it waited for others there. None: it did not."""
+    part: int = 0
+    """Counts the times in which one firing computed: 0 for the first, or only one."""
+    iterations: int | None = None
+    """Of a loop that ran as a whole, once it has ended."""
+    nbytes: int = 0
+    """Of a copy."""
+    attempt: int = 0
+    """Number of the attempt of a function with limits, from 1, each of which is a record of its own; 0 for others."""
+
+    @property
+    def label(self) -> str:
+        """The name that people read: the node, and of a loop how often it went around."""
+        if self.attempt > 1:
+            return f"{self.node} (attempt {self.attempt})"
+        if self.op != LOOP:
+            return self.node
+        return f"{self.node} (loop)" if self.iterations is None else f"{self.node} (loop, {self.iterations} iterations)"
+
+    @property
+    def computing_ns(self) -> int:
+        """How long it computed; of a coroutine that is not known, and 0."""
+        return 0 if self.stream == "async" else self.ended_ns - self.started_ns
+
+    @property
+    def awaiting_ns(self) -> int:
+        """How long a coroutine took, which is mostly waiting for what it awaits."""
+        return self.ended_ns - self.started_ns if self.stream == "async" else 0
+
+    @property
+    def queueing_ns(self) -> int:
+        """How long it waited behind others for its stream's thread, or for its turn by the limits of its function."""
+        return 0 if self.queued_ns is None else self.started_ns - self.queued_ns
+
+    @property
+    def pending_ns(self) -> int:
+        """How long it was ready before that: the event loop was busy, or it had given way to others."""
+        return (self.started_ns if self.queued_ns is None else self.queued_ns) - self.scheduled_ns
+
+
+class RunSpan(NamedTuple):
+    """One ``await session.run(...)``."""
+
+    run: int
+    label: str
+    started_ns: int
+    ended_ns: int
+    status: str
+    """``ok``, ``error``, ``cancelled`` or ``deadline``."""
+
+
+class Transfer(NamedTuple):
+    """A value that went from one device to another: what a Recv took."""
+
+    run: int
+    node: str
+    """The Recv."""
+    tag: str
+    source: str
+    """Such as ``sim:0``."""
+    target: str
+    sent_ns: int
+    received_ns: int
+    nbytes: int
+    """0 for a control edge, and for values on the host."""
+
+
+class MemorySample(NamedTuple):
+    """Bytes a device held at one moment.
+
+    Attributes:
+        saved, host, disk, moved_out, moved_in: see `DeviceMemory`.
+        coming: of those saved, the ones on their way back.
+    """
+
+    device: str
+    time_ns: int
+    nbytes: int
+    saved: int = 0
+    host: int = 0
+    disk: int = 0
+    moved_out: int = 0
+    moved_in: int = 0
+    coming: int = 0
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class Trace:
+    """A record of one or more runs.
+
+    Pass it as ``session.run(..., trace=trace)``, or use it as a context manager: then every run that starts inside is
+    recorded, in whatever session. A trace made inside such a block records for itself; its records are added to the
+    outer one when the outer block ends. At most ``capacity`` firings are kept; later ones are counted in ``dropped``.
+
+    >>> with Trace() as trace:
+    ...     pass  # await session.run(...)
+    >>> len(trace.runs)
+    0
+    """
+
+    capacity: int = 1_000_000
+    detail: Literal["node", "region"] | None = None
+    """``"node"`` records every node, for which traced runs are interpreted; ``"region"`` what really runs, a region as
+    one firing. None takes the detail of the trace in whose block this one is made, or ``"node"``."""
+    firings: list[Firing] = field(default_factory=list)
+    runs: list[RunSpan] = field(default_factory=list)
+    memory: list[MemorySample] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    dropped: int = 0
+    interpreted: int = field(default=0, init=False, repr=False, compare=False)
+    """Number of runs that traces made inside the block have recorded with every node, where this one would not."""
+    order: PickLog | None = field(default=None, init=False, repr=False, compare=False)
+    """Writes down, or says, which firing is next; None for a trace alone."""
+    _inner: list[Trace] = field(default_factory=list, repr=False, compare=False)
+    """Made inside the block, and not yet added."""
+
+    def __post_init__(self) -> None:
+        if self.detail not in (None, "node", "region"):
+            raise ValueError(f"the detail of a trace is 'node' or 'region'; got {self.detail!r}")
+        outer = _current.innermost()
+        if self.detail is None:
+            self.detail = "node" if outer is None else outer.detail
+        if outer is not None:
+            outer._inner.append(self)
+
+    def __repr__(self) -> str:
+        dropped = f", {self.dropped} dropped" if self.dropped else ""
+        return (
+            f"<Trace: {len(self.runs)} runs, {len(self.firings)} firings{dropped}, {len(self.transfers)} transfers, "
+            f"detail {self.detail!r}>"
+        )
+
+    def __enter__(self) -> Self:
+        _current.enter(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _current.leave(self)
+        for inner in self._inner:
+            self._add(inner)
+        self._inner.clear()
+
+    def _add(self, inner: Trace) -> None:
+        room = max(0, self.capacity - len(self.firings))
+        self.firings += inner.firings[:room]
+        self.dropped += inner.dropped + len(inner.firings[room:])
+        self.runs += inner.runs
+        self.interpreted += len(inner.runs) if inner.detail == "node" != self.detail else inner.interpreted
+        self.memory += inner.memory
+        self.transfers += inner.transfers
+
+
+_current: Entered[Trace] = Entered("asyncflow_trace")
+
+
+current_trace = _current.innermost
+"""The trace whose ``with`` block this code runs in, or None."""
+
+
+Writer = Callable[[Trace, Path], None]
+_writers: list[Writer] = []
+
+
+def install_writer(writer: Writer) -> None:
+    """Tells the runtime how to write a trace to a file; the profiler does, which the runtime must not know."""
+    _writers[:] = [writer]
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write `trace` in the format that the path's suffix names."""
+    if not _writers:
+        _ = sys.modules["asyncflow"].profiler  # importing it installs its writer
+    _writers[0](trace, path)
