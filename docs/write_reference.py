@@ -83,18 +83,28 @@ MODULES: Final = {
 
 def page() -> str:
     """The page's text."""
-    sections: dict[str, list[str]] = {title: [] for title in (*ROOMS.values(), *FAMILIES.values())}
-    public: list[str] = vars(af)["__all__"]
-    for name in public:
+    parts = [f"## {title}\n\n" + "\n".join(_line(*each) for each in names) for title, names in sections().items()]
+    parts.insert(-len(MODULES), "## Dtypes and constants\n\n" + ", ".join(f"`{name}`" for name in constants()))
+    return "\n\n".join([HEAD.rstrip(), *parts]) + "\n"
+
+
+def sections() -> dict[str, list[tuple[str, object]]]:
+    """Everything public but dtypes and constants: headings, with the names below them and what they are names of."""
+    found: dict[str, list[tuple[str, object]]] = {title: [] for title in (*ROOMS.values(), *FAMILIES.values())}
+    for name in vars(af)["__all__"]:
         value = getattr(af, name)
         if str(getattr(value, "__module__", "")).startswith("asyncflow") and not isinstance(value, ModuleType):
-            sections[_section(value)].append(_line(f"af.{name}", value))
-    others = [name for name in public if isinstance(getattr(af, name), np.dtype | float | None) or name == "DType"]
-    sections["Dtypes and constants"] = [", ".join(f"`af.{name}`" for name in others)]
-    for module, title in MODULES.items():
-        sections[title] = _lines(module)
-    parts = [f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items() if lines]
-    return "\n\n".join([HEAD.rstrip(), *parts]) + "\n"
+            found[_section(value)].append((f"af.{name}", value))
+    found |= {title: _names(module) for module, title in MODULES.items()}
+    return {title: names for title, names in found.items() if names}
+
+
+def constants() -> list[str]:
+    """Names of dtypes and numbers."""
+    public: list[str] = vars(af)["__all__"]
+    return [
+        f"af.{name}" for name in public if name == "DType" or isinstance(getattr(af, name), np.dtype | float | None)
+    ]
 
 
 def _section(value: object) -> str:
@@ -105,10 +115,10 @@ def _section(value: object) -> str:
     return title
 
 
-def _lines(name: str) -> list[str]:
+def _names(name: str) -> list[tuple[str, object]]:
     module: ModuleType = getattr(af, name)
     prefix = f"asyncflow.{name}" if name in ("serving", "testing") else f"af.{name}"
-    return [_line(f"{prefix}.{each}", getattr(module, each)) for each in module.__all__]
+    return [(f"{prefix}.{each}", getattr(module, each)) for each in module.__all__]
 
 
 def _line(name: str, value: object) -> str:
