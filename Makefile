@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXAMPLES := $(VENV)/.installed-examples
+SITE := $(VENV)/.installed-docs
 
 # More than eight workers spend longer starting than testing. What hands out groups looks through all that ran at each test.
 PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
@@ -16,7 +17,7 @@ SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md RELEASING.md SECURITY.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full test-adversary mutants check reference doctest bench size gpu-check package clean
+.PHONY: help setup demo serve test test-full test-adversary mutants check reference docs doctest bench size gpu-check package clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +36,9 @@ $(STAMP): pyproject.toml
 # What `setup` installs has these, too.
 $(EXAMPLES): pyproject.toml
 	$(call install,demo$(COMMA)serve)
+
+$(SITE): pyproject.toml
+	$(call install,docs)
 
 setup: $(STAMP) ## Make the virtual environment .venv with the package and all tools
 
@@ -73,6 +77,11 @@ reference: $(STAMP) ## Write docs/reference.md and the table of passes anew, fro
 	$(BIN)/python docs/write_reference.py
 	$(BIN)/python docs/write_passes.py
 
+# With DOCS_RUN=0 no example is run, and the gallery has no timelines.
+DOCS_RUN ?= 1
+docs: $(SITE) ## Build the documentation site in build/docs, with warnings as errors
+	ASYNCFLOW_DOCS_RUN=$(DOCS_RUN) $(BIN)/python -m sphinx -b html -W --keep-going -q -j auto -d build/docs-cache docs build/docs
+
 doctest: $(STAMP) ## Run the examples in docstrings and in the README
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-glob=README.md asyncflow README.md
 
@@ -100,4 +109,5 @@ package: $(STAMP) ## Build sdist and wheel, check their contents, try the wheel 
 
 clean: ## Remove what the targets made, the virtual environment too
 	rm -rf $(VENV) build dist demo-out gpu-out .cupy_cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find asyncflow tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf docs/generated
+	find asyncflow tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

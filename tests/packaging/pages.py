@@ -7,6 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "generated" not in path.parts)
+"""Every page of the site that stands in ``docs``; a build writes others to ``docs/generated``."""
+
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 GUIDE = [

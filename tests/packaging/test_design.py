@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.pages import DOCS
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "design").glob("*.md"))
-DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*/*.md"))]
 LEADING_HERE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 ROOMS = sorted((ROOT / "asyncflow").rglob("README.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -66,7 +66,8 @@ def test_the_recipe_has_the_projects_requirements_and_command() -> None:
     python = f"python {PROJECT['requires-python']}"
     assert recipe_items("requirements", "run") == ["__unix", python, *map(conda, PROJECT["dependencies"])]
     assert recipe_items("requirements", "host") == [python, "pip", "setuptools >=77"]
-    of_users = {name: of for name, of in PROJECT["optional-dependencies"].items() if name not in ("bench", "dev")}
+    ours = ("bench", "dev", "docs")
+    of_users = {name: of for name, of in PROJECT["optional-dependencies"].items() if name not in ours}
     optional = {conda(requirement) for requirements in of_users.values() for requirement in requirements}
     assert recipe_items("requirements", "run_constrained") == sorted(optional)
     assert recipe_items("build", "entry_points") == [f"{name} = {of}" for name, of in PROJECT["scripts"].items()]

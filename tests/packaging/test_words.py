@@ -8,11 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 from asyncflow.foreign_names import DISTRIBUTION, install
+from tests.packaging.pages import DOCS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "asyncflow"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in ROOT.glob("*.md")}
-PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md")}
+PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in DOCS}
 MODULES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
 
 
