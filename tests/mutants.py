@@ -236,7 +236,7 @@ FAULTS = (
         "if isinstance(user, WhileNode) and min(entering) < user.n_vars:",
         "if False:",
         "memory",
-        "test_a_store_that",
+        "test_a_loops_initial_store",
     ),
     Fault(
         "a counter that is computed again begins with 0",
@@ -316,7 +316,7 @@ FAULTS = (
         "slab[len(self.rows)] = None",
         "pass",
         "pooled_captures",
-        "test_what_has_left",
+        "test_captures_of_left",
     ),
     Fault(
         "a row that is stepped alone has the first element of what all share",
@@ -364,7 +364,7 @@ FAULTS = (
         "else self._skip + n - len(kept) for n in returned]",
         "else self._skip + n for n in returned]",
         "inputs/test_read_ahead",
-        "test_what_is_put_back",
+        "test_returned_elements",
     ),
     Fault(
         "a mean over nothing divides by 0",

@@ -70,7 +70,7 @@ def _resolve(path: str) -> object:
     return found
 
 
-def test_every_hint_names_what_is_there() -> None:
+def test_every_hint_names_an_existing_function() -> None:
     for name in FUNCTIONS:
         for path in re.findall(r"\baf\.[\w.]*\w", in_place_of(name) or ""):
             _resolve(path)
@@ -114,7 +114,7 @@ SAID: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SAID)
-async def test_hints_compute_what_they_stand_for(name: str) -> None:
+async def test_hints_compute_the_named_function(name: str) -> None:
     expected, given = SAID[name]
     hint = _ADVICE["asyncflow"].get(name) or in_place_of(name, "(x)") or ""
     first = re.split(r", or | or |, for | for ", hint)[0]

@@ -114,7 +114,7 @@ async def test_jacobians_of_vertex_functions() -> None:
             np.testing.assert_allclose(got[:, *place], (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
 
 
-def test_second_derivatives_are_those_of_a_scalar() -> None:
+def test_second_derivatives_exist_of_a_scalar() -> None:
     with af.Graph():
         x = af.constant(X)
         with pytest.raises(af.ShapeError, match=r"those of a scalar, not of .*; af.jacobian takes any shape"):
@@ -139,7 +139,7 @@ def test_a_vector_that_is_not_like_x_is_refused(v: Any, kind: type[Exception], m
     assert af.hvp(y, x, V.tolist()).spec == x.spec
 
 
-async def test_derivatives_by_variables_are_those_of_all_their_reads() -> None:
+async def test_derivatives_by_variables_cover_all_their_reads() -> None:
     w = af.Variable(X, name="w")
     with af.Graph() as graph:
         found = af.jacobian(w * w, {"w": w}), af.hessian(af.sum(w * w * w), w), af.hvp(af.sum(w * w * w), w, V)
@@ -151,7 +151,7 @@ async def test_derivatives_by_variables_are_those_of_all_their_reads() -> None:
     np.testing.assert_allclose(product, 6 * X * V)
 
 
-def test_what_has_no_derivatives_is_told() -> None:
+def test_values_without_derivatives_are_reported() -> None:
     with af.Graph():
         x, n, z = af.constant(X), af.constant(np.arange(3)), af.constant(X * 1j)
         with pytest.raises(af.DTypeError, match=r"y is of floats, since others have no gradient; got .* int64"):

@@ -130,7 +130,7 @@ def test_an_error_comes_out_of_a_process_pool(
     assert pool.submit(int, "3").result(PATIENCE_S) == 3
 
 
-def test_what_is_no_error_says_what_to_send(graph: af.Graph) -> None:
+def test_objects_other_than_errors_say_how_to_send_them(graph: af.Graph) -> None:
     """Behaviour 98: graphs name their text form, sessions values."""
     x = af.placeholder("float32", (None,), name="x")
     y = af.cond(af.sum(x) > 0, lambda: x + 1.0, lambda: x)

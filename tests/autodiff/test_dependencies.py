@@ -23,7 +23,7 @@ def one_iteration_more(closed: list[int], step: list[int]) -> list[int]:
     return wider
 
 
-def test_dependencies_are_those_of_any_number_of_iterations() -> None:
+def test_dependencies_hold_for_any_number_of_iterations() -> None:
     """Against iterations one by one, over random sets of variables and of three inputs behind them."""
     random = Random(0)
     for _ in range(1_000):

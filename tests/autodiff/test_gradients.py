@@ -92,7 +92,7 @@ def test_stopped_values_cost_nothing(graph: af.Graph) -> None:
     assert y.node.inputs[0].node.op.name == "multiply"
 
 
-def test_stop_gradient_keeps_what_is_known() -> None:
+def test_stop_gradient_keeps_known_values() -> None:
     """dtype and shape, and it stands in the text form."""
     x = af.stop_gradient(af.placeholder("float32", (2, None)))
     assert (x.dtype, x.shape) == (np.dtype("float32"), (2, None))

@@ -89,7 +89,7 @@ def test_each_layer_is_differentiated_on_its_device() -> None:
         assert layers == ({"matmul"} if partition.device == "sim:0" else {"matmul_1"})
 
 
-def test_stores_of_inner_loops_stay_with_those_that_keep_them() -> None:
+def test_stores_of_inner_loops_stay_with_their_keepers() -> None:
     with af.Graph():
         x = af.constant(np.ones((64, 64), np.float32))
 

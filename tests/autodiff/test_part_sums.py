@@ -256,7 +256,7 @@ def test_wholes_are_added_up_as_they_come() -> None:
     np.testing.assert_array_equal(total.total()[:, 0], 6 * np.arange(64))
 
 
-def test_what_is_kept_counts_where_memory_is_limited() -> None:
+def test_kept_parts_count_under_a_memory_limit() -> None:
     """Parts one by one, and what they have been added up to."""
     account = MemoryAccount("cpu:0", limit=1 << 20)
     parts, whole = sum_of(np, 1000, 50), sum_of(np, 1000, 1000)

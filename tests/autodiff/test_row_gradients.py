@@ -277,7 +277,7 @@ def test_versions_keep_their_meaning_in_whatever_order_they_are_read(order: tupl
     assert first.merged(second).range(0, 4).tolist() == [2, 8, 0, 12]
 
 
-def test_what_was_read_is_not_changed_by_what_is_added() -> None:
+def test_rows_read_are_not_changed_by_later_additions() -> None:
     first = RowGradient.of(np, KIND, [added(4, [0], 1)])
     seen = first.range(0, 4)
     second = first.with_entries([added(4, [0], 1)])
@@ -305,7 +305,7 @@ def test_an_older_version_reads_rows_that_newer_ones_left_alone(made: dict[str, 
     assert made["sums"] == 2
 
 
-def test_what_is_kept_is_not_much_larger_than_the_store() -> None:
+def test_kept_additions_are_not_much_larger_than_the_store() -> None:
     total = RowGradient.of(np, KIND, [added(4, [0], 1)])
     for _ in range(1000):
         total = total.with_entries([added(4, [1], 1)])

@@ -25,7 +25,7 @@ def test_values_are_saved_in_order() -> None:
         SavedValues(StoreLog(), 0, 0).saved(0, "a").saved(2, "c")
 
 
-def test_bytes_are_those_of_the_version() -> None:
+def test_bytes_count_only_the_own_version() -> None:
     """Of arrays, scalars and stores; what has no size counts nothing."""
     inner = SavedValues(StoreLog(), 0, 0).saved(0, np.zeros(4))
     values = SavedValues(StoreLog(), 0, 0).saved(0, inner).saved(1, np.float32(1)).saved(2, "text")

@@ -36,5 +36,5 @@ def test_the_command_measures_without_them() -> None:
     assert "import_time" in done.stdout
 
 
-def test_the_kernels_of_numpy_are_those_of_the_processor_that_its_blas_took_it_for() -> None:
+def test_numpy_kernels_match_the_processor_its_blas_detected() -> None:
     assert kernels(NO_PEERS) == {"numpy": blas_library()}

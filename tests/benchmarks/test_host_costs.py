@@ -30,7 +30,7 @@ def test_costs_are_found_from_what_programs_take() -> None:
 
 
 @pytest.mark.slow
-def test_programs_do_what_they_are_to_measure() -> None:
+def test_programs_match_their_descriptions() -> None:
     with stand_in(devices=1, nbytes=1 << 22):
         measured = host_costs.measure(batch_s=0.0, batches=1, sizes=(2, 4))
     assert {call for each in measured for call in each.calls} == {name[:-2] for name in COSTS}

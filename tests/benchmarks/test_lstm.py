@@ -70,7 +70,7 @@ async def _step(model: Model, *args: object, **options: object) -> np.ndarray:
         return comparable(await step.run(), model.xs.size)
 
 
-async def test_programs_do_what_is_done_by_hand() -> None:
+async def test_programs_equal_the_calculation_by_hand() -> None:
     model = random_model(4, 3, 5)
     expected = comparable(ByHand(model)(), model.xs.size)
     dynamic = await _step(model, looped, model.xs.size, [np.array(4, np.int32)])
@@ -79,7 +79,7 @@ async def test_programs_do_what_is_done_by_hand() -> None:
         np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-async def test_programs_for_different_lengths_do_what_is_done_by_hand() -> None:
+async def test_programs_for_different_lengths_equal_the_calculation_by_hand() -> None:
     model, lengths = random_model(4, 3, 5), np.array([4, 2, 1], np.int32)
     counts, steps = active_rows(lengths), np.array(4, np.int32)
     expected = comparable(ByHand(model, counts.tolist())(), model.xs.size)

@@ -49,9 +49,7 @@ def test_a_chart_shows_curves_and_the_papers_values(tmp_path: Path, figures: lis
     assert again.get_visible()
 
 
-def test_what_has_names_is_bars_side_by_side_and_numbers_do_not_lie_on_one_another(
-    tmp_path: Path, figures: list[Any]
-) -> None:
+def test_named_values_are_bars_side_by_side_and_numbers_do_not_overlap(tmp_path: Path, figures: list[Any]) -> None:
     bars = Chart(
         title="t", x="card", y="y", curves={"swap": {1: 1.0, 2: 2.5}, "auto": {1: 1.0, 2: 1.2}}, names=["a", "b"]
     )
@@ -123,7 +121,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
         draw_bars(tmp_path / "bars.png", "speed", "1/s", {"a": (1.0, 1.0, 1.0)})
 
 
-def test_the_command_draws_what_it_measured(
+def test_the_command_draws_its_measurements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert PICTURES.keys() < WORKLOADS.keys() | GPU_WORKLOADS.keys()

@@ -108,7 +108,7 @@ def test_the_less_iterations_depend_on_each_other_the_faster_they_are() -> None:
 
 
 @pytest.mark.parametrize("pattern", dependency_patterns.PATTERNS)
-def test_patterns_compute_what_they_say(pattern: str) -> None:
+def test_patterns_compute_their_formula(pattern: str) -> None:
     matrix = np.eye(3, dtype=np.float32)
     with virtual_clock("3 x v100, nvlink2") as clock, af.Graph():
         states = [af.constant(np.float32(10**k) * matrix) for k in range(3)]
@@ -132,7 +132,7 @@ def test_replicas_and_devices_add_speed() -> None:
 
 
 @pytest.mark.slow
-def test_replicas_that_wait_for_nobody_are_faster_where_times_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_without_waits_are_faster_where_times_vary(monkeypatch: pytest.MonkeyPatch) -> None:
     # By much: they start two runs each, which takes the thread of the parameters' device some of what they gain.
     monkeypatch.setattr(white_paper_pipelines, "JITTER", 0.5)
     synchronous = white_paper_pipelines.synchronous(4, steps=6)
@@ -185,7 +185,7 @@ def test_spread(count: int, expected: str) -> None:
     assert "".join(spread(4, "abcd"[:count])) == expected
 
 
-def test_curves_are_named_by_what_they_show_and_who_drives_it() -> None:
+def test_curves_are_named_by_quantity_and_driver() -> None:
     for host in DRIVERS:
         for name in ("", "ring", "data parallel, synchronous"):
             assert without_host(with_host(name, host)) == name

@@ -36,7 +36,7 @@ def test_every_walk_is_counted(case: Case) -> None:
     assert walk.total() <= MOST.get(case.name, 2 * case.before)
 
 
-def test_the_table_holds_what_was_counted_against_what_was_before() -> None:
+def test_the_table_compares_counts_with_earlier_ones() -> None:
     assert table({"straight": 16}).splitlines() == [
         "functions called      issue   22ec133   now   now/22ec133",
         "straight                 34        32    16          0.50",

@@ -188,7 +188,7 @@ async def test_variables_in_containers(tmp_path: Path) -> None:
 # -- functions, which nobody knows before they run -------------------------------------------------------------------
 
 
-async def test_variables_of_functions_begin_with_what_was_saved(tmp_path: Path) -> None:
+async def test_variables_of_functions_begin_with_saved_values(tmp_path: Path) -> None:
     def functions() -> list[Any]:
         v, w = af.Variable(0, name="v"), af.Variable(0.0, name="w")
         return [af.function(lambda: v.assign_add(1)), af.function(lambda: w.assign_add(1.0))]

@@ -62,7 +62,7 @@ def test_of_a_step_that_is_a_link_the_link_is_deleted(tmp_path: Path) -> None:
     assert read(moved) == {"x": 1}
 
 
-def test_what_is_written_under_another_name_of_the_directory_is_left_alone(
+def test_files_under_another_name_of_the_directory_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ from asyncflow.errors import CheckpointError
 from tests.checkpoint.steps import write
 
 
-def test_what_it_says(tmp_path: Path) -> None:
+def test_its_contents(tmp_path: Path) -> None:
     path = write(tmp_path, 12, w=np.ones((2, 3), np.float32))
     content = json.loads((path / "manifest.json").read_text())
     assert content["format"] == "asyncflow checkpoint 3"

@@ -109,7 +109,7 @@ def test_large_arrays_go_by_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         np.testing.assert_array_equal(found[name], value)
 
 
-def test_only_what_is_wanted_is_read(step: Path) -> None:
+def test_only_wanted_states_are_read(step: Path) -> None:
     arrays, _ = read_arrays(step, read_manifest(step), ["n"])
     assert arrays.keys() == {"n"}
     assert arrays["n"][""] == 7

@@ -216,7 +216,7 @@ async def test_a_node_in_a_session_without_the_saver(tmp_path: Path) -> None:
             await session.run(node)
 
 
-async def test_closing_waits_for_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_waits_for_the_write_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     saver = af.Saver(tmp_path, every_steps=1)
     async with af.Session(model.graph, restore=saver):

@@ -76,7 +76,7 @@ def test_arrays_that_are_not_contiguous(array: np.ndarray, tmp_path: Path) -> No
     np.testing.assert_array_equal(read(write(tmp_path, 0, x=array))["x"], array)
 
 
-def test_what_is_contiguous_is_not_copied() -> None:
+def test_contiguous_arrays_are_not_copied() -> None:
     array = np.arange(6.0).reshape(2, 3)
     assert np.shares_memory(as_bytes(array), array)
 

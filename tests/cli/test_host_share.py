@@ -33,7 +33,7 @@ def _busy(step: Callable[[af.Tensor], af.Tensor], launches: str) -> tuple[HostSh
         return share, "\n".join(format_host(share, summary, clock.machine.launches))
 
 
-def test_graphs_are_advised_where_they_save_what_is_said() -> None:
+def test_graphs_are_advised_where_they_save_the_stated_share() -> None:
     def step(y: af.Tensor) -> af.Tensor:
         return af.tanh(y) + af.sum(y, axis=0)
 

@@ -399,7 +399,7 @@ def test_report_of_failed_runs_has_no_step_time() -> None:
     assert "failed     1, " in report
 
 
-def test_report_tells_what_is_missing() -> None:
+def test_report_names_missing_parts() -> None:
     trace = Trace(runs=[RunSpan(0, "run 0", 0, 1_500, "ok")], dropped=7)
     assert format_report(trace, parse_machine("v100")).endswith(
         "7 firings past the trace's capacity are in none of these figures"

@@ -113,7 +113,7 @@ def test_the_longest_way_to_the_end_begins_first(graph: af.Graph, x: af.Tensor) 
     assert made.within("short") == {1 - of_long}
 
 
-def test_light_nodes_follow_what_they_use(graph: af.Graph, x: af.Tensor) -> None:
+def test_light_nodes_follow_their_inputs(graph: af.Graph, x: af.Tensor) -> None:
     ends = [product(product(x, f"{name}1")[:2, :2] + 1, f"{name}2") for name in "ab"]
     heavy = [product(x, f"{name}3") for name in "cd"]
     made = Assigned(graph, [*ends, *heavy])
@@ -278,7 +278,7 @@ def test_a_wide_loop_that_waits_for_itself_is_list_scheduled(graph: af.Graph, x:
     assert sorted([made.within("a/"), made.within("b/")], key=min) == [{0}, {1}]
 
 
-def test_a_loop_on_what_it_computes_does_not_overlap(graph: af.Graph, x: af.Tensor) -> None:
+def test_a_loop_on_its_own_results_does_not_overlap(graph: af.Graph, x: af.Tensor) -> None:
     """With a predicate that needs the last product, no iteration begins before the one before it has ended."""
 
     def body(i: af.Tensor, y: af.Tensor, z: af.Tensor) -> Any:

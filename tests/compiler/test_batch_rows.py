@@ -279,7 +279,7 @@ def ahead_of(rows: Array, matrix: Array) -> Any:
     return ahead(rows, matrix, np.int64(0))
 
 
-def test_bytes_of_what_is_ahead() -> None:
+def test_bytes_of_rows_made_ahead() -> None:
     """None before the first look; then those of the last two blocks."""
     rows, matrix = values(20, 3, 8), values(8, 2)
     held = ahead_of(rows, matrix)
@@ -291,7 +291,7 @@ def test_bytes_of_what_is_ahead() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_multiplied_together_does_not_depend_on_who_asks_first(seed: int) -> None:
+def test_members_of_a_product_do_not_depend_on_the_first_asker(seed: int) -> None:
     """Iterations overlap, and some run on threads; the last bits of a row depend on how many rows a product has."""
     rows, matrix = values(40, 3, 48), values(48, 48)
 

@@ -161,7 +161,7 @@ def test_a_smaller_dtype_is_saved(graph: af.Graph, free: None) -> None:
     assert {str(store.value.spec) for store in stores_of(loop)} == {"float16[64,64]"}
 
 
-def test_a_reduction_and_what_is_random_are_not_computed_again(graph: af.Graph, free: None) -> None:
+def test_reductions_and_random_ops_are_not_computed_again(graph: af.Graph, free: None) -> None:
     x = af.placeholder("float32", (64, 64))
 
     def body(v: Any) -> tuple[Any]:
@@ -325,7 +325,7 @@ def test_the_cut_is_the_best_of_all_subsets(graph: af.Graph, free: None, seed: i
 # -- nested loops -----------------------------------------------------------------------------------------------------
 
 
-async def test_stores_of_inner_loops_go_and_come_with_those_around(graph: af.Graph, free: None) -> None:
+async def test_stores_of_inner_loops_go_and_come_with_the_outer_ones(graph: af.Graph, free: None) -> None:
     x, w = af.placeholder("float32", (8, 8)), af.placeholder("float32", (8, 8))
 
     def body(i: Any, v: Any) -> tuple[Any, Any]:

@@ -613,7 +613,7 @@ BUFFERS = [
 @pytest.mark.parametrize("trips", [0, 1, 2, 5])
 @pytest.mark.parametrize("rows", [2, 40])
 @pytest.mark.parametrize("program", BUFFERS)
-async def test_no_buffer_is_written_that_somebody_reads(
+async def test_no_buffer_is_written_that_is_still_read(
     graph: af.Graph, program: Callable[[Any, Any], Any], rows: int, trips: int
 ) -> None:
     """Whatever is reused for speed, every value is what it is without regions; feeds are never written to."""

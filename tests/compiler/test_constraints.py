@@ -49,7 +49,7 @@ def test_no_device_fits_a_request() -> None:
         placed(graph, [y], devices("cpu:0", "cpu:1"))
 
 
-def test_a_device_that_is_missing_is_added_to_those_there_are() -> None:
+def test_a_missing_device_is_added_to_the_present_ones() -> None:
     """In a simulation, naming a CPU alone would leave the cards idle."""
     with af.Graph() as graph, af.device("cpu:0"):
         y = work(x4())
@@ -135,7 +135,7 @@ def test_a_pruned_node_still_says_where() -> None:
     assert found[used] == "sim:1"
 
 
-def test_a_pruned_node_joins_those_that_were_placed_with_it() -> None:
+def test_a_pruned_node_joins_the_nodes_placed_with_it() -> None:
     with af.Graph() as graph:
         pruned = work(x4())
         with af.colocate_with(pruned):
@@ -334,7 +334,7 @@ def test_soft_placement_does_not_make_up_devices() -> None:
         placed(graph, [y], devices("cuda:0", "cpu:0"))
 
 
-def test_what_has_no_kernel_goes_elsewhere_unasked() -> None:
+def test_nodes_without_kernel_go_elsewhere_unasked() -> None:
     with af.Graph() as graph:
         y = user_function(x4()[0])
     assert placed(graph, [y], devices("cuda:0", "cpu:0"))[y] == "cpu:0"

@@ -203,7 +203,7 @@ def test_extents_that_are_not_known_count_as_256(graph: af.Graph, x: af.Tensor, 
     ("source", "target", "is_copied"),
     [("sim:0", "sim:1", True), ("cpu:0", "sim:1", True), ("sim:0", "cpu:0", True), ("cpu:0", "cpu:1", False)],
 )
-def test_only_what_is_copied_is_delayed(
+def test_only_copied_values_are_delayed(
     graph: af.Graph, x: af.Tensor, source: str, target: str, is_copied: bool
 ) -> None:
     value = on(source, x, shape=MEGABYTE, name="value", ms=0.0)

@@ -92,7 +92,7 @@ def test_optimizations_leave_control_flow_written_by_hand_alone(x: af.Tensor, y:
     assert changes(live, x).keys() & {"fold", "simplify", "cse", "hoist", "prune"} == set()
 
 
-def test_what_has_no_text_form_is_shown_all_the_same(x: af.Tensor, y: af.Tensor) -> None:
+def test_objects_without_text_form_are_shown_all_the_same(x: af.Tensor, y: af.Tensor) -> None:
     """Regions with their nodes, and streams."""
     told = changes(af.matmul(x, af.tanh(y)), x)
     assert "\n+%region = region(%feed) {region=<3 nodes>} on " in told["regions"]

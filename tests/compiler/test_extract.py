@@ -24,7 +24,7 @@ def test_only_what_a_fetch_needs_is_kept(graph: af.Graph) -> None:
     """)
 
 
-def test_a_fed_tensor_cuts_off_what_it_is_made_of(graph: af.Graph) -> None:
+def test_a_fed_tensor_cuts_off_its_sources(graph: af.Graph) -> None:
     x = af.placeholder("int64", (), name="x")
     middle = x * 2
     with graph:
@@ -131,7 +131,7 @@ def test_effects_inside_branches_are_pruned_if_effects_are_unordered() -> None:
 
 
 @pytest.mark.parametrize("all_effects", [False, True])
-def test_a_function_keeps_the_effects_nobody_fetches(graph: af.Graph, all_effects: bool) -> None:
+def test_a_function_keeps_unfetched_effects(graph: af.Graph, all_effects: bool) -> None:
     x, counter = af.placeholder("int64", (), name="x"), af.Variable(0, name="counter")
     counter.assign(x)
     counter.read()

@@ -169,7 +169,7 @@ def test_control_edges_order_and_are_kept(graph: Graph) -> None:
     assert order == [a.node, middle.node, fused, end.node]
 
 
-def test_what_is_left_alone(graph: Graph) -> None:
+def test_nodes_left_alone(graph: Graph) -> None:
     count = af.placeholder("int32", ())
     loss = af.placeholder("float32", ())
     z = af.placeholder("complex64", (3,))

@@ -177,7 +177,7 @@ async def peaks(program: Program, **options: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-async def test_a_compiled_run_without_a_limit_says_what_it_holds(name: str) -> None:
+async def test_a_compiled_run_without_a_limit_reports_its_bytes(name: str) -> None:
     said, traced = await peaks(PROGRAMS[name])
     assert said == pytest.approx(traced, rel=0.06)
 

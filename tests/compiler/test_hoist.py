@@ -91,7 +91,7 @@ async def test_a_loop_without_iterations_fails_on_nothing(graph: af.Graph, optim
             await session.run(y, {v: np.zeros(3), n: 1})
 
 
-def test_a_value_larger_than_what_it_is_made_of_stays_inside(graph: af.Graph) -> None:
+def test_a_value_larger_than_its_sources_stays_inside(graph: af.Graph) -> None:
     x = af.placeholder("float64", (1000,), name="x")
     column = af.reshape(x, (1000, 1))
     _, y = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + af.sum(x * column)), (0, 0.0), name="loop")

@@ -37,7 +37,7 @@ def test_numbers_of_rank_0_from_feeds_and_constants(graph: af.Graph) -> None:
     assert on_host(graph, af.constant([1, 2])) == [False], "an array is on the device"
 
 
-def test_what_is_known_of_an_array_without_its_data(graph: af.Graph) -> None:
+def test_facts_on_an_array_without_its_data(graph: af.Graph) -> None:
     x = af.placeholder("float32", (None, 4))
     rows = af.shape(x)[0]
     assert on_host(graph, af.shape(x), rows, rows * 2, af.size(x)) == [True] * 4
@@ -61,7 +61,7 @@ def test_loop_variables_that_stay(graph: af.Graph) -> None:
     assert on_host(graph, i, scaled, total) == [True, True, False]
 
 
-def test_a_variable_that_takes_over_from_one_that_leaves(graph: af.Graph) -> None:
+def test_a_variable_that_takes_over_from_a_leaving_one(graph: af.Graph) -> None:
     """`b` starts on the host, but gets what `a` was, and that comes from an array."""
     x = af.placeholder("float64", (4,))
     a, b, c = af.while_loop(

@@ -94,7 +94,7 @@ def test_there_and_back_stays_apart(x: af.Tensor) -> None:
         assert _regions(x.graph, [back], {"far": CARDS[1]}) == ["back", "far", "there"]
 
 
-def test_what_is_not_sent_follows_what_is_unless_it_takes_long(x: af.Tensor) -> None:
+def test_unsent_nodes_follow_sent_ones_unless_that_takes_long(x: af.Tensor) -> None:
     with x.graph:
         sent = _step(x, "sent")
         ends = [_step(sent, "away"), _step(sent, "kept")]

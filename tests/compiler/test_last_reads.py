@@ -87,7 +87,7 @@ def second(x: Any) -> Any:
         (second, "some"),
     ],
 )
-async def test_a_read_is_the_last_if_nobody_else_can_come(
+async def test_a_read_is_the_last_if_no_other_can_come(
     session: af.Session, graph: af.Graph, build: Callable[[Any], Any], last: str
 ) -> None:
     """Results are those without the pass, whatever it says."""

@@ -89,7 +89,7 @@ def test_where_values_go_has_a_limit_too() -> None:
     assert way.kept < 1_000
 
 
-def test_what_has_no_place_to_go_stays() -> None:
+def test_values_without_a_place_to_go_stay() -> None:
     free, full = (way_of(replace(LSTM, away=away), 0, 3, 1_000) for away in (inf, 1_000.0 * MIB))
     assert (free.away, full.away) == (3_000 * MIB, 1_000 * MIB)
     assert full.held - free.held == pytest.approx(2_000 * MIB, rel=0.01)

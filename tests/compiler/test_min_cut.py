@@ -52,13 +52,13 @@ def test_no_other_choice_is_better(seed: int) -> None:
     assert price(kept, again, graph) == min(price(*each, graph) for each in possible)
 
 
-def test_of_equal_choices_the_one_that_computes_least_again() -> None:
+def test_equal_choices_compute_least_again() -> None:
     """A chain of values that cost the same: the last is kept, which is the one that is needed."""
     cut = smallest_cut([5] * 4, [None, 0, 0, 0], [[], [0], [1], [2]], [3])
     assert cut == (frozenset({3}), frozenset())
 
 
-def test_what_is_there_for_nothing_is_computed_again() -> None:
+def test_free_values_are_computed_again() -> None:
     assert smallest_cut([5, 5], [1, 1], [[], [0]], [1]) == (frozenset(), frozenset({0, 1}))
 
 

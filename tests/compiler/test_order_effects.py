@@ -42,7 +42,7 @@ def test_resources_are_ordered_apart(graph: af.Graph) -> None:
     """)
 
 
-def test_what_is_not_asked_for_is_not_brought_in(graph: af.Graph) -> None:
+def test_unrequested_nodes_are_not_brought_in(graph: af.Graph) -> None:
     x, v = af.placeholder("int64", (), name="x"), af.Variable(0, name="v")
     first = v.assign(x)
     v.assign_add(x)

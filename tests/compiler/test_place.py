@@ -129,7 +129,7 @@ def test_feeds_and_constants_go_to_their_first_user_and_fetches_to_their_value()
     assert found.why(c) == f"with its first user, {y.node.inputs[0].node.name}"
 
 
-def test_what_is_asked_for_a_constant_counts() -> None:
+def test_a_request_on_a_constant_counts() -> None:
     with af.Graph() as graph:
         with af.device("sim:1"):
             c = af.constant(np.ones(4, "float32"))
@@ -139,7 +139,7 @@ def test_what_is_asked_for_a_constant_counts() -> None:
     assert (found[c], found[y]) == ("sim:1", "sim:0")
 
 
-def test_nobody_uses_a_feed() -> None:
+def test_a_feed_without_users() -> None:
     with af.Graph() as graph:
         x4()
         ys = [work(ms=2.0), work(ms=2.0)]

@@ -177,7 +177,7 @@ def with_two_dropouts(x: af.Tensor, w: af.Tensor) -> af.Tensor:
     return found
 
 
-async def test_what_is_there_for_nothing_is_no_choice() -> None:
+async def test_free_values_are_no_choice() -> None:
     less = await train(with_two_dropouts, memory_limit=30 * VALUE, loop_batching=False)
     (planned,) = less.planned
     assert {value.choice for value in planned.values} == {"keep", "recompute"}
@@ -230,7 +230,7 @@ async def test_nothing_is_planned_without_a_limit() -> None:
         ("swap", True, "swap", "once all of these are away fails with OutOfMemoryError"),
     ],
 )
-async def test_what_is_done_as_a_session_asks_is_told_value_by_value(
+async def test_the_sessions_wishes_are_reported_value_by_value(
     choice: Any, moves: bool, done: str, last: str, tmp_path: Any
 ) -> None:
     """Nothing is changed for it, and nothing is computed again however short memory is said to be."""
@@ -250,7 +250,7 @@ async def test_what_is_done_as_a_session_asks_is_told_value_by_value(
 @pytest.mark.parametrize(
     ("choice", "said"), [("keep", "all its values are kept"), ("swap", "64 KiB and more move from")]
 )
-async def test_what_is_done_as_asked_is_told_of_loops_of_unknown_length(choice: Any, said: str) -> None:
+async def test_the_sessions_wishes_are_reported_for_loops_of_unknown_length(choice: Any, said: str) -> None:
     assert said in (await train(of_unknown_length, memory_limit=1 << 30, saved_values=choice)).text.splitlines()[-1]
 
 
@@ -260,7 +260,7 @@ def of_unknown_length(x: af.Tensor, w: af.Tensor, **options: Any) -> af.Tensor:
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5])
-async def test_where_only_a_run_knows_how_many_iterations_there_are_those_that_fit_keep_their_values(
+async def test_of_an_unknown_number_of_iterations_the_fitting_ones_keep_their_values(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others run again in segments that grow: the same bits, within the limit."""
@@ -370,7 +370,7 @@ def test_values_of_loops_in_one_another_are_chosen_together(share: float) -> Non
         np.testing.assert_array_equal(one, other)
 
 
-def test_values_of_an_inner_loop_move_as_those_of_the_outer_one_were_asked_to() -> None:
+def test_values_of_an_inner_loop_move_as_asked_for_the_outer_ones() -> None:
     def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
         return nested(x, w, swap_memory=True)
 
@@ -437,7 +437,7 @@ def test_a_loop_that_was_asked_to_move_everything_does() -> None:
     assert (planned.way.kept, planned.way.length) == (STEPS, 0)
 
 
-def test_what_was_asked_to_move_and_has_no_place_runs_again() -> None:
+def test_values_asked_to_move_without_a_place_run_again() -> None:
     def build(x: af.Tensor, w: af.Tensor) -> af.Tensor:
         return loop(x, w, swap_memory=True)
 
@@ -468,7 +468,7 @@ def test_a_matrix_that_all_iterations_save_brings_back_one_iteration_at_a_time()
     assert peak <= 1.5 * held
 
 
-def test_the_limit_that_an_error_names_counts_what_has_no_place_to_go() -> None:
+def test_the_limit_named_by_an_error_counts_values_without_a_place() -> None:
     usual = on_card(memory_limit=1 << 30)
     options: dict[str, Any] = {"saved_values": "swap", "host_memory_limit": 8 * VALUE}
     with pytest.raises(af.OutOfMemoryError, match="no place to go") as raised:

@@ -248,7 +248,7 @@ def test_regions_inside_a_loop_that_waits(graph: af.Graph, x: af.Tensor) -> None
 
 
 @pytest.mark.parametrize("most_bits", [regions_module._MOST_BITS, -1], ids=["sets", "counted"])
-def test_what_the_next_iteration_waits_for_is_no_part_of_what_it_need_not(
+def test_awaited_inputs_of_the_next_iteration_are_kept_apart(
     graph: af.Graph, x: af.Tensor, monkeypatch: pytest.MonkeyPatch, most_bits: int
 ) -> None:
     """The next question is asked, and the next iteration begins, while what an answer is good for is computed.
@@ -398,7 +398,7 @@ def test_control_flow_written_by_hand_is_untouched(graph: af.Graph, x: af.Tensor
     assert all_members(made) == []
 
 
-def test_what_is_compilable(graph: af.Graph, x: af.Tensor) -> None:
+def test_compilable_nodes(graph: af.Graph, x: af.Tensor) -> None:
     waiting = af.cond(x > 0, lambda: ask(x), lambda: x)
     assert not is_compilable(ask(x).node)
     assert not is_compilable(plain(x).node)
@@ -548,7 +548,7 @@ def test_an_order_crosses_lanes_as_a_value_does(graph: af.Graph, x: af.Tensor) -
     assert [lane for _, lane in made.regions()].count(SECOND) == 1
 
 
-def test_what_is_everywhere_crosses_nothing(graph: af.Graph, x: af.Tensor) -> None:
+def test_constants_cross_nothing(graph: af.Graph, x: af.Tensor) -> None:
     """Feeds and constants, wherever they were placed."""
     made = Laned(graph, [step(x + af.constant(5), "a")], by_name({"feed": OTHER, "constant": OTHER}, SECOND))
     assert made.regions() == [(f"add {both('a')}", SECOND)]
@@ -598,7 +598,7 @@ def test_a_loop_on_one_stream_is_one_region_wherever_that_is(graph: af.Graph, x:
     assert made.regions() == [("loop", SECOND)]
 
 
-def test_what_comes_from_another_lane_an_iteration_before_is_not_waited_for(graph: af.Graph, x: af.Tensor) -> None:
+def test_values_of_another_lane_one_iteration_before_are_not_awaited(graph: af.Graph, x: af.Tensor) -> None:
     """A region holds the next iteration back only as far as it has to."""
 
     def body(i: af.Tensor, a: af.Tensor, b: af.Tensor, c: af.Tensor) -> Any:

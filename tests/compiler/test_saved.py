@@ -13,7 +13,7 @@ def _explained(fetches: object, *feeds: af.Tensor) -> list[str]:
     return plan.explain(memory=True).splitlines()
 
 
-def test_a_loop_lists_what_it_saves_with_bytes_and_readers() -> None:
+def test_a_loop_lists_its_saved_values_with_bytes_and_readers() -> None:
     with af.Graph():
         x = af.placeholder("float32", (4, 3), name="x")
         _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, af.sin(v)), (0, x), name="loop")

@@ -145,7 +145,7 @@ def held(saved_values: Any, *, regions: bool, cuda: bool = False, known: bool = 
 
 @pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("cuda", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_is_held_follows_the_segments(regions: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_held_follow_the_segments(regions: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of n iterations in segments of k: n / k variables, and k times what an iteration saves."""
     everything = held("keep", regions=regions, cuda=cuda)
     per_iteration = everything // COUNT
@@ -255,7 +255,7 @@ async def test_a_pure_function_of_the_user_is_run_again(graph: af.Graph, open_se
         np.testing.assert_allclose(found, await session.run(grad), rtol=1e-12)
 
 
-async def test_a_function_of_the_user_beside_what_is_run_again(graph: af.Graph, open_session: OpenSession) -> None:
+async def test_a_function_of_the_user_beside_the_repeated_part(graph: af.Graph, open_session: OpenSession) -> None:
     calls = []
 
     @af.op(outputs=af.spec("float64", (WIDTH,)))
@@ -348,7 +348,7 @@ def test_of_nested_loops_the_outer_one_is_run_again(graph: af.Graph) -> None:
     assert told.count("runs again for its gradient, in segments of 1, 2, 3, ... iterations") == 1
 
 
-def test_the_plan_tells_what_is_saved_when(graph: af.Graph) -> None:
+def test_the_plan_tells_the_saved_values_and_times(graph: af.Graph) -> None:
     start = af.ones((4,), dtype="float32")
     _, last = af.while_loop(lambda i, _: i < COUNT, lambda i, x: (i + 1, af.tanh(x)), (0, start))
     plan = af.Session(saved_values="recompute").plan(af.gradients(af.sum(last), start), [])

@@ -90,7 +90,7 @@ async def test_what_a_loop_joins_is_made_ahead_in_part(
 
 
 @pytest.mark.parametrize(("name", "known"), list(zip(CELLS, [False, True] * 3, strict=True)))
-async def test_what_is_made_ahead_in_part_is_the_same_in_regions_and_interpreted(
+async def test_parts_made_ahead_are_equal_in_regions_and_interpreted(
     name: str, known: bool, graph: af.Graph, few_flops: None
 ) -> None:
     """Bit for bit."""
@@ -103,7 +103,7 @@ async def test_what_is_made_ahead_in_part_is_the_same_in_regions_and_interpreted
         np.testing.assert_array_equal(one, other)
 
 
-async def test_the_loop_is_left_with_what_it_has_to_do(graph: af.Graph, products: Shapes) -> None:
+async def test_the_loop_keeps_its_own_work(graph: af.Graph, products: Shapes) -> None:
     """Forward the state's product alone, backward as many columns as the state has: as if written apart."""
     cell = Joined(*CELLS["in front"], known=True)
     cell.xs = af.placeholder("float32", (STEPS, BATCH, 4 * HIDDEN), name="wide")

@@ -442,7 +442,7 @@ async def test_a_call_of_others_goes_on_where_it_may_not_be_done_again(under_way
         assert set(calls) == {1}
 
 
-async def test_of_those_late_at_once_only_the_one_that_never_ends_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_several_late_members_only_the_endless_one_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault F45: a call that takes too much of the time of its members is divided, until the others have ended."""
     monkeypatch.setattr(BatchCall, "overdue_ns", lambda call: call.started_ns + 1_000_000)
     with af.Graph() as graph:
@@ -583,7 +583,7 @@ async def test_clients_that_ask_again_stay_together(held: Held, sizes: Counter[i
     assert sizes == {5: 1, 6: 3}
 
 
-async def test_who_is_due_a_moment_after_it_was_asked_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_due_a_moment_after_its_request_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait for clients that were just answered ends, also if its time has come before a timer is set for it."""
     until: list[float] = []
 
@@ -848,7 +848,7 @@ def _drawing_by_row(x: af.Tensor) -> af.Tensor:
     return af.cond(x > 0, lambda: af.random.normal(()), lambda: x)
 
 
-async def test_random_numbers_do_not_depend_on_who_shares_a_call(open_session: OpenSession) -> None:
+async def test_random_numbers_do_not_depend_on_other_members_of_a_call(open_session: OpenSession) -> None:
     """Nor on being batched at all: each member draws what its run draws by itself, or its own seed says."""
 
     def noisy(x: af.Tensor, seed: af.Tensor) -> af.Tensor:

@@ -136,9 +136,7 @@ async def test_a_buffer_that_has_two_names_is_paid_for_once(
     assert sum(each.nbytes or 0 for each in saved) == (1 + (arrangement.without == "choose_saved")) * 2 * 4096 * 8
 
 
-async def test_a_store_that_a_loop_begins_with_is_not_the_one_that_it_goes_on_with(
-    session: af.Session, graph: af.Graph
-) -> None:
+async def test_a_loops_initial_store_is_not_its_later_one(session: af.Session, graph: af.Graph) -> None:
     """Behaviour 68: only the first iteration reads it; the other store is read again behind the loop."""
     x = af.placeholder("float64", (3,))
 

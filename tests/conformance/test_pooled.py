@@ -130,7 +130,7 @@ async def test_steps_are_neither_runs_nor_tasks() -> None:
 
 
 @pytest.mark.usefixtures("work")
-async def test_one_that_is_alone_is_stepped_as_it_was_written() -> None:
+async def test_a_lone_activation_is_stepped_as_written() -> None:
     """Its bits are those of the loop without a pool, and many steps share a pass of the event loop."""
     with af.Graph() as graph:
         x = af.placeholder("float32", (64,), name="x")
@@ -162,7 +162,7 @@ async def test_one_that_is_alone_is_stepped_as_it_was_written() -> None:
 
 
 @pytest.mark.usefixtures("work")
-async def test_only_where_somebody_may_join_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_where_an_activation_may_join_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has come or gone may be followed by others, so there is one step then; a full pool steps until a row ends."""
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
@@ -287,7 +287,7 @@ async def test_a_step_that_fails_for_one(open_session: OpenSession) -> None:
 
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("debug", [False, True])
-async def test_what_cannot_be_done_again_fails_those_that_it_was_done_for(debug: bool) -> None:
+async def test_unrepeatable_work_fails_its_own_members(debug: bool) -> None:
     """Behaviour 88: elements that may be read once are not read again, one by one; others, that wait, go on."""
     with af.Graph() as graph:
         n = af.placeholder("int64", (), name="n")
@@ -402,7 +402,7 @@ async def test_timeouts_around_a_pooled_loop(open_session: OpenSession) -> None:
 
 
 @pytest.mark.real_time
-async def test_long_steps_share_a_run_until_somebody_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_steps_share_a_run_until_an_activation_joins_or_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are too long for the event loop are made in one run, which joins and cancellations cut short."""
     with af.Graph() as graph:
         x, n = af.placeholder("float32", (3,), name="x"), af.placeholder("int64", (), name="n")
@@ -738,7 +738,7 @@ async def test_what_cannot_be_pooled_is_a_loop_and_explained() -> None:
             assert np.asarray(found).tolist() == expected
 
 
-def test_what_is_wrong_with_a_pool_is_named() -> None:
+def test_faults_of_a_pool_are_named() -> None:
     with af.Graph():
         z = af.placeholder("float32", ())
         with pytest.raises(af.GraphError, match=r"is an af\.Pool; got 64"):
@@ -848,7 +848,7 @@ async def test_a_stream_that_fails_is_told_with_its_own_axis_and_iteration(pool:
     assert failed == [*range(5), "IndexError: index 5 is out of bounds for axis 0 with size 5", "loop/5"]
 
 
-async def test_what_is_deeper_in_a_pooled_loop_is_not_handed_out() -> None:
+async def test_values_deeper_in_a_pooled_loop_are_not_handed_out() -> None:
     inside: list[af.Tensor] = []
     with af.Graph() as graph:
 

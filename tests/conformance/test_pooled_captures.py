@@ -122,7 +122,9 @@ async def test_stores_have_any_number_of_entries(open_session: OpenSession, kind
         assert (sums.tolist(), rows.tolist()) == alone(np.array([k, 1]), length)
 
 
-async def test_what_has_left_is_not_kept(open_session: OpenSession, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_captures_of_left_activations_are_not_kept(
+    open_session: OpenSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rows of a request that has ended are freed while others go on beside the place where it stood."""
     blocks: WeakSet[RowBlock] = WeakSet()
     begin = RowBlock.__init__

@@ -366,7 +366,7 @@ async def test_a_replay_can_be_stopped(open_session: OpenSession, tmp_path: Path
         await again
 
 
-async def test_lines_are_those_of_the_program(tmp_path: Path) -> None:
+async def test_lines_match_the_program(tmp_path: Path) -> None:
     """What a record's own graph raises or warns of stands where the user built it, and races are not told again."""
     with af.Graph(effects="unordered") as graph:
         v = af.Variable(1, name="v")

@@ -41,7 +41,7 @@ async def aside(session: af.Session, *fetches: Any, feeds: Any = None, **options
 
 
 @pytest.mark.parametrize("where", ["alone", "before a sum", "in a loop"])
-async def test_takers_make_room_for_those_who_put(open_session: OpenSession, graph: af.Graph, where: str) -> None:
+async def test_takers_make_room_for_putters(open_session: OpenSession, graph: af.Graph, where: str) -> None:
     queue = af.FIFOQueue(10, INT, name="q")
     x = af.placeholder("int64", ())
     found = {
@@ -60,7 +60,7 @@ async def test_takers_make_room_for_those_who_put(open_session: OpenSession, gra
         assert (session.statistics().queued, session.statistics().refused, session.statistics().aside) == (0, 0, 0)
 
 
-async def test_those_who_put_into_a_full_queue_make_room_for_takers(open_session: OpenSession, graph: af.Graph) -> None:
+async def test_putters_into_a_full_queue_make_room_for_takers(open_session: OpenSession, graph: af.Graph) -> None:
     queue = af.FIFOQueue(1, INT, name="q")
     x = af.placeholder("int64", ())
     put, take = queue.enqueue(x), queue.dequeue()
@@ -164,7 +164,7 @@ async def test_a_deadline_of_a_run_that_comes_back(open_session: OpenSession, gr
         assert await session.run(doubled) == 42
 
 
-async def test_runs_that_wait_for_an_atomic_one_that_waits(open_session: OpenSession, graph: af.Graph) -> None:
+async def test_runs_wait_for_a_waiting_atomic_run(open_session: OpenSession, graph: af.Graph) -> None:
     """They wait for what will be put into the queue as well, and hold up no run that would do so."""
     queue, v = af.FIFOQueue(10, INT, name="q"), af.Variable(0)
     x = af.placeholder("int64", ())

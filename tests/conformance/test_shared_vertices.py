@@ -240,7 +240,7 @@ async def test_a_deadline_between_sets(open_session: OpenSession) -> None:
         assert session.statistics().runs == 0
 
 
-async def test_random_numbers_are_those_of_the_run() -> None:
+async def test_random_numbers_equal_the_runs_own() -> None:
     """What a vertex draws does not depend on who shares a call, be it before its children are done or behind."""
 
     @af.vertex_function(state=af.spec("float64", (H,)), children=2)

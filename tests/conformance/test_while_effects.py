@@ -189,7 +189,7 @@ async def test_a_predicate_reads_what_the_body_changes(run: Run, graph: af.Graph
     assert await run([result, a, b]) == [0, 10, 10]
 
 
-async def test_effects_of_a_predicate_come_before_those_of_the_body(run: Run, graph: af.Graph) -> None:
+async def test_effects_of_a_predicate_come_before_the_bodys(run: Run, graph: af.Graph) -> None:
     """Behaviour 35: also where the predicate is known before it has done them."""
     v = af.Variable(0)
 

@@ -106,7 +106,7 @@ def test_elements_written_after_a_clearing_read_are_freed_one_by_one() -> None:
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float64", "complex64", ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 @pytest.mark.parametrize("clear", [False, True])
-def test_results_are_those_of_numpy(dtype: str, shape: tuple[int, ...], clear: bool) -> None:
+def test_results_equal_numpys(dtype: str, shape: tuple[int, ...], clear: bool) -> None:
     values = (np.arange(5 * int(np.prod(shape))) % 3).reshape(5, *shape).astype(dtype)
     for got in (filled(values, clear=clear).stack(), filled(values, clear=clear).gather(range(5))):
         assert got.dtype == values.dtype
@@ -130,7 +130,7 @@ def test_text_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("array", [make(2, dynamic=True), make(1), make(2**60)], ids=["growing", "one", "huge"])
-def test_arrays_without_a_block_keep_what_is_written(array: ArrayValue) -> None:
+def test_arrays_without_a_block_keep_written_elements(array: ArrayValue) -> None:
     value = np.ones(3, FLOAT)
     assert array.write(0, value).read(0) is value
 

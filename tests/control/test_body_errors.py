@@ -136,7 +136,7 @@ def test_errors_inside_the_functions_stay_themselves(build: Callable[[Any], obje
         build(x)
 
 
-async def test_functions_that_do_not_say_what_they_take_are_called() -> None:
+async def test_functions_without_a_signature_are_called() -> None:
     """Builtins and objects with defaults are as good as any function."""
     with af.Graph() as graph:
         rows = af.constant(np.array([1.0, -2.0]))

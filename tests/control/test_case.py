@@ -98,7 +98,7 @@ async def test_case_without_default_fails_if_nothing_holds(graph: af.Graph, run:
         await run(result, {x: 0})
 
 
-async def test_exclusive_case_names_those_that_hold(graph: af.Graph, run: Run) -> None:
+async def test_exclusive_case_names_the_true_predicates(graph: af.Graph, run: Run) -> None:
     x = af.placeholder("int64", ())
     result = cases(x, default=lambda: 4, exclusive=True)
     assert [await run(result, {x: value}) for value in (2, -1, 0)] == [1, 3, 4]

@@ -68,7 +68,7 @@ def test_linear_appends_copy_no_row_but_to_grow() -> None:
     assert with_room.block is block
 
 
-def test_slices_are_views_that_nobody_can_write_to() -> None:
+def test_slices_are_read_only_views() -> None:
     state = make((), 3).append(numbers(1, 2, 3))
     view = state.slice(1, 3)
     assert np.shares_memory(view, state.block.array)

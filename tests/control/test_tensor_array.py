@@ -400,7 +400,7 @@ async def test_loop_variable(graph: af.Graph, run: Run, parallel_iterations: int
         assert_same(await run(array.stack(), {n: count}), np.arange(count) ** 2)
 
 
-async def test_fibonacci_reads_what_it_wrote(graph: af.Graph, run: Run) -> None:
+async def test_fibonacci_reads_its_own_writes(graph: af.Graph, run: Run) -> None:
     array = af.TensorArray("int64", 20, clear_after_read=False, element_shape=()).write(0, 1).write(1, 1)
     _, array = af.while_loop(
         lambda i, array: i < 20,

@@ -42,7 +42,7 @@ def test_the_smallest_of_different_counts_wins() -> None:
     four.release()
 
 
-def test_releasing_twice_gives_up_nobody_elses_claim() -> None:
+def test_releasing_twice_gives_up_no_other_claim() -> None:
     first, second = acquire_blas_threads(1), acquire_blas_threads(1)
     first.release()
     first.release()

@@ -72,13 +72,13 @@ def test_cpu_devices_of_a_session_share_the_cores(monkeypatch: pytest.MonkeyPatc
     assert found == [each] * devices
 
 
-async def test_what_is_not_measured_has_one_more(held: Held) -> None:
+async def test_unmeasured_firings_have_one_more_lane(held: Held) -> None:
     """So that long ones that are known do not hold it up; nor does it wait behind another while a lane is free."""
     assert [held.give(None, node=node) for node in "abc"] == ["compute", "compute:1", "compute:2"]
     assert held.give(LONG_NS) in ("compute", "compute:1")
 
 
-async def test_a_burst_of_first_firings_does_not_hold_up_those_of_another_node(held: Held) -> None:
+async def test_a_burst_of_first_firings_does_not_hold_up_another_node(held: Held) -> None:
     """Behaviour 95: what has others of its node under way may be as long as they prove to be."""
     burst = [held.give(None, node="large") for _ in range(6)]
     assert burst == ["compute", "compute:1"] * 3
@@ -150,7 +150,7 @@ async def test_one_state_is_never_on_two_threads_at_once(held: Held) -> None:
     assert not held.lanes.holds(other)
 
 
-async def test_what_is_delivered(held: Held) -> None:
+async def test_the_delivered_outcome(held: Held) -> None:
     """The result, or the error without a frame of the lane's; and the processor's time within that of the clock."""
 
     def spin(count: int) -> int:

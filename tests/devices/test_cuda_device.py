@@ -114,7 +114,7 @@ async def test_arrays_go_there_and_back(cupy: FakeCupy, dtype: Any, layout: str,
 
 
 @pytest.mark.parametrize("value", [np.float32(2), np.float64(3), np.complex64(1j), np.float16(4)])
-async def test_what_has_rank_0_comes_back_as_a_scalar(cupy: FakeCupy, value: Any) -> None:
+async def test_values_of_rank_0_come_back_as_scalars(cupy: FakeCupy, value: Any) -> None:
     async with opened(cupy) as device:
         result = await fetched(device, computed(device, lambda: cupy.full((), value, value.dtype)))
         assert type(result) is type(value) and result == value
@@ -187,7 +187,7 @@ async def test_many_fetches_in_pieces_do_not_wait_for_one_another_for_ever(
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_copies_that_fail_leave_their_room_to_those_who_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_copies_leave_their_room_to_waiting_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their errors, with the frames that hold buffers, are kept; another card shares the pinned memory."""
     with FakeCupy(devices=2, seed=seed) as cupy:
         monkeypatch.setattr(copies, "PIECE_BYTES", 4096)
@@ -283,7 +283,7 @@ async def test_a_copy_in_pieces_marks_the_end_of_each(cupy: FakeCupy) -> None:
         assert np.array_equal(await fetched(device, x), value)
 
 
-async def test_who_cannot_read_what_was_copied_hears_of_it(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_of_a_failed_copy_hears_of_it(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
     def view(*_: object) -> Any:
         raise MemoryError("no memory for the result")
 
@@ -346,7 +346,7 @@ async def test_views_of_another_streams_memory_are_kept_while_they_are_read(seed
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_copy_in_order_of_a_view_keeps_what_it_reads(seed: int) -> None:
+async def test_a_copy_in_order_of_a_view_keeps_its_source(seed: int) -> None:
     with FakeCupy(seed=seed) as cupy:
         async with opened(cupy, compute_streams=2) as device:
             cupy.pause()
@@ -549,7 +549,7 @@ async def test_launching_pauses_and_goes_on_even_if_a_callback_fails(cupy: FakeC
         assert not device.throttle(fail)
 
 
-async def test_a_lost_device_pauses_nobody(cupy: FakeCupy) -> None:
+async def test_a_lost_device_pauses_no_launcher(cupy: FakeCupy) -> None:
     resumed: list[str] = []
     async with opened(cupy) as device:
         cupy.pause()

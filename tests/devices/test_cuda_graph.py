@@ -70,7 +70,7 @@ def chain(xp: Any, x: Any, y: Any) -> tuple[Any, ...]:
     return z, xp.max(z - y, axis=0), x
 
 
-def test_the_results_are_those_without_a_graph(card: Card) -> None:
+def test_the_results_equal_a_run_without_a_graph(card: Card) -> None:
     region, random = card.region(chain), np.random.default_rng(0)
     for _ in range(WARM_UPS + 4):
         x, y = random.normal(size=(2, 3, 5))

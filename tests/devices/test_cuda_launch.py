@@ -185,7 +185,7 @@ async def test_memory_that_does_not_fit_is_refused_under_the_nodes_name(cupy: Fa
         assert device.memory.used == used and active.stream is None
 
 
-async def test_a_step_of_a_region_counts_as_what_it_may_launch(cupy: FakeCupy) -> None:
+async def test_a_step_of_a_region_counts_as_its_possible_launches(cupy: FakeCupy) -> None:
     def steps(x: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
         for _ in range(4):
             x = x + 1
@@ -244,7 +244,7 @@ async def test_kernels_of_the_host_get_arrays_of_numpy(cupy: FakeCupy) -> None:
         assert (await device.fetched(await device.bind(later, info(is_async=True))(big))) == [1.0]
 
 
-def test_what_has_to_be_called_on_the_loop() -> None:
+def test_kernels_that_must_be_called_on_the_loop() -> None:
     async def function() -> None: ...
 
     class Asked:

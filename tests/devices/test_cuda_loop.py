@@ -408,7 +408,7 @@ def test_any_body_gives_what_numpy_gives(first: str, second: str, n: int, seed: 
 # -- the rest of the world ---------------------------------------------------------------------------------------------
 
 
-def test_bindings_are_those_that_a_test_brings(fake: FakeCupy) -> None:
+def test_bindings_come_from_the_test(fake: FakeCupy) -> None:
     before = cuda_bindings()
     with last_of(stand_ins, fake.bindings):
         assert cuda_bindings() is fake.bindings

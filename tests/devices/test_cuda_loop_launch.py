@@ -202,7 +202,7 @@ def rows(device: CudaDevice) -> Rows:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7])
-async def test_results_of_what_is_inside(rows: Rows, bind: Callable[..., WhileLauncher], n: int) -> None:
+async def test_results_of_inner_loops(rows: Rows, bind: Callable[..., WhileLauncher], n: int) -> None:
     launcher = bind(*rows.functions, n_vars=2)
     for _ in range(2):
         assert await rows.run(launcher, n) == [n, [rows.expected(n)] * 2]

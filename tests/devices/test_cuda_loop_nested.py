@@ -120,7 +120,7 @@ def test_a_branch_of_captures_numbers_and_aliases(card: Card) -> None:
             assert left.dtype == right.dtype
 
 
-def test_a_branch_that_the_host_decides_is_only_what_it_takes(card: Card) -> None:
+def test_a_branch_that_the_host_decides_is_only_the_taken_side(card: Card) -> None:
     taken: list[str] = []
 
     def noted(name: str, results: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -138,7 +138,7 @@ def test_a_limit_refuses_before_anything_is_allocated(fake: FakeCupy) -> None:
     assert device.account.statistics() == MemoryStatistics(device="cuda:0", used=0, peak=0, limit=10 * UNIT, buffers=0)
 
 
-def test_a_refusal_says_who_holds_what(fake: FakeCupy) -> None:
+def test_a_refusal_names_the_holders_of_memory(fake: FakeCupy) -> None:
     device = Logical(fake, limit=MIB)
     held = [device.take(MIB // 2, "lstm/gates"), device.take(MIB // 4, "lstm/state")]
     with pytest.raises(MemoryLimitExceeded) as caught:
@@ -259,7 +259,7 @@ def test_a_limit_that_the_card_has_not_got_is_found_at_once(fake: FakeCupy) -> N
         device.pool.prime()
 
 
-def test_a_released_pool_keeps_what_is_alive(fake: FakeCupy) -> None:
+def test_a_released_pool_keeps_live_arrays(fake: FakeCupy) -> None:
     device = Logical(fake)
     kept, freed = device.take(UNIT), device.take(3 * UNIT)
     del freed
@@ -319,7 +319,7 @@ def test_memory_freed_by_the_collector_on_any_thread_is_off_the_account(fake: Fa
     assert device.account.statistics().buffers == 0 and device.account.peak <= 64 * UNIT
 
 
-def test_memory_freed_while_another_thread_reads_the_account_blocks_nobody(fake: FakeCupy) -> None:
+def test_memory_freed_while_another_thread_reads_the_account_blocks_no_thread(fake: FakeCupy) -> None:
     device = Logical(fake)
     pointer = device.take(UNIT)
     locked, done = threading.Event(), threading.Event()

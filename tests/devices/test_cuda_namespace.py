@@ -39,7 +39,7 @@ class Cupy:
         return self._functions.get(name) or getattr(np, name)
 
 
-def test_other_names_are_those_of_cupy_and_found_once() -> None:
+def test_other_names_are_cupys_and_found_once() -> None:
     cupy = Cupy()
     xp = CudaNamespace(cupy)
     cupy.looked_up.clear()

@@ -193,7 +193,7 @@ def test_what_cannot_be_pinned_is_refused() -> None:
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def test_those_who_wait_are_served_in_turn() -> None:
+def test_waiting_calls_are_served_in_turn() -> None:
     slab = slab_of(4)
     held = [taken(slab, ALIGNMENT) for _ in range(4)]
     served: list[tuple[str, int]] = []
@@ -303,7 +303,7 @@ def test_buffers_dropped_on_other_threads_and_in_cycles_come_back() -> None:
     assert taken(slab, slab.nbytes).nbytes == slab.nbytes
 
 
-def test_a_buffer_dropped_while_the_slab_is_locked_by_another_thread_blocks_nobody() -> None:
+def test_a_buffer_dropped_while_the_slab_is_locked_by_another_thread_blocks_no_thread() -> None:
     slab = slab_of(2)
     buffer = taken(slab, 1)
     locked, done = threading.Event(), threading.Event()

@@ -64,7 +64,7 @@ def sent(fake: FakeCupy, x: np.ndarray[Any, Any]) -> Any:
     st.sampled_from(DTYPES), st.sampled_from(BATCHES), EXTENTS, EXTENTS, EXTENTS, st.sampled_from([*LAYOUTS]),
     st.sampled_from([*LAYOUTS]), st.sampled_from(["none", "rows", "every second"]), st.integers(0, 99),
 )  # fmt: skip
-def test_products_are_those_of_numpy(
+def test_products_equal_numpys(
     fake: FakeCupy, products: Products, dtype: Any, batches: Any, m: int, k: int, n: int, first: str, second: str,
     out: str, seed: int,
 ) -> None:  # fmt: skip

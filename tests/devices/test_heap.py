@@ -94,7 +94,7 @@ def test_pages_of_a_large_array_are_given_back_before_it_is_freed() -> None:
     assert nbytes >= size - 2 * mmap.PAGESIZE
 
 
-def test_pages_stay_of_what_is_small_or_in_use() -> None:
+def test_pages_of_small_or_used_arrays_stay() -> None:
     glibc = Glibc()
     heap = Heap(glibc)
     read, watched, around = (np.empty(LARGEST + 1, np.uint8) for _ in range(3))

@@ -142,7 +142,7 @@ def test_a_hazard_in_a_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.run(main())
 
 
-def test_hosts_say_what_they_are_and_where_the_figures_come_from() -> None:
+def test_hosts_describe_themselves_and_the_source_of_their_figures() -> None:
     assert next(iter(HOSTS.values())) is DEFAULT_HOST is host_named("asyncflow")
     assert "benchmarks.host_costs of 20" in DEFAULT_HOST.source and not DEFAULT_HOST.thread_a_device
     for host in HOSTS.values():

@@ -62,7 +62,7 @@ def test_views_count_as_the_buffer_they_look_into_and_once() -> None:
     assert account.used == 0
 
 
-def test_a_broadcast_counts_what_is_really_there() -> None:
+def test_a_broadcast_counts_its_real_memory() -> None:
     account = MemoryAccount("cpu:0")
     small = np.broadcast_to(np.zeros(8), (1000, 8))
     account.track(small)
@@ -85,7 +85,7 @@ def test_an_id_that_is_used_again_is_another_buffer() -> None:
     assert account.peak == 8 * KIB
 
 
-def test_an_id_that_is_used_again_before_anybody_has_looked() -> None:
+def test_an_id_that_is_used_again_before_any_look() -> None:
     account = MemoryAccount("cpu:0")
     ids = set()
     for number in range(100):
@@ -100,7 +100,7 @@ def test_an_id_that_is_used_again_before_anybody_has_looked() -> None:
     assert account.total == 100 * 8 * KIB
 
 
-def test_what_is_counted_needs_no_lock() -> None:
+def test_counted_values_need_no_lock() -> None:
     account = MemoryAccount("cpu:0")
     value = array(8 * KIB)
     account.track(value)
@@ -111,7 +111,7 @@ def test_what_is_counted_needs_no_lock() -> None:
         assert not other.is_alive()
 
 
-def test_over_the_limit_raises_and_says_what_is_there() -> None:
+def test_over_the_limit_raises_and_lists_the_buffers() -> None:
     account = MemoryAccount("cpu:0", 32 * KIB)
     kept = array(20 * KIB)
     account.track(kept, "loop/matmul")
@@ -182,7 +182,7 @@ def test_buffers_made_and_freed_by_many_threads_add_up() -> None:
     assert account.statistics().buffers == account.used == 0
 
 
-def test_what_is_just_over_the_limit_is_told_in_bytes() -> None:
+def test_a_value_just_over_the_limit_is_told_in_bytes() -> None:
     """Where both figures would read 8.0 KiB."""
     account = MemoryAccount("cpu:0", 8192)
     value = np.zeros(8196, np.uint8)
@@ -246,7 +246,7 @@ def test_a_store_is_looked_through_before_the_limit_counts_as_passed() -> None:
     assert 100_000 < caught.value.used < 120_000
 
 
-def test_what_was_fed_is_forgotten_and_what_was_there_is_not() -> None:
+def test_feeds_are_forgotten_and_present_buffers_are_not() -> None:
     """By its buffer, whatever view of it is tracked; once, though it may be freed later."""
     account = MemoryAccount("cpu:0", 1 << 20)
     made, fed, small = np.ones(10_000), np.ones(20_000), np.ones(3)

@@ -135,7 +135,7 @@ def test_values_put_in_at_once_count(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sum_of_gradients_counts_beside_what_it_is_made_of(kind: str) -> None:
+def test_a_sum_of_gradients_counts_beside_its_parts(kind: str) -> None:
     def build(look: Look) -> af.Tensor:
         whole = rows(N, SIDE, SIDE)
         _, total = af.while_loop(

@@ -25,7 +25,7 @@ def test_a_partial_name_matches_the_devices_it_leaves_open(spec: str, matching: 
 
 
 @pytest.mark.parametrize("text", ["", "cpu:", ":0", "cpu:-1", "cpu:01", "cpu:x", "CPU:0", " cpu:0", "cpu:0\n", None, 0])
-def test_what_is_no_name_is_refused_with_what_is_accepted(text: object) -> None:
+def test_wrong_names_are_refused_with_the_accepted_ones(text: object) -> None:
     with pytest.raises(PlacementError, match=r"is no device name; accepted are a kind \(cpu, cuda, sim\)"):
         DeviceSpec.parse(text)  # type: ignore[arg-type]
 

@@ -71,7 +71,7 @@ def test_messages_on_one_host_take_no_time(text: str) -> None:
         ("v100, nvlink2, ethernet10", "nvlink2 and ethernet10 in 'v100, nvlink2, ethernet10' both join the cards to"),
     ],
 )
-def test_parse_errors_name_what_is_wrong(text: str, message: str) -> None:
+def test_parse_errors_name_the_fault(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_machine(text)
 

@@ -215,7 +215,7 @@ def test_a_fetch_arrives_when_the_value_and_the_copy_are_done(device: SimDevice,
     assert loop.time_ns() == x.written.time_ns + LATENCY_NS + 10 * US
 
 
-def test_what_is_fetched_is_the_callers(device: SimDevice, loop: VirtualClockLoop) -> None:
+def test_a_fetched_value_is_the_callers(device: SimDevice, loop: VirtualClockLoop) -> None:
     x = zeros(device, 100)
     got = loop.run_until_complete(fetched(device, x))
     got[:] = 9
@@ -272,7 +272,7 @@ def test_copy_engines_limit_what_overlaps(loop: VirtualClockLoop, engines: int, 
     assert span(fed)[0] == (2 * DISPATCH_NS if overlap else first_end)
 
 
-def test_links_are_shared_by_all_who_use_them(machine: SimMachine) -> None:
+def test_links_are_shared_by_all_users(machine: SimMachine) -> None:
     """Two sessions' devices of one card have one link to the host in each direction."""
     one, same = SimDevice(machine, 0), SimDevice(machine, 0)
     first, second = one.copy_in(np.zeros(100_000, np.uint8)), same.copy_in(np.zeros(100_000, np.uint8))
@@ -330,7 +330,7 @@ def test_a_cpu_on_virtual_time_copies_for_nothing(machine: SimMachine, loop: Vir
 # -- estimates -------------------------------------------------------------------------------------------------------
 
 
-def test_estimates_are_those_of_the_simulation(loop: VirtualClockLoop) -> None:
+def test_estimates_equal_the_simulation(loop: VirtualClockLoop) -> None:
     for peer in (PEER_LINK, None):
         machine = machine_of(loop, peer=peer)
         card, other, cpu = SimDevice(machine, 0), SimDevice(machine, 1), SimDevice(machine, kind="cpu")
@@ -397,7 +397,7 @@ def test_copies_and_constants_need_room(machine: SimMachine) -> None:
     assert other.memory.used == 0
 
 
-def test_the_account_tells_what_is_there(device: SimDevice) -> None:
+def test_the_account_tells_its_contents(device: SimDevice) -> None:
     held = [zeros(device, n) for n in (10, 5_000, 300)]
     device.memory.track(np.zeros(10_000))
     assert [buffer.nbytes for buffer in device.memory.top(2)] == [5_000, 300]
@@ -410,7 +410,7 @@ def test_the_account_tells_what_is_there(device: SimDevice) -> None:
 # -- the rest of a device --------------------------------------------------------------------------------------------
 
 
-def test_spans_are_recorded_while_somebody_asks(device: SimDevice, loop: VirtualClockLoop) -> None:
+def test_spans_are_recorded_while_asked_for(device: SimDevice, loop: VirtualClockLoop) -> None:
     zeros(device, 8)
     spans: list[Span] = []
     assert device.record_into(spans) is None

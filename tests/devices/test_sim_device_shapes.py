@@ -69,7 +69,7 @@ def test_small_arrays_are_computed(roomy: SimDevice) -> None:
     assert roomy.machine.loop.run_until_complete(fetched(roomy, total)) == 1023 * 512
 
 
-def test_what_comes_of_no_data_has_none_and_cannot_decide_anything(roomy: SimDevice) -> None:
+def test_results_without_data_cannot_decide_anything(roomy: SimDevice) -> None:
     total = bind(roomy, np.sum, "sum", infer=lambda specs: [(F32, ())])(large(roomy))
     small = bind(roomy, np.negative, "negate")(total)
     assert total.data is small.data is None and small.shape == ()

@@ -328,7 +328,7 @@ def test_freed_memory_is_overwritten(machine: SimMachine, dtype: str, pattern: A
     np.testing.assert_array_equal(made[0], np.full((2, 3), pattern, dtype))
 
 
-def test_what_is_not_the_devices_is_not_overwritten(machine: SimMachine) -> None:
+def test_foreign_memory_is_not_overwritten(machine: SimMachine) -> None:
     device = SimDevice(machine)
     mine = np.ones(4)
     device.constant(mine)
@@ -425,7 +425,7 @@ def test_writes_of_state_on_two_streams_are_ordered(machine: SimMachine) -> None
     assert machine.hazards == []
 
 
-def test_an_opaque_state_carries_what_it_depends_on(machine: SimMachine) -> None:
+def test_an_opaque_state_carries_its_dependencies(machine: SimMachine) -> None:
     device = SimDevice(machine, compute_streams=2)
     append = bind(device, lambda items, x: Items((*items.arrays, x)), "append", keeps_arrays=True, flops=0.0)
     stack = bind(device, lambda items: np.stack(items.arrays), "stack", keeps_arrays=True, stream=1)
@@ -453,7 +453,7 @@ def test_memory_that_no_kernel_fills_is_ordered_with_its_stream(machine: SimMach
     machine.check()
 
 
-def test_what_is_dropped_with_its_loop_is_no_hazard(machine: SimMachine) -> None:
+def test_values_dropped_with_their_loop_are_no_hazard(machine: SimMachine) -> None:
     device = SimDevice(machine, compute_streams=2)
     x = array(device)
     bind(device, np.negative, stream=1)(x)

@@ -282,7 +282,7 @@ def test_copies_on_the_timeline_name_the_value_its_iteration_and_its_bytes(build
 
 
 @pytest.mark.parametrize("regions", [True, False])
-def test_counters_say_what_was_there_when_it_was_launched(regions: bool) -> None:
+def test_counters_tell_the_state_at_the_launch(regions: bool) -> None:
     """One region launches a whole loop; yet its kernels each say what was there at their time."""
     outcome = train(swap_memory=True, trace=True, regions=regions)
     assert outcome.trace is not None

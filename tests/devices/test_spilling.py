@@ -141,7 +141,7 @@ async def test_nothing_moves_while_memory_is_not_short(tmp_path: Path) -> None:
     assert memory.moved_out == 0
 
 
-async def test_nothing_moves_for_what_is_fed(tmp_path: Path) -> None:
+async def test_nothing_moves_for_feeds(tmp_path: Path) -> None:
     """It counts from the iteration on that saves it first, which seemed to take all of it, as did each later one."""
     with af.Graph() as graph:
         xs, h = af.placeholder("float64", (None, SIDE, SIDE)), af.placeholder("float64", (SIDE, SIDE))
@@ -217,7 +217,7 @@ def watched(sessions: list[af.Session], held: list[tuple[int, int]]) -> Callable
 
 
 @pytest.mark.parametrize("regions", [True, False])
-async def test_a_gradient_loop_gives_back_what_it_has_read(regions: bool) -> None:
+async def test_a_gradient_loop_gives_back_read_values(regions: bool) -> None:
     """What the account holds is what Python holds, in each step of the gradient, and it falls."""
     held: list[tuple[int, int]] = []
     with af.Graph() as graph:

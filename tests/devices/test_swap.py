@@ -242,7 +242,7 @@ def test_nothing_comes_ahead_into_memory_that_others_need() -> None:
 @pytest.mark.parametrize(
     ("is_measured", "takes", "ahead"), [(True, 1, 4), (True, 3, 2), (False, 1, 1)], ids=["plenty", "tight", "unknown"]
 )
-def test_what_comes_further_ahead_leaves_room_for_iterations(is_measured: bool, takes: int, ahead: int) -> None:
+def test_values_that_come_further_ahead_leave_room_for_iterations(is_measured: bool, takes: int, ahead: int) -> None:
     """For the rest of this one and for the next; nothing comes so far while nobody knows what one takes."""
     machine = Machine(limit=10 * MIB)
     values = [machine.save(str(number), always=True) for number in range(8)]
@@ -310,7 +310,7 @@ class Measured:
         self.total += total
 
 
-def test_no_iteration_takes_what_was_fed() -> None:
+def test_no_iteration_takes_fed_bytes() -> None:
     """It counts from the one on that saves it first, which took no more than others."""
     account = Measured()
     manager, working_set = SwapManager(account, []), WorkingSet(account)
@@ -324,7 +324,7 @@ def test_no_iteration_takes_what_was_fed() -> None:
 
 
 @pytest.mark.parametrize("is_placed", [True, False])
-def test_an_iteration_of_a_loop_around_others_is_measured_until_one_of_those_begins(is_placed: bool) -> None:
+def test_an_iteration_of_an_outer_loop_is_measured_until_an_inner_one_begins(is_placed: bool) -> None:
     """That is what it asks for; in all it takes what all do. A loop in a region does not know what is around it."""
     account = Measured()
     outer = WorkingSet(account, is_around=True)
@@ -362,7 +362,7 @@ def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
     assert (working_set.most, working_set.total) == (7, 9)
 
 
-def test_what_was_measured_beside_another_run_stands_until_one_is_alone() -> None:
+def test_a_measurement_beside_another_run_stands_until_a_run_is_alone() -> None:
     """It is too much, and a run that is done again alone would have too little room for it."""
     account = Measured()
     manager, working_set = SwapManager(account, []), WorkingSet(account)
@@ -422,7 +422,7 @@ def test_an_iteration_begins_once_copies_out_have_made_room_for_it() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_iteration_begins_once_copies_out_of_values_that_nobody_needs_have_ended(fails: bool) -> None:
+def test_an_iteration_begins_once_unneeded_copies_out_have_ended(fails: bool) -> None:
     """Fault F32: such a copy holds the memory of a value that was read for the last time before it had left."""
     machine = Machine(limit=10 * MIB)
     loop = machine.working_set(3 * MIB)
@@ -486,7 +486,7 @@ def test_a_younger_run_waits_for_the_older_and_all_its_values_go() -> None:
 
 
 @pytest.mark.parametrize("aged", [(), (1,), (2,)])
-def test_runs_that_do_more_than_compute_wait_for_nobody_and_nobody_for_them(aged: tuple[int, ...]) -> None:
+def test_runs_that_do_more_than_compute_wait_for_no_run_and_no_run_for_them(aged: tuple[int, ...]) -> None:
     """One may wait for what the other does."""
     machine = Machine(limit=10 * MIB, others=9 * MIB)
     for run in aged:

@@ -73,7 +73,7 @@ async def test_a_manager_costs_little_where_nothing_moves(tmp_path: Path) -> Non
     assert managed - counted < 12
 
 
-def test_stores_hand_over_what_they_kept_iteration_by_iteration(tmp_path: Path) -> None:
+def test_stores_hand_over_their_values_iteration_by_iteration(tmp_path: Path) -> None:
     """In the order in which it was saved, before whatever is saved next; and rest again when nothing is left."""
     writing, reading = ThreadStream("writing"), ThreadStream("reading")
     account = MemoryAccount("cpu:0", 4 << 20)

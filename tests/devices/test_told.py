@@ -66,7 +66,7 @@ def test_a_function_that_raises_no_peak_is_counted_once_it_may_stop(monkeypatch:
     assert account.peak == 21 * KIB
 
 
-def test_tracked_arrays_count_beside_what_is_told() -> None:
+def test_tracked_arrays_count_beside_reports() -> None:
     account, holding, value = ToldAccount("cpu:0"), Holding(), array()
     account.track(value, "node")
     account.tell(holding, KIB, 0)
@@ -142,7 +142,7 @@ def test_a_block_that_has_grown_stood_beside_the_old_one() -> None:
     assert (account.used, account.peak) == (256 * KIB, 384 * KIB)
 
 
-def test_a_store_that_says_what_it_holds() -> None:
+def test_a_store_that_reports_its_bytes() -> None:
     account, holding = ToldAccount("cpu:0"), Holding()
     account.tell(holding, KIB, 0, (), (), (array(),))
     assert account.used == 65 * KIB

@@ -34,7 +34,7 @@ def _seconds(*, first: str) -> float:
         return clock.now_s
 
 
-def test_kernels_that_are_ready_do_not_queue_behind_one_that_waits_for_a_copy() -> None:
+def test_ready_kernels_do_not_queue_behind_a_waiting_copy() -> None:
     product_s = 2 * SIZE**3 / 15.7e12
     for first in ("other", "own"):
         # The chains run side by side: one after the other they would take twice as long.

@@ -91,7 +91,7 @@ def test_batches() -> None:
     np.testing.assert_array_equal(lengths, [4, 2])
 
 
-def test_what_is_held_out_is_not_learned_from() -> None:
+def test_held_out_text_is_not_learned_from() -> None:
     text = small_text()
     assert not set(text.train) & set(text.held_out)
     assert set("".join(text.train + text.held_out)) | {"\0"} == set(text.alphabet)

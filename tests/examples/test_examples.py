@@ -220,7 +220,7 @@ def test_each_sentence_goes_to_one_trainer() -> None:
     assert all(steps for steps, _ in found)
 
 
-def test_training_that_is_killed_ends_as_if_nobody_had(
+def test_training_that_is_killed_ends_as_if_undisturbed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["goes_on", "--steps", "90"])

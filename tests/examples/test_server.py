@@ -61,7 +61,7 @@ async def test_all_models_answer_many_at_once() -> None:
         assert max(size for _, size in now["batches"]) > 1
 
 
-async def test_what_is_no_expression_is_refused_in_words() -> None:
+async def test_wrong_expressions_are_refused_in_words() -> None:
     async with served() as client:
         deep = ["-" * 5000 + "1", "(" * 500 + "1" + ")" * 500, "1+" * 5000 + "1", f"f({'-' * 900}1)"]
         large = ["1/0", "0/0", "1e400", "-1e400", "1" + "0" * 400, "9" * 5000]
@@ -75,7 +75,7 @@ async def test_what_is_no_expression_is_refused_in_words() -> None:
             assert (await client.post("/generate", content=text)).status_code == 200
 
 
-async def test_a_seed_and_a_temperature_say_what_is_written() -> None:
+async def test_a_seed_and_a_temperature_decide_the_text() -> None:
     """Whoever else is there; and what is neither is refused."""
     async with served() as client:
         paths = [f"/generate?seed={seed}&temperature={heat}" for seed in (1, 2) for heat in (0.05, 1)]
@@ -128,7 +128,7 @@ async def test_lines_that_were_not_learned_are_told_apart() -> None:
     assert right / 600 > 0.75, right
 
 
-async def test_every_model_answers_503_when_the_server_drains_and_what_is_streamed_too() -> None:
+async def test_every_model_answers_503_when_the_server_drains_and_streams_too() -> None:
     app = server.build(20)
     async with served(app) as client:
         life = app.router.lifespan_context
@@ -149,7 +149,7 @@ async def test_clients_come_and_go_and_nothing_is_left() -> None:
         assert (await client.get("/live")).json()["runs"] == 0
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_asks_for_what_is_there() -> None:
+async def test_the_page_is_self_contained_and_asks_for_present_models() -> None:
     text = server.PAGE.read_text(encoding="utf-8")
     assert "http" not in text.replace("http-equiv", "")
     assert "prefers-color-scheme: dark" in text and '<html lang="en">' in text

@@ -41,7 +41,7 @@ def stream(cupy: FakeCupy) -> Any:
     return cupy.cuda.Stream(non_blocking=True)
 
 
-def test_what_is_captured_is_not_done_until_it_is_launched(cupy: FakeCupy, stream: Any) -> None:
+def test_captured_work_is_not_done_until_it_is_launched(cupy: FakeCupy, stream: Any) -> None:
     with stream:
         x, y = cupy.ones(4), cupy.zeros(4)
         stream.begin_capture()
@@ -56,7 +56,7 @@ def test_what_is_captured_is_not_done_until_it_is_launched(cupy: FakeCupy, strea
     assert graph.launches == 4
 
 
-def test_a_launch_reads_what_is_in_the_memory_then(cupy: FakeCupy, stream: Any) -> None:
+def test_a_launch_reads_the_memory_of_that_moment(cupy: FakeCupy, stream: Any) -> None:
     with stream:
         x = cupy.arange(4)
         stream.begin_capture()
@@ -81,7 +81,7 @@ def test_memory_freed_in_a_capture_is_spoilt_by_each_launch(cupy: FakeCupy, stre
         assert y.get().view(np.uint8).tolist() == [0xDD] * 32
 
 
-def test_memory_that_a_graph_uses_and_somebody_else_got_is_overwritten(cupy: FakeCupy, stream: Any) -> None:
+def test_memory_of_a_graph_given_to_another_user_is_overwritten(cupy: FakeCupy, stream: Any) -> None:
     """Why a graph needs a pool of its own."""
     with stream:
         x = cupy.ones(4)
@@ -353,7 +353,7 @@ def test_a_broken_body_ends_the_process(cupy: FakeCupy, capturing: Capturing) ->
     cupy.engine.errors.clear()
 
 
-def test_a_capture_does_not_end_before_those_of_its_bodies(cupy: FakeCupy, capturing: Capturing) -> None:
+def test_a_capture_does_not_end_before_its_bodies(cupy: FakeCupy, capturing: Capturing) -> None:
     with capturing.main as main:
         main.begin_capture()
         _, (graph,) = capturing.add(main, capturing.handle(main), "IF", 1)

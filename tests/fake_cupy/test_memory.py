@@ -58,7 +58,7 @@ def test_an_arena_belongs_to_the_stream_that_was_current(cupy: FakeCupy) -> None
     assert again.ptr == ptr
 
 
-def test_the_limit_counts_what_is_reserved_and_frees_what_is_whole_first(cupy: FakeCupy) -> None:
+def test_the_limit_counts_reserved_bytes_and_frees_whole_blocks_first(cupy: FakeCupy) -> None:
     pool = cupy.cuda.MemoryPool()
     pool.set_limit(size=2048)
     first = pool.malloc(1024)
@@ -284,7 +284,7 @@ def test_an_array_in_a_cycle_gives_its_memory_back_to_the_pool(cupy: FakeCupy) -
     assert "free" not in cupy.blocking()
 
 
-def test_a_pool_that_is_dropped_frees_what_is_not_in_use(cupy: FakeCupy) -> None:
+def test_a_dropped_pool_frees_unused_memory(cupy: FakeCupy) -> None:
     pool = cupy.cuda.MemoryPool()
     slab = pool.malloc(MIB)
     del slab

@@ -214,7 +214,7 @@ async def test_small_values_of_stores_count(open_session: OpenSession, program: 
         assert np.all(np.isfinite(result))
 
 
-async def test_what_is_read_for_the_last_time_or_saved_twice_counts_no_more(open_session: OpenSession) -> None:
+async def test_values_read_for_the_last_time_or_saved_twice_count_no_more(open_session: OpenSession) -> None:
     """A store is looked through before its limit counts as passed."""
     with af.Graph() as graph:
         x = af.placeholder("float64", (500,))

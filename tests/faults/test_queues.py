@@ -397,7 +397,7 @@ async def test_nothing_is_left_of_callers_that_gave_up(session: af.Session, grap
     assert await session.run(take) == 1
 
 
-async def test_a_trace_shows_who_waits(session: af.Session, graph: af.Graph) -> None:
+async def test_a_trace_shows_the_waiting_runs(session: af.Session, graph: af.Graph) -> None:
     """A firing that waited lasts as long as it did, and one that did not is short; given up, it says so."""
     queue = af.FIFOQueue(3, INT, name="q")
     take, trace = queue.dequeue(), af.Trace()

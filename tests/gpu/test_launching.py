@@ -91,7 +91,7 @@ async def test_t09_without_a_throttle_launching_blocks(card: Card, figures: Figu
 
 
 @on_loop
-async def test_t09_what_is_given_to_streams_that_are_behind(card: Card, figures: Figures) -> None:
+async def test_t09_work_given_to_streams_that_are_behind(card: Card, figures: Figures) -> None:
     """Tickets, events, spans and feeds: there is more room than for the few events that a thread can sleep on."""
     async with card.device(memory_limit=1 << 20) as device:
         with device.activate():

@@ -98,7 +98,7 @@ async def test_t16_the_timeline_of_a_run(card: Card, figures: Figures, out: Path
 
 @pytest.mark.needs("card", "torch")
 @on_loop
-async def test_t16_spans_are_those_that_cupti_sees(card: Card, figures: Figures) -> None:
+async def test_t16_spans_equal_cuptis(card: Card, figures: Figures) -> None:
     """Of kernels that come behind others: the event before one on an idle stream has the time when it was asked for."""
     async with card.device() as device:
         spans: list[Any] = []

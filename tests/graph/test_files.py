@@ -206,7 +206,7 @@ def test_files_that_are_no_graphs_are_refused(path: Path, data: str | bytes, mes
     assert str(raised.value).startswith(str(path))
 
 
-def test_what_is_no_file_is_not_waited_for(path: Path) -> None:
+def test_a_path_that_is_no_file_is_not_waited_for(path: Path) -> None:
     """Fault F57: pipes, folders, devices without an end, and files that are too large."""
     os.mkfifo(path)
     for place in (path, path.parent, Path("/dev/zero")):

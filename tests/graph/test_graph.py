@@ -237,7 +237,7 @@ def test_walk_goes_outer_before_inner() -> None:
     assert [node.name for node in counting_loop().walk()][:4] == ["start", "limit", "step", "loop"]
 
 
-def test_effects_of_bodies_are_those_of_their_node() -> None:
+def test_effects_of_bodies_are_effects_of_their_node() -> None:
     graph = branching()
     pick = graph.node("pick")
     assert node_effects(pick) == ()

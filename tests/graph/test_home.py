@@ -29,7 +29,7 @@ async def test_tensors_run_without_their_graph(session: af.Session) -> None:
     assert await session.run(y + x, {x: np.float32(1)}) == 9
 
 
-def test_tensors_keep_what_they_are_computed_from() -> None:
+def test_tensors_keep_their_sources() -> None:
     x, y = tensors()
     graph = y.graph
     assert x in x.node.outputs
@@ -42,7 +42,7 @@ def test_tensors_keep_what_they_are_computed_from() -> None:
     assert af.parse_graph(af.print_graph(graph)).node("x").op is x.node.op
 
 
-def test_outputs_nobody_has_are_made_again() -> None:
+def test_unreferenced_outputs_are_made_again() -> None:
     with af.Graph():
         _, y = af.split(af.placeholder("float32", (4,)), 2)
     first, second = y.node.outputs
@@ -60,7 +60,7 @@ async def test_a_body_is_lifted_with_its_rules_without_its_graph(session: af.Ses
     assert await session.run(y, {x: np.float32(1)}) == 5
 
 
-def test_gradients_ask_for_the_graph_where_it_kept_what_they_need() -> None:
+def test_gradients_ask_for_the_graph_where_it_kept_their_needs() -> None:
     """A rule of the user's is not passed over in silence."""
 
     @af.custom_gradient

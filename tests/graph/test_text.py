@@ -303,7 +303,7 @@ def test_values_nested_without_end_are_refused() -> None:
         print_graph(hold(value=endless).graph)
 
 
-def test_neighbourhood_shortens_what_is_large() -> None:
+def test_neighbourhood_shortens_large_arrays() -> None:
     line = neighbourhood(hold(a=np.zeros(10**6), b="x" * 1000))
     assert "a=array(float64[1000000], ...)" in line
     assert len(line) < 200

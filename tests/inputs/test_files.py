@@ -118,7 +118,7 @@ async def test_records_of_files(tmp_path: Path) -> None:
         (lambda p: af.read_arrays(cut(saved(p, np.ones(9)), 30), af.spec("float64", ())), "a.npy cannot be read"),
     ],
 )
-async def test_damaged_files_say_what_is_wrong(tmp_path: Path, damage: Any, message: str) -> None:
+async def test_damaged_files_name_the_fault(tmp_path: Path, damage: Any, message: str) -> None:
     with pytest.raises(af.KernelError, match=message):
         await everything(damage(tmp_path))
 

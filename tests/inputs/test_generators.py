@@ -17,7 +17,7 @@ from tests.inputs.test_files import everything
 SPEC = {"x": af.spec("float32", (None,)), "n": af.spec("int64", ())}
 
 
-async def test_nests_of_what_was_yielded() -> None:
+async def test_nests_of_yielded_values() -> None:
     async def rows() -> Any:
         kept = np.zeros(2, np.float32)
         for number in range(3):
@@ -69,7 +69,7 @@ async def test_elements_that_are_not_as_declared(element: Any, message: str) -> 
         await everything(af.from_async_generator(one, SPEC))
 
 
-async def test_one_that_was_cancelled_has_failed() -> None:
+async def test_a_cancelled_generator_has_failed() -> None:
     """What it awaited was cancelled by others: an end would be taken for that of the data."""
 
     async def cancelled() -> Any:
@@ -82,7 +82,7 @@ async def test_one_that_was_cancelled_has_failed() -> None:
     assert found == [1]
 
 
-async def test_what_it_raises_is_the_cause() -> None:
+async def test_its_exception_is_the_cause() -> None:
     async def broken() -> Any:
         yield 1
         raise LookupError("no more rows")

@@ -167,7 +167,7 @@ async def _nothing() -> Any:
     yield
 
 
-def test_says_what_elements_are_and_refuses_what_they_cannot_be(graph: af.Graph, lines: af.Input) -> None:
+def test_describes_its_elements_and_refuses_impossible_ones(graph: af.Graph, lines: af.Input) -> None:
     assert str(lines.spec) == "string[]" and lines.batch(4, drop_remainder=True).spec == af.spec("string", (4,))
     with pytest.raises(af.GraphError, match="padding needs"):
         af.from_async_generator(_nothing, af.spec("int64")).batch(2, pad=0)

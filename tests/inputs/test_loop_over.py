@@ -32,7 +32,7 @@ async def test_counts_and_has_its_effects_in_order(graph: af.Graph, run: Runner)
     assert await run(count) == 0, "the input has ended"
 
 
-async def test_carries_what_it_is_given(graph: af.Graph, run: Runner) -> None:
+async def test_carries_its_loop_variables(graph: af.Graph, run: Runner) -> None:
     found = af.loop_over(numbers(4), lambda x, s: {"sum": s["sum"] + x, "n": s["n"] + 1}, {"sum": 0.0, "n": 0})
     assert await run(found) == {"sum": 6.0, "n": 4}
     assert await run(af.loop_over(numbers(0), lambda x, s: s + x, 7.0)) == 7.0

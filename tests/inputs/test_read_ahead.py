@@ -119,7 +119,7 @@ async def test_ends_and_leaves_nothing(kind: str) -> None:
 
 
 @KINDS
-async def test_a_failure_comes_after_what_was_read_and_closes_the_source(kind: str) -> None:
+async def test_a_failure_comes_after_the_read_elements_and_closes_the_source(kind: str) -> None:
     source = Numbers(9, fail_at=2)
     reading = ReadAhead("in", getattr(source, kind), [], 4)
     assert [(await reading.take())[0] for _ in range(2)] == [0, 1]
@@ -158,7 +158,7 @@ async def test_fault_18_a_cancelled_take_takes_nothing(kind: str) -> None:
 
 
 @KINDS
-async def test_closing_ends_those_who_wait(kind: str) -> None:
+async def test_closing_ends_waiting_consumers(kind: str) -> None:
     source = Numbers(9)
     source.gate.clear()
     reading = ReadAhead("in", getattr(source, kind), [], 4)
@@ -173,7 +173,7 @@ async def test_closing_ends_those_who_wait(kind: str) -> None:
 
 
 @KINDS
-async def test_several_who_wait_get_an_element_each(kind: str) -> None:
+async def test_several_waiting_consumers_get_an_element_each(kind: str) -> None:
     source = Numbers(7)
     source.gate.clear()
     reading = ReadAhead("in", getattr(source, kind), [], 2)
@@ -187,7 +187,7 @@ async def test_several_who_wait_get_an_element_each(kind: str) -> None:
 
 
 @KINDS
-async def test_what_is_put_back_is_taken_again_by_its_number(kind: str) -> None:
+async def test_returned_elements_are_taken_again_by_their_number(kind: str) -> None:
     """Also by whoever goes on from the progress of an earlier reading, where elements had been put back as well."""
     async with AsyncExitStack() as readings:
 

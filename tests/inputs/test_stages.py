@@ -135,7 +135,7 @@ def test_batches_of_unlike_elements_say_what_to_do() -> None:
         ([], af.spec("float32", (None,)), np.zeros(0, np.float32)),
     ],
 )
-def test_values_take_what_is_declared(value: Any, spec: Any, found: Any) -> None:
+def test_values_take_the_declared_spec(value: Any, spec: Any, found: Any) -> None:
     given = as_value(value, spec, "x")
     assert type(given) is type(found) and np.array_equal(given, found)
     assert isinstance(given, str) or given.dtype == found.dtype

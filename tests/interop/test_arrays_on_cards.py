@@ -263,7 +263,7 @@ async def test_lent_memory_is_not_used_while_others_read_it(fake: FakeCupy, libr
             assert set(copied[-1].get().tolist()) == ({2.0} if current is fake.cuda.Stream.null else {1.0})
 
 
-async def test_what_comes_back_to_a_lost_device(one_fake: FakeCupy, x: af.Tensor) -> None:
+async def test_values_returned_to_a_lost_device(one_fake: FakeCupy, x: af.Tensor) -> None:
     feeds = {x: np.ones(LENGTH, np.float32)}
     async with af.Session(devices=["cuda:0"]) as session:
         lent = [await session.run(af.on_device(x + 1), feeds)]

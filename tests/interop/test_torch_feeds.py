@@ -43,7 +43,7 @@ async def test_tensors_of_every_dtype_are_fed(run: Run, graph: af.Graph, dtype: 
         np.testing.assert_array_equal(fetched.astype(np.complex64), tensor.to(torch.complex64).numpy())
 
 
-async def test_what_has_dlpack_alone_is_fed(run: Run, graph: af.Graph) -> None:
+async def test_objects_with_dlpack_alone_are_fed(run: Run, graph: af.Graph) -> None:
     x = af.placeholder("float32", (None,))
     np.testing.assert_array_equal(await run(x * 2, {x: OnlyDLPack(torch.ones(3))}), np.full(3, 2, np.float32))
 

@@ -52,7 +52,7 @@ def in_own_loop(x: Any, w: Any) -> Any:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("body", [plain, in_branch, in_loop, in_own_loop])
-async def test_gradients_of_rows_are_those_that_the_function_says(body: Any, inside: bool) -> None:
+async def test_gradients_of_rows_follow_the_functions_rule(body: Any, inside: bool) -> None:
     """Asked for of all rows, or in the body of each."""
     found = []
     with af.Graph() as graph:

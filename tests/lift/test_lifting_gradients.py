@@ -142,7 +142,7 @@ def _array(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("body", [_of_gradient, _in_branch, _in_loop, _array])
-async def test_what_is_not_lifted_is_a_loop_and_right(body: Any) -> None:
+async def test_unliftable_code_is_a_loop_and_right(body: Any) -> None:
     with af.Graph() as graph:
         x = af.constant(X[0])
         auto, looped = af.map_fn(body, x, name="auto"), af.map_fn(body, x, lift=False)

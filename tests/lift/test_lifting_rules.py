@@ -129,7 +129,7 @@ def _check(node: Node, values: list[Any], thorough: bool) -> bool:
 
 @pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", range(len(PROGRAMS)))
-def test_a_node_over_rows_gives_what_it_gives_for_each_row(place: int, thorough: bool) -> None:
+def test_a_node_over_rows_equals_its_result_for_each_row(place: int, thorough: bool) -> None:
     build, arrays, known = PROGRAMS[place]
     nodes, fed = traced(build, arrays, known)
     values = run_here(nodes, dict(fed))

@@ -59,7 +59,7 @@ ROWS = st.lists(st.tuples(st.integers(-1, 30), st.integers(0, 9)), min_size=1, m
 
 @settings(max_examples=15)
 @given(rows=ROWS)
-async def test_check_says_who_goes_on_at_all(shared: SharedLoop, rows: list[tuple[int, int]]) -> None:
+async def test_check_tells_the_activations_that_go_on(shared: SharedLoop, rows: list[tuple[int, int]]) -> None:
     at, most = (np.array(column) for column in zip(*rows, strict=True))
     (goes_on,) = await found(shared.check, np.zeros(len(rows), int), at, most)
     assert goes_on.tolist() == [after(*row[:1], 0, row[1])[2] for row in rows]
@@ -126,7 +126,7 @@ async def test_a_step_hands_out_values_of_the_body() -> None:
     assert [x.tolist() for x in (following, goes_on, emitted)] == [[3, 6], [True, False], [4, 25]]
 
 
-def test_what_is_the_same_for_all_has_no_rows() -> None:
+def test_common_values_have_no_rows() -> None:
     """Constants and variables; and what an element of a TensorArray goes into is not computed again."""
     with af.Graph():
         x, n = af.placeholder("float32", (3,)), af.placeholder("int64", ())

@@ -104,7 +104,7 @@ def test_padding_fills_to_the_longest_or_to_the_edge(way: str, data: st.DataObje
         assert len(kinds) == len(alike)
 
 
-def test_a_result_of_another_length_belongs_to_nobody() -> None:
+def test_a_result_of_another_length_belongs_to_no_member() -> None:
     ragged = ragged_of("packed")
     inputs = [ragged.with_told((np.ones((n, 2), int), np.ones(n, np.float32), np.array(0))) for n in (1, 2)]
     fed = [ragged.joined(place, np, rows) for place, rows in enumerate(zip(*inputs, strict=True))]

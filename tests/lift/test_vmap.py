@@ -125,7 +125,7 @@ def test_a_rank_that_is_not_known_is_said() -> None:
         af.vmap(lambda row: row)(af.placeholder("float32"))
 
 
-def test_what_is_no_function_is_refused_before_it_is_called() -> None:
+def test_a_wrong_function_is_refused_before_it_is_called() -> None:
     with pytest.raises(af.GraphError, match="vmap: fn is a function of rows; got 3"):
         af.vmap(3)  # type: ignore[arg-type]
 

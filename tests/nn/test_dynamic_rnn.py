@@ -163,7 +163,7 @@ async def test_nothing_past_an_end_is_computed(run: Run) -> None:
     assert sorted(rows) == [2, 3]
 
 
-async def test_what_is_past_an_end_does_not_matter(run: Run) -> None:
+async def test_values_past_an_end_do_not_matter(run: Run) -> None:
     """Not even NaN, neither in outputs nor in gradients."""
     spoiled = INPUTS.copy()
     for k, length in enumerate(LENGTHS["unsorted"]):
@@ -294,7 +294,7 @@ def test_options_of_the_loop() -> None:
         af.nn.dynamic_rnn(gru, INPUTS, H, parallel_iterations=0)
 
 
-async def test_a_step_of_training_does_what_it_has_to(graph: af.Graph) -> None:
+async def test_a_step_of_training_lowers_the_loss(graph: af.Graph) -> None:
     """Steps may be tiny: the gradient of one neither keeps the shapes of its rows nor sums for them."""
     xs, h = af.placeholder("float64", (6, 5, 4)), af.placeholder("float64", (5, 3))
     weights = af.nn.lstm_weights(4, 3, dtype="float64").read()

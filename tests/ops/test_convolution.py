@@ -102,7 +102,7 @@ def test_scalars_are_multiplied_in_their_own_dtype() -> None:
         assert af.fftconvolve(af.constant(2), af.constant(3)).dtype == np.int64
 
 
-def test_what_is_known_of_shapes() -> None:
+def test_known_parts_of_shapes() -> None:
     def shape_of(x: Any, y: Any, mode: Any, axes: Any = None) -> Any:
         with af.Graph():
             return af.fftconvolve(af.placeholder("float32", x), af.placeholder("float32", y), mode, axes=axes).shape

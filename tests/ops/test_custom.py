@@ -60,7 +60,7 @@ def silent(x: Any) -> None:
     return None
 
 
-def test_keeps_what_it_wraps() -> None:
+def test_keeps_the_wrapped_function() -> None:
     assert isinstance(double, CustomOp)
     assert double.__wrapped__ is double.function  # type: ignore[attr-defined]
     assert (double.__name__, double.__doc__, double.name) == ("double", "Twice x.", "double")  # type: ignore[attr-defined]

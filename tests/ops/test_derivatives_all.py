@@ -70,7 +70,7 @@ def test_every_op_has_a_derivative_or_a_reason_to_have_none() -> None:
     assert not forgotten, f"give these ops a rule with @derivative, or say why with not_differentiable: {forgotten}"
 
 
-def test_what_has_a_rule_is_not_listed_as_an_exception() -> None:
+def test_ops_with_a_rule_are_not_listed_as_exceptions() -> None:
     listed = OF_SWEEP | REFUSED | NEVER_REACHED
     done = sorted(op.name for op in every_op() if op.name in listed and has_rule_or_reason(op))
     assert not done, f"these have rules or reasons: {done}"
@@ -106,7 +106,7 @@ def test_a_gradient_through_a_primitive_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NEVER_REACHED))
-def test_what_is_never_reached_gives_nothing_a_gradient_flows_through(name: str) -> None:
+def test_unreached_ops_return_nothing_a_gradient_flows_through(name: str) -> None:
     with Graph():
         true = constant(True)
         made: dict[str, Callable[[], Node]] = {

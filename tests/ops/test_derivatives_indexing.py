@@ -201,7 +201,7 @@ def test_additions_to_one_element_all_count() -> None:
     assert_derivatives(squared(lambda x, v: af.scatter_add(x, rows, v)), sample(3), sample(3, seed=1), order=2)
 
 
-def test_of_several_updates_of_one_element_the_one_that_stays_counts() -> None:
+def test_of_several_updates_of_one_element_the_surviving_one_counts() -> None:
     rows = np.array([1, 1, 0, 1])
     build = squared(lambda x, v: af.scatter_update(x, rows, v))
     assert_derivatives(build, sample(3), sample(4, seed=1), order=2)
@@ -277,7 +277,7 @@ def test_one_slice_and_slices_beside_others() -> None:
 
 
 @pytest.mark.parametrize("build", [*SIDE_BY_SIDE, *OTHERS, lambda x: [x[0], x[1], x[:, 1:], af.positive(x)]])
-def test_sums_of_slices_are_those_of_whole_arrays(build: Any) -> None:
+def test_sums_of_slices_equal_sums_of_whole_arrays(build: Any) -> None:
     x = sample(2, 6)
     with af.Graph():
         takes = len(build(af.placeholder("float64", x.shape)))

@@ -127,7 +127,7 @@ def rule_of(y: Any) -> Any:
 
 
 @pytest.mark.parametrize("product", [lambda x, y: linalg.tensordot(x, y, axes=1), linalg.vecdot, linalg.matmul])
-def test_what_is_known_of_a_shape_stays_known(product: Any) -> None:
+def test_known_parts_of_a_shape_stay_known(product: Any) -> None:
     with af.Graph():
         x, y = af.placeholder("float64", (None, 3)), af.placeholder("float64", (3,))
         z = product(x, y)

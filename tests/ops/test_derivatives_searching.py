@@ -37,7 +37,7 @@ def test_where_promotes() -> None:
     assert (narrow.tolist(), wide.tolist()) == ([3.0, 0.0], [0.0, 4.0])
 
 
-def test_what_was_not_chosen_gets_zero_even_of_an_infinite_gradient() -> None:
+def test_unchosen_operands_get_zero_even_of_an_infinite_gradient() -> None:
     """The safe square root: its slope at 0 is infinite."""
     _, first, second = gradients_at(af.where, np.array([True, False]), np.ones(2), np.ones(2), grad=[[np.inf, np.nan]])
     assert first is not None and second is not None

@@ -170,7 +170,7 @@ def test_equal_extremes_share() -> None:
     assert grad.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
 
 
-def test_what_is_not_extreme_is_not_touched_by_infinities_and_nans() -> None:
+def test_other_elements_are_not_touched_by_infinities_and_nans() -> None:
     (grad,) = gradients_at(lambda x: af.max(x, axis=1), np.array([[1.0, 2.0], [3.0, np.nan]]), grad=[[np.inf, 1.0]])
     assert grad is not None
     assert grad.tolist() == [[0.0, np.inf], [0.0, 0.0]]

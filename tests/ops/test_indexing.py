@@ -31,7 +31,7 @@ def _numbered(shape: Any) -> Any:
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), shape=SHAPES)
-def test_basic_keys_mean_what_they_mean_in_numpy(data: Any, shape: Any) -> None:
+def test_basic_keys_mean_the_same_as_in_numpy(data: Any, shape: Any) -> None:
     x = _numbered(shape)
     key = data.draw(hnp.basic_indices(shape, allow_newaxis=True, allow_ellipsis=True))
     compare(_evaluate, lambda t: t[key], x[key], x)
@@ -75,7 +75,7 @@ def _mixed_keys(draw: Any) -> Any:
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(case=_mixed_keys())
-def test_advanced_keys_mean_what_they_mean_in_numpy(case: Any) -> None:
+def test_advanced_keys_mean_the_same_as_in_numpy(case: Any) -> None:
     shape, key = case
     x = _numbered(shape)
     compare(_evaluate, lambda t: t[key], x[key], x)
@@ -280,7 +280,7 @@ def test_a_position_out_of_range_names_itself_and_the_extent(evaluate: Any) -> N
         (lambda x: indexing.scatter_add(x, [True, False, True], 1), DTypeError, "integer indices, not bool"),
     ],
 )
-def test_errors_say_what_is_wrong(build: Any, error: Any, message: Any) -> None:
+def test_errors_name_the_fault(build: Any, error: Any, message: Any) -> None:
     with Graph(), pytest.raises(error, match=message):
         build(placeholder("float32", (3, 5)))
 

@@ -50,7 +50,7 @@ async def test_the_refusal_names_the_constant_the_node_and_both_lines(run: Any) 
     assert await run(n * 2, {n: 3}) == 6
 
 
-async def test_what_is_computed_of_constants_may_not_be_fed_against_a_shape_either(run: Any) -> None:
+async def test_values_computed_of_constants_may_not_be_fed_against_a_shape_either(run: Any) -> None:
     a, b = af.constant(2), af.constant(3)
     count = a * b
     y = af.arange(count)
@@ -83,7 +83,7 @@ async def test_a_shape_built_after_the_first_run_counts_too(session: af.Session)
     assert await prepared(3) == 6
 
 
-async def test_copies_and_texts_of_a_graph_keep_what_it_was_built_on(graph: af.Graph, session: af.Session) -> None:
+async def test_copies_and_texts_of_a_graph_keep_its_assumptions(graph: af.Graph, session: af.Session) -> None:
     n = af.constant(3, name="n")
     af.identity(af.zeros((n,)), name="y")
     af.identity(af.arange(n, n + 2), name="z")
@@ -135,7 +135,7 @@ LIFTED: dict[str, Callable[[af.Tensor], af.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LIFTED)
-async def test_bodies_that_are_lifted_are_built_on_what_they_capture(name: str) -> None:
+async def test_lifted_bodies_are_built_on_their_captures(name: str) -> None:
     """Behaviour 103: the nodes of the body go; what they were built on holds for the nodes over all rows."""
     with af.Graph() as graph:
         n = af.constant(3)

@@ -204,7 +204,7 @@ def test_matmul_refuses_shapes(a: Any, b: Any, message: Any) -> None:
         (lambda x: linalg.einsum("ij,ji", x, x), ShapeError, "do not broadcast"),
     ],
 )
-def test_errors_say_what_is_wrong(build: Any, error: Any, message: Any) -> None:
+def test_errors_name_the_fault(build: Any, error: Any, message: Any) -> None:
     with Graph(), pytest.raises(error, match=message):
         build(placeholder("float32", (2, 3)))
 

@@ -152,7 +152,7 @@ def test_reshape_to_shapes_only_the_run_knows(evaluate: Any) -> None:
     compare(evaluate, lambda s, t: m.reshape(s, shapes.shape(t)), x.reshape(3, 4), x, np.zeros((3, 4)))
 
 
-def test_what_is_known_of_reshaped_values() -> None:
+def test_known_parts_of_reshaped_values() -> None:
     with Graph():
         x, k = placeholder("float32", (None, 4)), placeholder("int64", ())
         assert m.reshape(x, (2, -1)).shape == (2, None)
@@ -227,6 +227,6 @@ def _p(*shape: Any) -> Any:
         (lambda: m.expand_dims(_p(2), axis=3), ShapeError, "axis 3 is out of range for a value of rank 2"),
     ],
 )
-def test_errors_say_what_is_wrong(build: Any, error: Any, message: Any) -> None:
+def test_errors_name_the_fault(build: Any, error: Any, message: Any) -> None:
     with Graph(), pytest.raises(error, match=message):
         build()

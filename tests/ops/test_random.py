@@ -212,7 +212,7 @@ def test_errors() -> None:
 
 
 @pytest.mark.parametrize("p", [-1.0, 2.0, np.nan, np.inf])
-def test_bernoulli_refuses_what_is_no_probability(p: float) -> None:
+def test_bernoulli_refuses_wrong_probabilities(p: float) -> None:
     x = placeholder("float32", (None,))
     with pytest.raises(ValueError, match=rf"probabilities lie from 0 to 1; got {p} \(1 of 2 values are wrong\)"):
         draw(random.bernoulli(x), {x: np.array([0.5, p], "f4")})

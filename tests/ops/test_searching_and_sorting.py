@@ -54,7 +54,7 @@ def test_nonzero(evaluate: Any, dtype: Any) -> None:
         compare(evaluate, searching.nonzero, np.nonzero(x), x, known=("all", "rank"))
 
 
-def test_nonzero_strings_are_those_not_empty(evaluate: Any) -> None:
+def test_nonzero_strings_are_not_empty(evaluate: Any) -> None:
     compare(evaluate, searching.nonzero, np.array([0, 2, 3]), WORDS, known=("all", "rank"))
     compare(evaluate, searching.count_nonzero, np.int64(3), WORDS)
 
@@ -143,7 +143,7 @@ def _p(dtype: Any, *shape: Any) -> Any:
         (lambda: sorting.argsort(_p("int8", 2), axis=1), ShapeError, "axis 1 is out of range"),
     ],
 )
-def test_errors_say_what_is_wrong(build: Any, error: Any, message: Any) -> None:
+def test_errors_name_the_fault(build: Any, error: Any, message: Any) -> None:
     with Graph(), pytest.raises(error, match=message):
         build()
 

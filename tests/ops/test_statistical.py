@@ -160,6 +160,6 @@ def test_diff(evaluate: Any, dtype: Any) -> None:
         (lambda: utility.diff(placeholder("float32", (3,)), n=-1), ShapeError, "n must be 0 or more"),
     ],
 )
-def test_errors_say_what_is_wrong(build: Any, error: Any, message: Any) -> None:
+def test_errors_name_the_fault(build: Any, error: Any, message: Any) -> None:
     with Graph(), pytest.raises(error, match=message):
         build()

@@ -115,7 +115,7 @@ async def test_half_precision_keeps_its_means_in_float32(run: Run) -> None:
     np.testing.assert_allclose(found, [0.875, 1.125, 1], rtol=1e-3)
 
 
-async def test_what_is_remembered_lies_in_the_container_of_the_variable(open_session: OpenSession) -> None:
+async def test_an_optimisers_state_lies_in_the_container_of_the_variable(open_session: OpenSession) -> None:
     """So two sessions train on together: the means of Adam count the steps of both."""
     try:
         w = af.Variable(START, name="w", container="tests.optim")
@@ -173,7 +173,7 @@ def test_pairs_that_do_not_fit(step: Callable[..., af.Node]) -> None:
             step(pairs, 0.1)
 
 
-def test_what_is_remembered_needs_a_shape() -> None:
+def test_an_optimisers_state_needs_a_shape() -> None:
     w = af.Variable(np.zeros(3), name="w", shape=(None,))
     with pytest.raises(af.GraphError, match=r"'w' .* needs a shape"):
         af.optim.momentum([(af.zeros(3), w)], 0.1)
@@ -234,7 +234,7 @@ async def test_learning_rates_of_any_dtype(run: Run, rate: Any) -> None:
     ],
     ids=["a-pair", "gradients", "a-gradient", "a-number", "three", "mapping", "none"],
 )
-def test_what_is_no_pairs(step: Callable[..., af.Node], pairs: Callable[..., Any]) -> None:
+def test_wrong_pairs(step: Callable[..., af.Node], pairs: Callable[..., Any]) -> None:
     """The message shows what pairs are."""
     w = af.Variable(np.zeros((2, 3)), name="w")
     with pytest.raises(af.GraphError, match=r"takes pairs of \(gradient, variable\), such as zip"):

@@ -100,8 +100,6 @@ FIGURES: Final = {
 }
 """Most that a room may have, with a little slack; a commit that mends a room lowers its line, towards `GOAL`."""
 GOAL: Final = Figures(0.3, 50, 0, 0)
-UNNAMED_TESTS: Final = 368
-"""Most names of tests with words without a referent."""
 _UNCOMMENTED: Final = """
     __init__.py
     autodiff/custom_gradient.py

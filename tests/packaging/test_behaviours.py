@@ -33,7 +33,7 @@ def test_the_page_and_the_tests_have_the_same_numbers() -> None:
     assert found == listed()
 
 
-def test_names_of_tests_say_what_they_check() -> None:
+def test_names_of_tests_are_not_numbers() -> None:
     numbered = [path.name for path in (ROOT / "tests").rglob("test_*.py") if NUMBER_IN_NAME.search(path.read_text())]
     assert not numbered
 

@@ -21,7 +21,7 @@ REAL_TIME = {
     "conformance/test_async.py::test_other_coroutines_keep_their_latency": "the same",
     "conformance/test_async.py::test_the_guard_names_a_kernel_that_holds_the_loop": "the same",
     "conformance/test_async.py::test_the_guard_says_nothing_of_threads": "the same",
-    "conformance/test_pooled.py::test_long_steps_share_a_run_until_somebody_comes_or_goes": "steps that others end",
+    "conformance/test_pooled.py::test_long_steps_share_a_run_until_an_activation_joins_or_leaves": "others end steps",
     "faults/test_admission.py::test_an_endless_run_makes_room_when_its_time_is_up": "a loop that only time ends",
     "faults/test_deadlines_and_cancellation.py::test_an_endless_loop_with_a_deadline": "the same",
     "runtime/test_sliced_region.py::test_a_deadline_on_an_endless_loop": "loops of any weight, which only time ends",

@@ -21,7 +21,7 @@ def test_the_reference_lists_methods_and_losses() -> None:
         assert line in text
 
 
-def test_what_is_public_is_described_by_a_verb_or_a_noun() -> None:
+def test_public_names_are_described_by_a_verb_or_a_noun() -> None:
     assert [line for line in page().splitlines() if "`: What " in line] == []
 
 

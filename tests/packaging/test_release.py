@@ -99,7 +99,7 @@ def test_the_interpreters_of_this_machine(tmp_path: Path) -> None:
     assert release.installed(variables) == {here: Path(sys.executable), other: managed}
 
 
-def test_what_is_told_of_each_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_description_of_each_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, *missing = SUPPORTED
     good, bad = Path("/good/python"), Path("/bad/python")
     monkeypatch.setattr(release, "installed", lambda variables: {first: good, second: bad})

@@ -18,7 +18,7 @@ SOURCE = re.compile(r'"""(.+?)\."""\n\nfrom __future__ import annotations\n\n(.*
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-async def test_the_program_computes_what_it_should(program: str) -> None:
+async def test_the_program_computes_the_expected_values(program: str) -> None:
     with stand_in():
         await import_module(f"tests.peers.{program}").main()
 
@@ -42,7 +42,7 @@ def test_readers_are_led_to_the_page(page: str) -> None:
     assert re.search(r"\]\((docs/|\.\./)?why\.md\)", (ROOT / page).read_text(encoding="utf-8"))
 
 
-def test_the_page_says_for_whom_asyncflow_is_not() -> None:
+def test_the_page_names_users_not_served_by_asyncflow() -> None:
     page = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
     assert "## For whom asyncflow is not" in page
     assert "](performance.md" in page

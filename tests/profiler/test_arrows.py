@@ -76,7 +76,7 @@ def test_of_several_spans_the_last_made_it_and_the_first_brought_it() -> None:
     ("recv", "tensor"),
     [("a/b/recv", "a/b"), ("a/b/recv_12", "a/b"), ("recv/recv", "recv"), ("a/recv/b", "a/recv/b")],
 )
-def test_a_transfer_is_known_by_what_was_sent(recv: str, tensor: str) -> None:
+def test_a_transfer_is_known_by_its_value(recv: str, tensor: str) -> None:
     assert sent_tensor(transfer(0, 1, node=recv)) == tensor
 
 
@@ -125,6 +125,6 @@ def test_a_late_copy_points_to_what_its_device_computes_then(busy: tuple[int, in
     assert lanes[arrow.end.lane].stream == "compute:1"
 
 
-def test_nobody_waits_for_a_late_copy_behind_which_nothing_is_computed() -> None:
+def test_a_late_copy_before_no_computation_delays_nothing() -> None:
     trace = Trace(firings=[firing("a", "cpu:0", "h2d", 150, 200)._replace(op=LATE_COPY)])
     assert find_arrows(trace, firing_lanes(trace)) == []

@@ -126,7 +126,7 @@ def test_two_sessions_may_number_their_runs_alike() -> None:
     assert [e["id"] for e in of_phase(parse(trace)["traceEvents"], "b")] == [1, 2]
 
 
-def test_what_is_counted_once_is_counted_at_all_times() -> None:
+def test_values_counted_once_are_shown_at_all_times() -> None:
     """Viewers keep the last figure of a counter until there is another."""
     moved = [MemorySample("sim:0", 1, 9), MemorySample("sim:0", 2, 9, host=4), MemorySample("sim:0", 3, 9)]
     counters = of_phase(parse(Trace(memory=[*moved, MemorySample("sim:1", 2, 5)]))["traceEvents"], "C")

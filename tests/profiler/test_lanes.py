@@ -80,7 +80,7 @@ def test_a_device_that_only_holds_memory_is_listed() -> None:
     assert devices(trace) == ["cpu:0", "cpu:1"]
 
 
-def test_a_device_that_only_receives_is_listed_and_what_it_got_is_on_the_timeline() -> None:
+def test_a_device_that_only_receives_is_listed_and_its_values_are_on_the_timeline() -> None:
     trace = Trace(firings=[firing(3, 4)], transfers=[Transfer(0, "n/recv", "", "cpu:0", "cpu:1", 2, 9, 8)])
     assert devices(trace) == ["cpu:0", "cpu:1"]
     assert time_bounds(trace) == (2, 9)

@@ -103,7 +103,7 @@ def test_of_very_many_iterations_a_block_shares_a_colour() -> None:
     assert list(picture.legend) == [*(f"{13 * k} to {13 * k + 12}" for k in range(9)), "117 to 122"]
 
 
-def test_without_a_loop_the_colours_are_those_of_the_ops_heaviest_first() -> None:
+def test_without_a_loop_the_colours_follow_the_ops_heaviest_first() -> None:
     trace = Trace(firings=[firing(10 * k, 10 * k + 10 - k // 2, op=f"op{k}") for k in range(12)])
     picture = lay_out(trace)
     assert picture.legend_title == "op"
@@ -143,7 +143,7 @@ def test_bars_of_a_row_keep_their_order_and_cover_every_firing(spans: list[tuple
         assert any(b.start_ns <= here and here + length <= b.start_ns + max(b.length_ns, length) for b in bars)
 
 
-def test_svg_says_what_is_shown() -> None:
+def test_svg_describes_its_picture() -> None:
     trace = Trace(
         firings=[
             firing(0, 1_000_000, tag="loop/0", device=d, stream=s)

@@ -88,7 +88,7 @@ def test_slices_of_a_lane_never_overlap_and_each_flow_joins_two_of_them(real: Tr
     assert pairs == Counter((each.source, each.target) for each in real.transfers)
 
 
-def test_peer_copies_are_tied_to_the_kernels_that_made_what_they_bring() -> None:
+def test_peer_copies_are_tied_to_the_kernels_that_made_their_values() -> None:
     data: Any = timeline_data(simulated())
     lanes = [lane for group in data["groups"] for lane in group["lanes"]]
     moved = data["transfers"]

@@ -202,7 +202,7 @@ PLACES: dict[str, tuple[Callable[[Callable[[], Any]], None], list[str] | None]] 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_requests_that_share_steps_have_what_they_have_alone(place: str, pytestconfig: pytest.Config) -> None:
+def test_requests_in_shared_steps_equal_lone_requests(place: str, pytestconfig: pytest.Config) -> None:
     """Behaviour 102."""
     run, devices = PLACES[place]
     first = crc32(pytestconfig.getoption("turn").encode()) % 10_000

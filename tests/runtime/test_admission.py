@@ -417,7 +417,7 @@ async def test_a_run_that_never_began_says_nothing_of_its_plan(graph: af.Graph) 
         assert list(plan.cost.recent_s) == [0.5]
 
 
-async def test_what_was_learnt_outlasts_that_a_graph_grows(program: Program) -> None:
+async def test_learnt_times_outlast_a_growing_graph(program: Program) -> None:
     program.gate.opened.set()
     async with af.Session(max_runs=1) as session:
         for number in range(3):
@@ -459,7 +459,7 @@ async def test_runs_wait_for_as_much_memory_as_their_kind_needed_before(graph: a
         assert session.statistics().memory["cpu:0"].peak <= 1_000_000
 
 
-async def test_what_is_fed_to_runs_that_wait_is_limited(program: Program) -> None:
+async def test_feeds_of_waiting_runs_are_limited(program: Program) -> None:
     """By its bytes; those that start at once need no place."""
     with program.graph:
         fed = af.placeholder("float32", (None,))

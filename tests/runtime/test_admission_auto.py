@@ -152,7 +152,7 @@ async def test_runs_wait_for_runs_of_their_length_alone(graph: af.Graph) -> None
         admission.close("the test ends")
 
 
-async def test_an_error_says_who_chose_the_limit(graph: af.Graph) -> None:
+async def test_an_error_names_the_chooser_of_the_limit(graph: af.Graph) -> None:
     x = af.placeholder("float32", ())
     async with af.Session(max_runs=None) as session:
         plan, admission = session.plan(x * 2.0, [x]), Admission(SessionOptions(max_queued=0))

@@ -78,7 +78,7 @@ async def test_a_run_that_writes_several_variables_is_one_step(program: Program,
         assert list(await session.run(program.read)) == [2, 2]
 
 
-async def test_it_waits_for_those_in_flight_and_others_queue_behind_it(program: Program) -> None:
+async def test_it_waits_for_runs_in_flight_and_others_queue_behind_it(program: Program) -> None:
     async with af.Session() as session:
         prepared = session.prepare(program.write, [program.x])
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
@@ -95,7 +95,7 @@ async def test_it_waits_for_those_in_flight_and_others_queue_behind_it(program: 
             assert len(set(await reading)) == 1
 
 
-async def test_one_that_is_cancelled_or_late_holds_up_nobody(program: Program) -> None:
+async def test_a_cancelled_or_late_claim_holds_up_no_run(program: Program) -> None:
     async with af.Session() as session:
         async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
             waiting = asyncio.create_task(program.run(session, 2, atomic=True))
@@ -110,7 +110,7 @@ async def test_one_that_is_cancelled_or_late_holds_up_nobody(program: Program) -
         assert program.gate.started == [1]
 
 
-async def test_one_that_fails_holds_up_nobody(program: Program) -> None:
+async def test_a_failed_claim_holds_up_no_run(program: Program) -> None:
     with program.read[0].graph:
         wrong = af.constant([1])[program.a.read() + 9]
     async with af.Session() as session:
@@ -218,7 +218,7 @@ async def test_a_run_inside_another_does_not_see_half_of_an_atomic_one(program: 
         assert seen == [[1, 1]]
 
 
-async def test_a_run_inside_one_that_an_atomic_run_waits_for_goes_before_it(program: Program) -> None:
+async def test_a_run_inside_an_awaited_one_goes_before_the_atomic_run(program: Program) -> None:
     """Also where that wait leads over others: each waits for a claim behind which the other's run is."""
     nest, gate = Nest(2), asyncio.Event()
     ends: list[str] = []
@@ -351,7 +351,7 @@ async def test_what_went_before_an_atomic_run_is_waited_for_by_it() -> None:
 
 
 @pytest.mark.parametrize("is_atomic", [True, False], ids=["one inside an atomic run", "an atomic run inside one"])
-async def test_one_that_waits_goes_before_a_claim_when_it_closes_a_circle_later(is_atomic: bool) -> None:
+async def test_a_waiting_run_goes_before_a_claim_when_it_closes_a_circle_later(is_atomic: bool) -> None:
     """A waits inside, for an atomic run that waits for B; then B needs what A, or the run around A, has."""
     nest, gate = Nest(2), asyncio.Event()
     async with af.Session() as session, asyncio.timeout(PATIENCE_S):

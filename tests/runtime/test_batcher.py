@@ -236,7 +236,7 @@ def test_a_delay_is_waited_for_unless_the_call_is_full() -> None:
     assert len(list(batcher.take(3_000, is_idle=False))) == 1
 
 
-def test_who_goes_first_is_the_lowest_number_and_each_other_has_an_eighth() -> None:
+def test_the_lowest_number_goes_first_and_each_other_has_an_eighth() -> None:
     batcher: Batcher[Named] = Batcher()
     for name in range(300):
         batcher.offer("lane", COSTS, af.Batch(4, cost="none"), Named(name, priority=name % 3))
@@ -248,7 +248,7 @@ def test_who_goes_first_is_the_lowest_number_and_each_other_has_an_eighth() -> N
     assert sorted(order) == [0] * 100 + [1] * 100 + [2] * 100
 
 
-def test_lanes_go_by_number_and_then_by_who_is_due_first() -> None:
+def test_lanes_go_by_number_and_then_by_deadline() -> None:
     """No lane waits behind another for ever: of one number the oldest goes first, and each other has an eighth."""
     batcher: Batcher[Named] = Batcher()
     policy = af.Batch(4, cost="none")
@@ -314,7 +314,7 @@ def test_a_delay_leaves_half_of_the_time_where_nothing_is_learnt() -> None:
     assert [len(call.members) for call in batcher.take(5_000, is_idle=False)] == [3]
 
 
-def test_who_waits_goes_in_time_though_work_is_always_ready() -> None:
+def test_a_waiting_member_goes_in_time_though_work_is_always_ready() -> None:
     """Some run may never end, or others come all the time: half of the time until a deadline, or of a second."""
     batcher: Batcher[Named] = Batcher()
     for name, deadline_ns in enumerate([3_000, inf]):
@@ -337,7 +337,7 @@ def endless(costs: CallCosts, *deadlines_ns: float) -> tuple[Batcher[Named], Bat
 
 
 @pytest.mark.parametrize(("each_ns", "due_ns"), [(0.0, 1_600), (100.0, 1_800)])
-def test_a_remaining_member_is_computed_without_one_that_left(each_ns: float, due_ns: int) -> None:
+def test_a_remaining_member_is_computed_without_a_left_one(each_ns: float, due_ns: int) -> None:
     """Fault F40: not before the call has taken twice what is learnt, and twice what it had when the first one left."""
     batcher, call, members = endless(learnt(each_ns) if each_ns else CallCosts(), inf, inf, inf, inf)
     assert batcher.overdue(1_000_000) == []
@@ -395,7 +395,7 @@ def test_a_call_that_may_not_be_done_again_is_set_apart() -> None:
     assert list(batcher.lanes) == ["lane"]
 
 
-def test_who_has_no_deadline_is_not_overtaken_for_ever() -> None:
+def test_a_member_without_deadline_is_not_overtaken_for_ever() -> None:
     batcher: Batcher[Named] = Batcher()
     policy = af.Batch(1, cost="none")
     batcher.offer("lane", COSTS, policy, Named(-1))

@@ -75,7 +75,7 @@ async def test_rows_are_brought_together_where_they_are(cupy: FakeCupy, count: i
     assert_freed(session)
 
 
-async def test_what_is_fed_and_fetched_by_itself_stays_in_between(cupy: FakeCupy) -> None:
+async def test_values_fed_and_fetched_singly_stay_in_between(cupy: FakeCupy) -> None:
     """Members of different runs and iterations: what one iteration gives is what the next one gets."""
     with af.Graph() as graph:
         n, x = af.placeholder("int64", (), name="n"), af.placeholder("float32", (4,), name="x")

@@ -101,7 +101,7 @@ def test_a_client_that_is_alone_never_waits() -> None:
     assert set(server.times_ns) == {true_ns(1)}
 
 
-def test_one_who_is_left_of_many_waits_for_the_others_once() -> None:
+def test_the_last_of_many_waits_for_the_others_once() -> None:
     server = Server()
     for client in range(32):
         server.at(0, client)
@@ -160,7 +160,7 @@ def test_one_call_that_was_held_up_says_little_of_calls_like_it() -> None:
     assert parts_of(costs, 32, {1: 28 * MS, 2: 60 * MS}) <= 1.2
 
 
-def test_parts_of_which_the_first_are_served_early_are_worth_a_last_one_that_is_late() -> None:
+def test_early_first_parts_are_worth_a_late_last_one() -> None:
     costs, random = CallCosts(threads=2), Random(1)
     for _ in range(4):
         costs.observe(32, 28 * MS, 1, 28 * MS)
@@ -208,7 +208,7 @@ def waiting(costs: CallCosts, deadline_ns: float = inf) -> Batcher[Asked]:
     return batcher
 
 
-def test_those_who_wait_are_called_when_the_last_is_back() -> None:
+def test_waiting_members_are_called_when_the_last_is_back() -> None:
     costs = learnt()
     batcher = waiting(costs)
     assert not list(batcher.take(0, is_idle=True))
@@ -227,7 +227,7 @@ def test_late_ones_are_not_waited_for() -> None:
     assert len(call.members) == 2
 
 
-def test_nobody_is_waited_for_past_half_of_a_deadline_or_at_the_end() -> None:
+def test_no_member_is_waited_for_past_half_of_a_deadline_or_at_the_end() -> None:
     batcher = waiting(learnt(), deadline_ns=1_200)
     assert batcher.wake_ns(0) == 100
     assert list(batcher.take(100, is_idle=True))
@@ -236,7 +236,7 @@ def test_nobody_is_waited_for_past_half_of_a_deadline_or_at_the_end() -> None:
     assert list(batcher.take(0, is_idle=True))
 
 
-def test_nobody_is_waited_for_who_takes_longer_than_it_would_save() -> None:
+def test_no_member_is_waited_for_longer_than_it_would_save() -> None:
     costs = learnt()
     for _ in range(40):
         costs.returns.taken.observe(2, 900.0)

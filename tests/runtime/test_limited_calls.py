@@ -321,7 +321,7 @@ def test_a_call_is_tried_again_and_then_gives_its_result() -> None:
     assert 0.5 <= first <= 1 <= second <= 2
 
 
-def test_the_delays_are_those_of_the_seed() -> None:
+def test_the_delays_follow_the_seed() -> None:
     def delays(seed: int) -> list[float]:
         tool = Tool(failures=2)
         on_virtual_time(lambda: many(tool, 1, {"retries": 3, "backoff": 1.0}, seed=seed))
@@ -398,7 +398,7 @@ async def test_what_a_failed_call_held_is_freed_without_the_collector(is_plain: 
         assert [error for error in errors if "freed" in str(error) or "did not return" in str(error)] == []
 
 
-def test_what_is_not_retried_says_so() -> None:
+def test_errors_without_retry_say_so() -> None:
     def error_of(**limits: Any) -> str:
         tool = Tool(failures=9, error=lambda: af.GraphError("your program"))
         error, counts = on_virtual_time(lambda: failing(tool, **limits))
@@ -428,7 +428,7 @@ def test_an_error_of_the_users_backoff_or_predicate_is_the_runs() -> None:
         assert counts.failed == 1
 
 
-def test_a_deadline_says_what_was_waited_for() -> None:
+def test_a_deadline_names_the_awaited_turn() -> None:
     async def main() -> None:
         async with af.Session(graph, devices=["cpu:0"]) as session:
             first = asyncio.create_task(session.run(y, {x: 0.0}))
@@ -460,7 +460,7 @@ def test_a_timeout_is_of_one_attempt_and_not_of_the_time_in_line() -> None:
     assert tool.times == [0, 1.5, 3, 4.5]
 
 
-def test_a_timeout_error_of_the_functions_own_stays_what_it_is() -> None:
+def test_a_timeout_error_of_the_functions_own_stays_itself() -> None:
     error, counts = on_virtual_time(lambda: failing(Tool(failures=1, error=lambda: TimeoutError("mine")), timeout=9))
     assert str(error).startswith("TimeoutError: mine\n")
     assert counts.timeouts == 0
@@ -668,7 +668,7 @@ def test_each_attempt_is_in_the_trace() -> None:
     assert sorted(run.retries for run in log.ended) == [0, 1]
 
 
-async def test_attempts_of_a_run_inside_are_not_those_of_the_function_that_asks_for_it() -> None:
+async def test_attempts_of_a_run_inside_are_not_its_callers() -> None:
     @af.op(outputs=SCALAR, max_concurrency=2)
     async def outer(x: Any) -> Any:
         return await session.run(inner, {x_in: x})

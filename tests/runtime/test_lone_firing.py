@@ -176,7 +176,7 @@ async def test_cancelled_at_every_pass_it_leaves_the_others(program: Program, la
 
 
 @programs
-async def test_a_deadline_names_what_it_waits_for(program: Program, goes_on: asyncio.Event, lone: list[Run]) -> None:
+async def test_a_deadline_names_the_awaited_resource(program: Program, goes_on: asyncio.Event, lone: list[Run]) -> None:
     graph, x, y = graph_of(program)
     async with af.Session(graph) as session:
         other, late = (asyncio.ensure_future(session.run(y, {x: fed(program, k)}, timeout=1e6)) for k in (1.0, 2.0))

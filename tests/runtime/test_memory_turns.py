@@ -40,7 +40,7 @@ async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
         assert not session._runs.memory_turns._waiting  # type: ignore[union-attr]
 
 
-async def test_what_those_are_fed_that_wait_takes_no_room(graph: af.Graph) -> None:
+async def test_feeds_of_waiting_runs_take_no_room(graph: af.Graph) -> None:
     """An array of the first attempt held it, and so it counted: then no run found room, whoever was alone."""
     x = af.placeholder("float32", (None,))
     rows = af.TensorArray("float32", 1).write(0, x)
@@ -116,7 +116,7 @@ async def test_what_does_not_fit_alone_fails(graph: af.Graph) -> None:
 
 
 @pytest.mark.usefixtures("work")
-async def test_a_run_that_somebody_might_notice_twice_fails_as_ever(graph: af.Graph) -> None:
+async def test_a_run_with_visible_repetition_fails_as_ever(graph: af.Graph) -> None:
     """It is not done again."""
     x = af.placeholder("float32", (None,))
     calls = []
@@ -152,7 +152,7 @@ async def test_a_failed_run_holds_nothing_while_its_error_is_kept(graph: af.Grap
         del kept
 
 
-async def test_nobody_waits_for_a_run_that_may_wait_for_him(graph: af.Graph) -> None:
+async def test_no_run_waits_for_a_run_that_may_wait_for_it(graph: af.Graph) -> None:
     """A coroutine in one holds memory until the other has ended."""
     x, ticket, gate = af.placeholder("float32", (None,)), af.placeholder("int64", ()), CoroutineGate()
     held = x * 2.0
@@ -169,7 +169,7 @@ async def test_nobody_waits_for_a_run_that_may_wait_for_him(graph: af.Graph) -> 
         await task
 
 
-async def test_one_that_waits_may_be_cancelled_or_late(graph: af.Graph) -> None:
+async def test_a_waiting_run_may_be_cancelled_or_late(graph: af.Graph) -> None:
     """Behind one that ends when it is told to: how far another has come meanwhile is for the machine to say."""
     x, opened, attempts = af.placeholder("float32", (None,)), asyncio.Event(), []
     y = holds(x, turns=20)
@@ -232,7 +232,7 @@ async def test_what_callers_keep_of_results_takes_no_room(graph: af.Graph, regio
 
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("is_map", [False, True])
-async def test_what_is_computed_for_one_who_has_gone_is_waited_for(graph: af.Graph, is_map: bool) -> None:
+async def test_computation_for_a_gone_run_is_waited_for(graph: af.Graph, is_map: bool) -> None:
     """It holds memory until its thread is done: the next run, alone but for that, failed for good."""
     gate = ThreadGate()
 

@@ -119,7 +119,7 @@ async def test_times_go_on_within_a_round_of_the_event_loop(shares: bool) -> Non
         assert run.asked_s < run.started_s < run.ended_s
 
 
-async def test_what_is_streamed_is_one_run() -> None:
+async def test_a_stream_is_one_run() -> None:
     log = Log()
     inside: Any = None
 
@@ -198,7 +198,7 @@ async def test_an_inner_run_is_told_by_itself_and_variables_of_an_observer_hold_
 @pytest.mark.parametrize(
     ("observer", "wrong"), [(None, "got NoneType None, without run_began"), (Log, "got type .*Log")]
 )
-async def test_what_is_no_observer_is_refused_at_once(observer: Any, wrong: str) -> None:
+async def test_a_wrong_observer_is_refused_at_once(observer: Any, wrong: str) -> None:
     async with af.Session() as session:
         with pytest.raises(
             TypeError, match=f"with the methods run_began, run_ended, batch_ended, pool_stepped.*{wrong}"

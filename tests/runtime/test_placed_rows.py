@@ -133,7 +133,7 @@ async def test_the_next_step_is_launched_before_a_predicate_is_read(
 
 
 @pytest.mark.slow
-async def test_several_steps_are_one_launch_where_nobody_comes_or_goes(cupy: FakeCupy) -> None:
+async def test_several_steps_are_one_launch_while_no_activation_comes_or_goes(cupy: FakeCupy) -> None:
     """Those that end in between have the variables of their last step, and nobody makes more than are allowed."""
     graph, x, n, y = counting()
     start = np.full(4, 10, np.float32)
@@ -168,7 +168,7 @@ async def test_limits_of_steps_that_were_launched_ahead(cupy: FakeCupy) -> None:
     del found
 
 
-async def test_one_that_joins_behind_a_step_that_fails_has_made_none(
+async def test_an_activation_that_joins_behind_a_failed_step_has_made_none(
     cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that was under way when it came was not its own, and it may make as many as it is allowed."""

@@ -215,7 +215,7 @@ def explained(make: Loop, shape: tuple[int | None, ...], **options: Any) -> list
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_a_plan_says_who_drives_a_loop(cupy: FakeCupy, case: str) -> None:
+def test_a_plan_names_the_driver_of_a_loop(cupy: FakeCupy, case: str) -> None:
     make, shape, lines = LOOPS[case]
     found = explained(make, shape, device_while=True)
     assert sorted(found) == sorted(lines)

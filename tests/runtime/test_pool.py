@@ -237,7 +237,7 @@ def test_the_only_one_is_no_row() -> None:
     assert pool.is_empty
 
 
-def test_the_order_in_which_those_that_wait_are_rows() -> None:
+def test_the_order_in_which_waiting_activations_become_rows() -> None:
     """By rank, and those of one rank as they came."""
     pool: PoolRows[Counting] = PoolRows(2, 2, HAS_ROWS)
     ranks = ((0, 5.0), (0, 4.0), (-1, 9.0), (0, 4.0))
@@ -252,7 +252,7 @@ def test_the_order_in_which_those_that_wait_are_rows() -> None:
     assert order == [2, 1, 3, 0]
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_no_activation_waits_for_ever() -> None:
     """Of the rows that are given away while those of higher rank keep coming, one in eight goes to the others."""
     pool: PoolRows[Counting] = PoolRows(1, 2, HAS_ROWS)
     for name in range(4):

@@ -59,7 +59,7 @@ def record() -> Record:
     )
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_record_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     record().save(path)
     found = Record.load(path)

@@ -133,7 +133,7 @@ def test_a_send_hears_that_its_iteration_has_ended_elsewhere(rendezvous: Rendezv
     assert rendezvous.statistics() == NOTHING
 
 
-def test_nobody_has_to_wait_for_an_acknowledgement(rendezvous: Rendezvous, party: Party) -> None:
+def test_no_executor_has_to_wait_for_an_acknowledgement(rendezvous: Rendezvous, party: Party) -> None:
     """In a loop on an untaken branch no predicate was sent; and a second one for the same iteration is too much."""
     rendezvous.acknowledge(1, (0,))
     rendezvous.await_acknowledgement(party.acknowledged, node("send"), at(1))
@@ -158,7 +158,7 @@ def test_clear_forgets_everything(rendezvous: Rendezvous, party: Party) -> None:
     assert party.heard == []
 
 
-def test_what_waits_says_for_whom_and_where(rendezvous: Rendezvous, party: Party) -> None:
+def test_a_waiting_recv_names_its_sender_and_line(rendezvous: Rendezvous, party: Party) -> None:
     rendezvous.receive(party.arrived, node("a/recv", 1, "cpu:1"), at())
     rendezvous.receive(party.arrived, node("b/recv", 2, "sim:0"), at(3, 7))
     rendezvous.await_acknowledgement(party.acknowledged, node("c/send", 3, "sim:1"), at(2))

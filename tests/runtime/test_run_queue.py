@@ -398,7 +398,7 @@ def test_how_long_a_run_waits_is_foretold(priority: int, servers: int) -> None:
     assert waits(queue, run) == pytest.approx(foretold_s, rel=0.15)
 
 
-def test_how_long_a_run_waits_is_foretold_of_runs_nobody_knows() -> None:
+def test_waits_are_predicted_for_unknown_kinds_of_runs() -> None:
     """As the mean of those that have ended."""
     queue: RunQueue[Caller] = RunQueue(1)
 
@@ -419,7 +419,7 @@ def test_how_long_a_run_waits_is_foretold_of_runs_nobody_knows() -> None:
     assert foretold_s() == pytest.approx(22, rel=0.01)
 
 
-def test_an_urgent_run_is_not_refused_for_those_behind_it() -> None:
+def test_an_urgent_run_is_not_refused_for_runs_behind_it() -> None:
     queue: RunQueue[Caller] = RunQueue(1)
     for _ in range(100):
         queue.offer(Caller(cost(), deadline_s=1000), 0)
@@ -433,7 +433,7 @@ def test_an_urgent_run_is_not_refused_for_those_behind_it() -> None:
     assert refused.value.retry_after_s == pytest.approx(8, rel=0.2)
 
 
-def test_what_is_expected_of_a_kind_is_corrected_while_others_are_in_flight() -> None:
+def test_expectations_of_a_kind_are_corrected_while_others_are_in_flight() -> None:
     """As after a pause of the whole machine, which its runs had to do with by chance."""
     queue: RunQueue[Caller] = RunQueue(10)
     queue.offer(Caller(cost(1000)), 0)
@@ -449,7 +449,7 @@ def test_what_is_expected_of_a_kind_is_corrected_while_others_are_in_flight() ->
     assert queue.offer(Caller(kind, deadline_s=2), 0)
 
 
-def test_a_full_queue_makes_way_for_what_is_more_important() -> None:
+def test_a_full_queue_makes_way_for_more_important_runs() -> None:
     """The last of the line with the highest number goes; each keeps an eighth, and may claim as much."""
     queue: RunQueue[Caller] = RunQueue(1, max_queued=16)
 

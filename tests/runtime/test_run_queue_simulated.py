@@ -108,7 +108,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 @pytest.mark.parametrize(("servers", "part", "rate"), [(1, 0.2, 20), (1, 0.5, 40), (1, 0.8, 60), (4, 0.8, 40)])
-def test_latencies_are_those_of_queueing_theory(servers: int, part: float, rate: float) -> None:
+def test_latencies_follow_queueing_theory(servers: int, part: float, rate: float) -> None:
     """M/M/1 and M/M/c: mean latency within 5 %; of one server the 99th percentile too."""
     mean_s = part * servers / rate
     found = simulate(RunQueue(servers), poisson(Random(7), rate, mean_s))
@@ -120,7 +120,7 @@ def test_latencies_are_those_of_queueing_theory(servers: int, part: float, rate:
 
 
 @pytest.mark.parametrize(("servers", "times"), [(1, 2.0), (2, 5.0)])
-def test_losses_are_those_of_queueing_theory(servers: int, times: float) -> None:
+def test_losses_follow_queueing_theory(servers: int, times: float) -> None:
     """M/M/c/K, more than can be done: those that are refused, and how long the others take, within 5 %."""
     places, mean_s = 10, 0.5
     rate = times * servers / mean_s
@@ -136,7 +136,7 @@ def test_losses_are_those_of_queueing_theory(servers: int, times: float) -> None
     assert found.mean_s() == pytest.approx(latency_s, rel=0.05)
 
 
-def test_two_priorities_are_those_of_queueing_theory() -> None:
+def test_two_priorities_follow_queueing_theory() -> None:
     """M/M/1 without preemption (Cobham 1954), where the share of the second makes no difference: within 5 %."""
     mean_s, rates = 0.02, (10.0, 25.0)
     dice = Random(5)

@@ -168,7 +168,7 @@ async def test_a_failing_block_stops_its_runs_at_once(graph: af.Graph) -> None:
 
 @on_virtual_time
 @pytest.mark.parametrize("slow", [False, True], ids=["items offered", "item being made"])
-async def test_a_stream_nobody_iterates_does_not_hold_the_session(graph: af.Graph, slow: bool) -> None:
+async def test_an_unconsumed_stream_does_not_hold_the_session(graph: af.Graph, slow: bool) -> None:
     """At close the run is stopped; the items it had made are not handed out any more."""
 
     @af.op(outputs=af.spec("int64", ()))

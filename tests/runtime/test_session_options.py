@@ -95,7 +95,7 @@ def test_they_stay_as_they_were_given() -> None:
         options.regions = True  # type: ignore[misc]
 
 
-def test_plans_get_those_that_they_are_compiled_with() -> None:
+def test_plans_get_their_own_options() -> None:
     options = SessionOptions(max_iterations=3, fusion=False).for_plans()
     assert (options.max_iterations, options.fusion, options.optimize) == (3, False, True)
     assert {field.name for field in fields(PlanOptions)} <= set(NAMES)

@@ -33,7 +33,7 @@ def test_shares_hold_for_turns_of_any_length(seed: int, count: int) -> None:
         assert taken[priority] == pytest.approx(share * taken.total(), abs=count * 10)
 
 
-def test_what_is_owed_is_forgotten_with_those_that_wait() -> None:
+def test_debts_are_forgotten_with_the_waiting_members() -> None:
     """One that comes again begins anew, and so does everybody once one was alone."""
     shares = PriorityShares()
     for others in ([0], [0, 7]):

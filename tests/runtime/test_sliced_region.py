@@ -443,7 +443,7 @@ async def test_a_region_is_one_span(session: af.Session, graph: af.Graph) -> Non
     assert {firing.op for firing in trace.firings} <= {"loop", "fetch", "feed"}
 
 
-async def test_a_region_is_shown_as_its_loops_and_what_is_between_them(session: af.Session, graph: af.Graph) -> None:
+async def test_a_region_is_shown_as_its_loops_and_the_parts_between(session: af.Session, graph: af.Graph) -> None:
     """In the user's names, so that forward, backward and update are told apart; loops with their iterations."""
     n = af.placeholder("int64", (), name="n")
     x = af.placeholder("float64", (32, 32), name="x")
@@ -580,7 +580,7 @@ async def test_an_error_keeps_its_provenance(
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("busy_ns", [LIGHT_NS, HEAVY_NS], ids=["inline", "on the thread"])
-async def test_what_is_meant_for_the_interpreter_stays_itself(
+async def test_interpreted_nodes_stay_themselves(
     work: WorkClock, session: af.Session, graph: af.Graph, kind: type[BaseException], busy_ns: int
 ) -> None:
     """SystemExit and KeyboardInterrupt end the run unwrapped, and leave nothing behind."""

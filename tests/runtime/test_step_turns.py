@@ -24,7 +24,7 @@ def stepper(turns: StepTurns, rank: int, room: int = 1, place: str = CARD) -> St
     return one
 
 
-def test_nobody_asks_where_there_is_one_rank_or_one_stepper() -> None:
+def test_no_turn_is_asked_for_with_one_rank_or_one_stepper() -> None:
     turns = StepTurns()
     one, two = stepper(turns, 3), stepper(turns, 3)
     assert not turns.is_contended
@@ -54,7 +54,7 @@ def test_the_lowest_rank_never_waits_and_another_for_its_eighth() -> None:
         assert turns.next(now_ns + MS) == ([last] if now_ns + MS == 16 * MS else [])
 
 
-def test_who_has_gone_counts_for_a_moment() -> None:
+def test_a_left_stepper_counts_for_a_moment() -> None:
     """Clients whose calls have ended ask again: who is behind them does not come between."""
     turns = StepTurns()
     first, last = stepper(turns, 0), stepper(turns, 5)

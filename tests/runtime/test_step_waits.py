@@ -175,7 +175,7 @@ def test_a_batch_with_a_delay_beside_a_pool(priority: int) -> None:
     on_a_card(main())
 
 
-def test_who_waits_may_go_and_may_become_more_important() -> None:
+def test_a_waiting_stepper_may_leave_and_may_become_more_important() -> None:
     """A pool that is held goes on at once when somebody joins it who goes first; who leaves it leaves nothing over."""
     program = Program(2)
 

@@ -57,7 +57,7 @@ async def test_three_deep_and_entered_again(session: af.Session, value: af.Tenso
     assert [span.status for span in outer.runs] == ["ok", "ok"]
 
 
-async def test_capacity_holds_for_what_is_added(session: af.Session, value: af.Tensor) -> None:
+async def test_capacity_holds_for_added_records(session: af.Session, value: af.Tensor) -> None:
     with af.Trace(capacity=1) as outer, af.Trace() as inner:
         await run(session, value)
         await run(session, value)

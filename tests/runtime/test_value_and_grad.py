@@ -177,7 +177,7 @@ def test_outside_a_graph() -> None:
         af.value_and_grad(lambda x: x * x)(2.0)
 
 
-def test_what_is_refused(graph: af.Graph) -> None:
+def test_refused_arguments(graph: af.Graph) -> None:
     """Things that are no functions, arguments without gradients or by name, values that are no float scalars."""
     wrong: Any = 3
     with pytest.raises(af.GraphError, match="value_and_grad takes a function; got 3"):

@@ -131,7 +131,7 @@ async def test_rows_stand_there_once_while_a_set_is_computed_in_halves() -> None
     assert calls[1].members == calls[0].members + calls[1].failed * 16
 
 
-async def test_nobody_waits_for_the_order_of_a_large_graph() -> None:
+async def test_no_run_waits_for_the_order_of_a_large_graph() -> None:
     """Small ones go on, and it joins when it is in order; a pool that has it alone waits for it."""
     trees = Trees()
     async with af.Session(trees.graph, debug=True) as session, asyncio.timeout(PATIENCE_S):

@@ -116,7 +116,7 @@ def test_each_run_has_its_own_rows(seed: int, arity: int | None) -> None:
     assert {each for each in asked if not each.is_gone} <= set(ended)
 
 
-def test_who_has_few_sets_waits_for_nobody() -> None:
+def test_a_run_with_few_sets_waits_for_no_other() -> None:
     """It leaves with its own last set, whatever the sets of those that joined with it."""
     rows: VertexRows[Member] = VertexRows([FLOAT], n_states=1, gives_rows=False)
     for length in (2, 5, 3):

@@ -89,7 +89,7 @@ def test_a_read_beside_a_write() -> None:
     assert [str(o.fetches[0]) for o in explore(graph, read).outcomes] == ["A"]
 
 
-def test_a_name_is_what_it_is_for_a_run() -> None:
+def test_a_name_means_the_same_as_for_a_run() -> None:
     """As for `Session.run`: without an output a node's first value, if it has one."""
     with unordered() as graph:
         v = af.Variable(0, name="v")
@@ -244,7 +244,7 @@ def test_programs_that_act_outside_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_left_out_shows_nowhere(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_omitted_nodes_show_nowhere(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Persistent sets leave out orders, and no outcome."""
     graph, fetches, _ = stateful_program(Random(seed))
     reduced = explore(graph, fetches)
@@ -314,7 +314,7 @@ def test_an_enqueue_with_a_failed_input_puts_nothing_in() -> None:
     assert outcome.error == "assert: AssertionError: no" and outcome.variables[queue] == ()
 
 
-def test_the_smallest_of_those_that_are_there_leaves_first() -> None:
+def test_the_smallest_present_element_leaves_first() -> None:
     with unordered() as graph:
         first = af.PriorityQueue(9, af.spec("int64", ()), name="first")
         puts = [first.enqueue((k, 10 * k)) for k in (3, 1, 2)]
@@ -350,7 +350,7 @@ def test_sections_of_a_mutex_lose_no_update() -> None:
 # -- barriers and inputs ----------------------------------------------------------------------------------------------
 
 
-def test_those_who_meet_at_a_barrier_go_on_together() -> None:
+def test_firings_that_meet_at_a_barrier_go_on_together() -> None:
     """What is behind it on one side comes after what is before it on the other."""
     with unordered() as graph:
         v, barrier = af.Variable(0, name="v"), af.Barrier(2, name="b")

@@ -63,7 +63,7 @@ def test_additions_are_no_race_until_a_read() -> None:
     assert pairs(find_races(graph, [adds[0], adds[1].node])) == [("v/assign_add", "v/assign_sub", "nodes")]
 
 
-def test_what_nobody_reads_or_runs_is_no_race() -> None:
+def test_unread_or_unrun_accesses_are_no_race() -> None:
     with unordered() as graph:
         v = af.Variable(0, name="v")
         read, write = v.read(), v.assign(2)
@@ -376,7 +376,7 @@ def test_puts_race_with_puts_and_takes_with_takes() -> None:
 
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("effects", ["ordered", "unordered"])
-def test_what_leaves_depends_on_what_is_there(kind: str, effects: Any) -> None:
+def test_the_leaving_element_depends_on_the_present_ones(kind: str, effects: Any) -> None:
     """Where the queue chooses, with ordered effects too; not if a control edge says what has come in by then."""
     with af.Graph(effects=effects) as graph:
         queue, element = MIXED[kind]()

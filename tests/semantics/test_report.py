@@ -158,7 +158,7 @@ async def test_a_plan_with_races_warns_once_and_names_the_line(open_session: Ope
     assert "af.allow_races(v)" in str(warned.message)
 
 
-async def test_what_is_allowed_ordered_or_written_by_hand_does_not_warn(open_session: OpenSession) -> None:
+async def test_allowed_ordered_or_hand_written_effects_do_not_warn(open_session: OpenSession) -> None:
     with unordered() as graph:
         v = af.Variable(0, name="v")
         racing, ordered = [v.assign(1), v.read()], v.assign(v + 1)

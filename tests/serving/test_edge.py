@@ -129,7 +129,7 @@ async def test_what_would_be_refused_is_not_read_and_health_is_answered() -> Non
         assert await Caller().ask(app) == 200
 
 
-async def test_of_those_that_come_at_once_only_as_many_are_read_as_there_are_places() -> None:
+async def test_of_simultaneous_requests_only_as_many_are_read_as_there_are_places() -> None:
     model = Model(max_runs=1, max_queued=1)
     app = model.life.shed(model.app, hold_s=0)
     async with model.life():
@@ -336,7 +336,7 @@ async def test_a_response_that_fails_on_the_way_is_cut_off_in_one_line(
             assert all(record.exc_info is None for record in caplog.records)
 
 
-async def test_a_real_server_reads_what_is_left_of_a_large_body_and_cuts_streams_off(
+async def test_a_real_server_reads_the_rest_of_a_large_body_and_cuts_streams_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -21,7 +21,7 @@ async def ready(life: serving.Lifespan) -> None:
         await until(lambda: life.phase == "ready")
 
 
-async def test_an_answer_is_json_that_nobody_keeps() -> None:
+async def test_an_answer_is_json_that_is_not_cached() -> None:
     life = serving.lifespan(af.Session())
     starting = await answer(serving.readyz(life))
     assert json.loads(starting.body) == {"status": "unavailable", "reasons": ["the session is starting"]}

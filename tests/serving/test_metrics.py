@@ -145,7 +145,7 @@ async def test_batches_and_pools_are_counted() -> None:
 
 @pytest.mark.usefixtures("work")
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")
-async def test_failed_calls_are_those_that_the_session_counts() -> None:
+async def test_failed_calls_equal_the_sessions_count() -> None:
     """Of batched functions of one name in two graphs, and of vertex maps that share calls."""
 
     @af.op(outputs=af.spec("float64", ()), pure=True)

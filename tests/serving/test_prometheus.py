@@ -134,7 +134,7 @@ async def test_a_scrape_of_one_worker_has_the_metrics_of_all(as_worker: Callable
                 assert value == number * alone[name, labels], name
 
 
-def test_a_worker_writes_every_second_and_gauges_of_those_that_run_are_added_up(
+def test_a_worker_writes_every_second_and_gauges_of_running_workers_are_added_up(
     as_worker: Callable[[str], None], tmp_path: Path
 ) -> None:
     gate = CoroutineGate()

@@ -126,7 +126,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("error", [None, af.DeviceLostError("lost"), RuntimeError("broken")], ids=repr)
-async def test_values_come_home_at_once_and_one_that_fails_keeps_no_other(error: Exception | None) -> None:
+async def test_values_come_home_at_once_and_a_failure_keeps_no_other(error: Exception | None) -> None:
     store, memory = StateStore(), Memory()
     states = {name: store.lookup(shared(0, name)) for name in "vw"}
     for name, state in states.items():

@@ -120,7 +120,7 @@ async def test_a_run_that_ends_early_has_left(session: af.Session, graph: af.Gra
     assert await behind == 1
 
 
-async def test_a_late_run_says_what_it_waits_for(session: af.Session, graph: af.Graph) -> None:
+async def test_a_late_run_names_the_awaited_mutex(session: af.Session, graph: af.Graph) -> None:
     lock, queue = af.Mutex(name="lock"), af.FIFOQueue(1, INT, name="q")
     with lock:
         y = queue.dequeue()

@@ -269,7 +269,7 @@ def test_every_order_of_larger_programs(order: str) -> None:
     assert sum(1 for _ in explore(lambda: World(actors, 2, order))) > 1000
 
 
-def test_nobody_waits_once_it_is_closed_and_nothing_comes() -> None:
+def test_no_firing_waits_once_it_is_closed_and_nothing_comes() -> None:
     """Behaviour 78: at the end of every order, whoever still waits waits for elements that may come."""
     actors = [("put", 1)], [("take", 2)], [("take", 1)], [("close", False)]
     for world in explore(lambda: World(actors, 1)):
@@ -311,7 +311,7 @@ def take(state: QueueState, count: int, or_fewer: bool = False) -> Any:
     return state.take(count, or_fewer, "take", lambda elements: [each[0] for each in elements])
 
 
-def test_close_leaves_what_is_there() -> None:
+def test_close_leaves_present_elements() -> None:
     """Behaviour 78: the error says how many are left, and they can be taken."""
     state = QueueState("q", ArrivalOrder(), 5)
     put(state, 1, 2, 3)
@@ -327,7 +327,7 @@ def test_close_leaves_what_is_there() -> None:
         take(state, 1, or_fewer=True)
 
 
-def test_close_lets_those_in_who_waited() -> None:
+def test_close_lets_waiting_putters_in() -> None:
     """Behaviour 78: without `cancel_pending`, an enqueue that waits goes in; with it, it fails."""
     for cancel_pending in (False, True):
         state = QueueState("q", ArrivalOrder(), 1)
@@ -367,7 +367,7 @@ def test_a_snapshot_is_taken_by_reference() -> None:
 
 
 @pytest.mark.parametrize("ends", ["leaves", "claims"])
-def test_a_take_that_copies_gives_nothing_to_what_was_restored(ends: str) -> None:
+def test_a_take_that_copies_gives_nothing_to_restored_elements(ends: str) -> None:
     """What is in its hand was taken from the queue as it was before."""
     state = QueueState("q", ArrivalOrder(), 9, specs=[af.spec("int64", ())])
     state._element_bytes = LARGE_BYTES + 1
@@ -430,7 +430,7 @@ def test_a_shuffled_snapshot_goes_on_as_it_would_have() -> None:
     assert first != sorted(first)
 
 
-def test_who_waits_is_told_when_the_state_ends() -> None:
+def test_a_waiting_place_is_told_when_the_state_ends() -> None:
     state = QueueState("q", ArrivalOrder(), 1)
     waiting = take(state, 1)
     woken: list[int] = []
@@ -483,7 +483,7 @@ def test_lines_are_forgotten_after_a_fork() -> None:
     assert waiting.claim() is NOT_YET
 
 
-def test_buckets_are_mixed_only_where_nobody_could_go_on() -> None:
+def test_buckets_are_mixed_only_where_no_firing_could_go_on() -> None:
     """Elements of one bucket together; when the queue is full of few of each, the oldest."""
     state = QueueState("q", ORDERS["bucket"](), 4)
     put(state, 1, 2, 3, 4)

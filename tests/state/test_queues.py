@@ -149,7 +149,7 @@ async def test_a_bucket_function_that_fails_puts_nothing_in(session: af.Session,
     assert await session.run(queue.size()) == 0
 
 
-async def test_what_was_put_in_cannot_change(session: af.Session, graph: af.Graph) -> None:
+async def test_elements_put_in_cannot_change(session: af.Session, graph: af.Graph) -> None:
     """Fault F37: an array of the caller's is copied, be it read-only, with gaps, or written to later."""
     queue = fifo(spec=af.spec("float64", (2, 3)))
     array = np.arange(12.0).reshape(4, 3)
@@ -296,7 +296,7 @@ async def test_close(session: af.Session, graph: af.Graph) -> None:
 
 
 @pytest.mark.parametrize("cancel_pending", [False, True])
-async def test_close_and_those_who_wait_for_room(session: af.Session, graph: af.Graph, cancel_pending: bool) -> None:
+async def test_close_and_putters_waiting_for_room(session: af.Session, graph: af.Graph, cancel_pending: bool) -> None:
     """Behaviour 78: they go in, or fail."""
     queue = fifo(1)
     await session.run(queue.enqueue(1))
@@ -601,7 +601,7 @@ async def test_a_hand_over_is_a_few_calls() -> None:
         assert not [name for name in walk if "granted" in name or "coroutines" in name or "Waits" in name]
 
 
-async def test_who_waits_for_what_its_own_run_puts_in_is_not_woken() -> None:
+async def test_a_firing_that_waits_for_its_own_runs_put_is_not_woken() -> None:
     """It takes its place, and asks again once the run has nothing else to do: that is hardly more than being served."""
     queue, count = af.FIFOQueue(1000, INT, name="q"), 200
     with af.Graph() as graph:
@@ -617,7 +617,7 @@ async def test_who_waits_for_what_its_own_run_puts_in_is_not_woken() -> None:
 
 
 @pytest.mark.parametrize("regions", [True, False])
-async def test_who_waits_is_served_while_its_run_is_busy(regions: bool) -> None:
+async def test_a_waiting_firing_is_served_while_its_run_is_busy(regions: bool) -> None:
     """A loop in which something is always ready does not keep a firing of its run from what another run puts in."""
     queue, ends = fifo(), af.FIFOQueue(2, INT, name="ends")
     with af.Graph(effects="unordered") as graph:

@@ -76,7 +76,7 @@ def test_refuses_what_cannot_be(graph: af.Graph, build: Callable[[], object], er
         build()
 
 
-def test_effects_name_what_is_shared(graph: af.Graph) -> None:
+def test_effects_name_the_shared_table(graph: af.Graph) -> None:
     table = af.Table(2, af.spec("int64", ()), name="t", container="c")
     other = af.Table(2, af.spec("int64", ()))
     key = ("container", "c", "t")

@@ -110,7 +110,7 @@ def test_one_wrong_part_keeps_all_parts_from_being_written() -> None:
     assert table.size == 0 and not table.gather(scalar(0))[0].any()
 
 
-def test_what_was_read_stays() -> None:
+def test_rows_read_stay() -> None:
     table = state()
     table.append(scalar(1))
     row, rows, drawn = (
@@ -239,7 +239,7 @@ def test_writes_beside_a_reader_of_the_capture() -> None:
     assert found == [list(range(40))]
 
 
-def test_restore_is_what_was_captured() -> None:
+def test_restore_equals_the_capture() -> None:
     table, other = large(6), large(6)
     fill(table, range(4))
     arrays = table.capture().arrays()

@@ -48,7 +48,7 @@ def kernel_of(tensor: af.Tensor, store: StateStore) -> Callable[..., Any]:
         (af.spec("int32"), {}, "int32[...]"),
     ],
 )
-def test_declares_what_it_may_hold(value: Any, options: dict[str, Any], spec: str) -> None:
+def test_declares_its_spec(value: Any, options: dict[str, Any], spec: str) -> None:
     variable = af.Variable(value, **options)
     assert str(variable.spec) == spec
     assert (variable.dtype, variable.shape, variable.ndim) == (
@@ -109,7 +109,7 @@ def test_iterates_over_its_rows_and_no_further(graph: af.Graph) -> None:
         first, second = af.Variable(af.spec("int32", (None,)))
 
 
-def test_effects_name_what_is_shared(graph: af.Graph) -> None:
+def test_effects_name_the_shared_variable(graph: af.Graph) -> None:
     v, w = af.Variable(0), af.Variable(0)
     ((key, access),) = node_effects(v.read().node)
     assert access is Access.READ
@@ -250,7 +250,7 @@ async def _wait(x: Any) -> Any:
         (lambda old: old + af.placeholder("int64", ()), "has no value of its own"),
     ],
 )
-def test_update_refuses_what_is_not_pure(graph: af.Graph, fn: Callable[[af.Tensor], af.Tensor], message: str) -> None:
+def test_update_refuses_impure_functions(graph: af.Graph, fn: Callable[[af.Tensor], af.Tensor], message: str) -> None:
     with pytest.raises(af.GraphError, match=f"v/update: .*{message}(.|\n)*pass it as an argument(.|\n)*built at"):
         af.Variable(0, name="v").update(fn)
 
@@ -339,7 +339,7 @@ def test_what_someone_may_write_to_is_copied(make: Callable[[], np.ndarray[Any, 
     assert np.array_equal(kept, given)
 
 
-def test_what_nobody_writes_to_is_kept() -> None:
+def test_immutable_values_are_kept() -> None:
     owner = writable()
     owner.flags.writeable = False
     for given in (owner, owner[1:], owner.reshape(2, 2)):

@@ -30,7 +30,7 @@ async def test_it_runs_on_a_thread_of_its_own_in_the_callers_context() -> None:
     assert not thread.is_alive()
 
 
-async def test_what_it_raises_is_raised() -> None:
+async def test_its_exception_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         await call_beside(lambda: 1 // 0)
     with pytest.raises(SystemExit):
@@ -54,7 +54,7 @@ async def _sum() -> int:
     return await call_beside(sum, [1, 2, 3])
 
 
-async def test_a_caller_who_is_cancelled_leaves_the_thread_to_end() -> None:
+async def test_a_cancelled_caller_leaves_the_thread_to_end() -> None:
     gate, threads = threading.Event(), list[threading.Thread]()
 
     def wait() -> None:

@@ -75,7 +75,7 @@ def test_the_thread_starts_with_the_first_work() -> None:
     assert "asyncflow:lazy" not in thread_names()
 
 
-async def test_pending_counts_what_is_not_done() -> None:
+async def test_pending_counts_unfinished_work() -> None:
     with opened() as stream:
         gate = Gate()
         stream.enqueue(gate)
@@ -280,7 +280,7 @@ async def test_a_failure_before_an_event_is_not_the_waiting_streams() -> None:
             await event.wait()
 
 
-def test_a_stream_does_not_wait_for_itself_nor_for_what_is_done() -> None:
+def test_a_stream_does_not_wait_for_itself_nor_for_finished_work() -> None:
     with opened() as stream, opened() as other:
         gate = Gate()
         stream.enqueue(gate)

@@ -197,7 +197,7 @@ async def test_more_tickets_than_there_are_events_to_sleep_on(bench: Bench) -> N
     assert {name for _, name in bench.cupy.calls} == {"eventSynchronize"}
 
 
-async def test_a_loop_that_answers_is_woken_for_what_comes_later(bench: Bench) -> None:
+async def test_a_loop_that_answers_is_woken_for_later_tickets(bench: Bench) -> None:
     loop = CountingLoop()
     for wakes in range(1, 5):
         done = asyncio.Event()
@@ -206,7 +206,7 @@ async def test_a_loop_that_answers_is_woken_for_what_comes_later(bench: Bench) -
         assert loop.wakes == wakes
 
 
-async def test_what_is_held_is_let_go_right_before_the_call(bench: Bench) -> None:
+async def test_held_objects_are_dropped_right_before_the_call(bench: Bench) -> None:
     bench.cupy.pause()
     held, seen = Held(), list[object]()
     watch = weakref.ref(held)
@@ -241,7 +241,7 @@ async def test_a_cancelled_waiter_lets_nothing_go(bench: Bench) -> None:
     assert watch() is None
 
 
-async def test_what_is_held_in_one_turn_of_the_loop_shares_an_event(bench: Bench) -> None:
+async def test_objects_held_in_one_turn_of_the_loop_share_an_event(bench: Bench) -> None:
     bench.cupy.pause()
     held = [Held() for _ in range(5)]
     watches = [weakref.ref(one) for one in held]
@@ -263,7 +263,7 @@ async def test_what_is_held_in_one_turn_of_the_loop_shares_an_event(bench: Bench
     assert all(watch() is None for watch in watches)
 
 
-async def test_an_older_event_does_not_let_go_of_what_is_held(bench: Bench) -> None:
+async def test_an_older_event_does_not_drop_held_objects(bench: Bench) -> None:
     bench.cupy.pause()
     event = bench.reaper.record()
     bench.launch(lambda: None)
@@ -413,7 +413,7 @@ async def test_a_steady_stream_of_tickets_needs_few_events(bench: Bench) -> None
     assert len(bench.cupy.cuda.runtime._events) <= 3
 
 
-async def test_a_stopped_reaper_takes_nothing_and_completes_what_it_has(bench: Bench) -> None:
+async def test_a_stopped_reaper_takes_nothing_and_completes_its_tickets(bench: Bench) -> None:
     bench.cupy.pause()
     done = list[int]()
     tickets = [bench.ticket() for _ in range(5)]
@@ -430,7 +430,7 @@ async def test_a_stopped_reaper_takes_nothing_and_completes_what_it_has(bench: B
     assert all(ticket.done() for ticket in tickets) and done == [1]
 
 
-async def test_what_is_on_its_way_when_the_thread_ends_is_delivered(bench: Bench) -> None:
+async def test_tickets_on_their_way_when_the_thread_ends_are_delivered(bench: Bench) -> None:
     tickets = [bench.ticket() for _ in range(5)]
     bench.close()  # this thread answers no wake-up meanwhile
     assert not any(ticket.done() for ticket in tickets)
@@ -438,7 +438,7 @@ async def test_what_is_on_its_way_when_the_thread_ends_is_delivered(bench: Bench
     assert all(ticket.done() for ticket in tickets)
 
 
-async def test_stopping_gives_a_ticket_to_what_is_held(bench: Bench) -> None:
+async def test_stopping_gives_a_ticket_to_held_objects(bench: Bench) -> None:
     held = Held()
     watch = weakref.ref(held)
     bench.reaper.hold((held,))

@@ -100,7 +100,7 @@ async def test_blocks_of_two_streams_and_two_devices_nest(cupy: FakeCupy) -> Non
             nest(6)
 
 
-async def test_an_exception_restores_what_was_current(cupy: FakeCupy) -> None:
+async def test_an_exception_restores_the_current_stream(cupy: FakeCupy) -> None:
     async with opened(cupy, "a") as a, opened(cupy, "b", 1) as b:
         with a:
             with pytest.raises(ValueError, match="inside"), a, b, b:
@@ -251,7 +251,7 @@ async def test_work_waits_for_another_streams_event_and_the_host_does_not(cupy: 
             assert order == ["producer", "consumer"]
 
 
-async def test_waiting_for_itself_or_for_what_is_known_to_be_done_costs_nothing(cupy: FakeCupy) -> None:
+async def test_waiting_for_itself_or_for_finished_work_costs_nothing(cupy: FakeCupy) -> None:
     async with opened(cupy, "a") as a, opened(cupy, "b") as b:
         event = a.record()
         await event.wait()
@@ -269,7 +269,7 @@ async def test_a_kind_of_event_that_a_gpu_cannot_wait_for_is_refused(cupy: FakeC
     assert await cpu.aclose(PATIENCE_S)
 
 
-async def test_events_are_used_again_when_nobody_refers_to_them(cupy: FakeCupy) -> None:
+async def test_events_are_used_again_without_references(cupy: FakeCupy) -> None:
     async with opened(cupy) as stream:
         made = cupy.cuda.runtime._events
         for _ in range(100):
@@ -314,7 +314,7 @@ async def test_an_event_that_someone_waits_for_is_not_used_again(cupy: FakeCupy)
 # -- tickets ---------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_held_stays_until_the_work_is_done(cupy: FakeCupy) -> None:
+async def test_held_objects_stay_until_the_work_is_done(cupy: FakeCupy) -> None:
     async with opened(cupy) as stream:
         cupy.pause()
         stream.enqueue(launch, cupy)
@@ -350,7 +350,7 @@ async def test_one_event_tells_of_a_point_and_orders_by_it(cupy: FakeCupy) -> No
         assert watch() is None and event.done()
 
 
-async def test_where_no_event_can_be_recorded_nobody_is_told_later(cupy: FakeCupy) -> None:
+async def test_without_a_recordable_event_no_call_comes_later(cupy: FakeCupy) -> None:
     async with opened(cupy) as stream:
         told: list[BaseException | None] = []
         cupy.fail_next(999, "eventRecord")

@@ -20,7 +20,7 @@ async def test_a_future_gets_its_result_or_its_error() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError()])
-async def test_one_that_was_cancelled_meanwhile_stays_so(error: Exception | None) -> None:
+async def test_a_cancelled_future_stays_cancelled(error: Exception | None) -> None:
     future = asyncio.get_running_loop().create_future()
     future.cancel()
     resolve(future, 3, error)

@@ -114,7 +114,7 @@ async def test_a_loop_that_is_idle_does_not_sleep(clocks: Clocks) -> None:
     assert clocks.gaps == []
 
 
-async def test_nobody_looks_where_nothing_is_to_come(clocks: Clocks) -> None:
+async def test_no_look_is_taken_without_an_expected_completion(clocks: Clocks) -> None:
     with awaiting_a_thread():
         await _busy_until(lambda: len(clocks.gaps) == 1)
     looked = asyncio.get_running_loop().create_future()

@@ -62,7 +62,7 @@ def test_one_wake_up_delivers_a_batch_in_order() -> None:
     assert got[-1] == "next"
 
 
-def test_what_comes_during_a_delivery_has_its_own_wake_up() -> None:
+def test_items_during_a_delivery_have_their_own_wake_up() -> None:
     loop, mailbox, got = make()
     mailbox.post(lambda: mailbox.post("late"))
     loop.turn()

@@ -56,7 +56,7 @@ def test_work_waits_for_events_and_knows_then_what_came_before(streams: tuple[Si
     assert not c.has_seen(later), "only what was given before the event is ordered by it"
 
 
-def test_a_record_after_a_wait_passes_on_what_was_waited_for(streams: tuple[SimStream, ...]) -> None:
+def test_a_record_after_a_wait_passes_the_wait_on(streams: tuple[SimStream, ...]) -> None:
     a, b, c = streams
     own = b.launch(5)
     c.wait(own)
@@ -146,7 +146,7 @@ def test_a_failure_is_raised_by_the_next_event_that_is_awaited(host: HostClock, 
     host.loop.run_until_complete(main())
 
 
-def test_a_closed_stream_ends_what_it_has(
+def test_a_closed_stream_ends_its_work(
     host: HostClock, streams: tuple[SimStream, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = streams[0]

@@ -327,7 +327,7 @@ def test_two_runs_are_the_same() -> None:
     assert all(run(main()) == first for _ in range(3))
 
 
-def test_on_tick_sees_every_tick_before_what_is_due(loop: VirtualClockLoop) -> None:
+def test_on_tick_sees_every_tick_before_its_timers(loop: VirtualClockLoop) -> None:
     events: list[tuple[str, int]] = []
 
     def note(name: str) -> None:
@@ -639,7 +639,7 @@ def test_interrupt_while_a_thread_works(monkeypatch: pytest.MonkeyPatch) -> None
 # -- deadlocks ---------------------------------------------------------------------------------------------------
 
 
-def test_deadlock_is_an_error_that_says_who_waits() -> None:
+def test_deadlock_is_an_error_that_names_the_waiting_tasks() -> None:
     async def consume(queue: asyncio.Queue[int]) -> None:
         await queue.get()
 

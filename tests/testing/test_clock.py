@@ -146,7 +146,7 @@ async def test_clocks_are_for_plain_functions() -> None:
     assert current_machine() is None
 
 
-def test_run_is_not_for_what_it_runs() -> None:
+def test_run_is_not_for_its_own_program() -> None:
     with virtual_clock() as clock:
 
         async def main() -> None:

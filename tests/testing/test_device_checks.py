@@ -30,7 +30,7 @@ def test_cards() -> None:
         check_device("cuda")
 
 
-def test_what_is_not_there_is_not_checked() -> None:
+def test_missing_parts_are_not_checked() -> None:
     with pytest.raises(PlacementError, match="device sim:0: simulated devices exist on virtual time only"):
         check_device("sim")
 

@@ -115,7 +115,7 @@ def test_deep_nests_do_not_recur() -> None:
         tree = tree[0]
 
 
-def test_what_is_no_tuple_is_a_leaf() -> None:
+def test_objects_other_than_tuples_are_leaves() -> None:
     point = Point(1, 2)
     graph, leaves = af.InputGraph.from_nested(([1, 2], point, None, "x"))
     assert (len(leaves), graph.n_vertices) == (4, 5)
@@ -123,7 +123,7 @@ def test_what_is_no_tuple_is_a_leaf() -> None:
     assert af.InputGraph.from_nested("alone")[1] == ["alone"]
 
 
-def test_arrays_are_copies_that_nobody_writes_to() -> None:
+def test_arrays_are_read_only_copies() -> None:
     offsets = np.array([0, 0])
     graph: Any = af.InputGraph(offsets, np.array([], np.int64), np.array([0, 1]))
     offsets[0] = 7
@@ -132,7 +132,7 @@ def test_arrays_are_copies_that_nobody_writes_to() -> None:
         graph.offsets[0] = 1
 
 
-def test_what_it_shows() -> None:
+def test_its_repr() -> None:
     assert repr(TREE) == "InputGraph(1 samples, 5 vertices, 4 children)"
     with af.Graph():
         graph = af.InputGraph.placeholder(name="trees")
@@ -247,7 +247,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("fault", ERRORS)
-def test_what_is_wrong_is_said(fault: str) -> None:
+def test_faults_are_named(fault: str) -> None:
     make, kind, message = ERRORS[fault]
     with pytest.raises(kind, match=message) as found:
         make()

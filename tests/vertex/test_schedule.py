@@ -158,7 +158,7 @@ def test_a_deep_chain_with_a_second_way(policy: str) -> None:
 
 @settings(max_examples=100)
 @given(lengths=st.lists(st.integers(0, 4), max_size=4), data=st.data())
-def test_what_is_nearly_chains_is_none(lengths: list[int], data: st.DataObject) -> None:
+def test_near_chains_are_no_chains(lengths: list[int], data: st.DataObject) -> None:
     """Those of one length are told by their arrays, of which no number may be another."""
     graph = af.InputGraph.chain(lengths)
     arrays = [np.array(x) for x in (graph.offsets, graph.children, graph.samples)]
@@ -229,13 +229,13 @@ MALFORMED: dict[str, tuple[Malformed, str]] = {
 
 @every_policy
 @pytest.mark.parametrize("fault", MALFORMED)
-def test_what_is_wrong_is_named(policy: str, fault: str) -> None:
+def test_faults_are_named(policy: str, fault: str) -> None:
     graph, message = MALFORMED[fault]
     with pytest.raises(af.GraphError, match=message):
         ordered(graph, policy, 2, 3)
 
 
-async def test_what_is_fed_is_checked(session: af.Session) -> None:
+async def test_feeds_are_checked(session: af.Session) -> None:
     fed, message = MALFORMED["itself"]
     with af.Graph():
         graph = af.InputGraph.placeholder(heights=False)
@@ -357,7 +357,7 @@ def test_no_gradient_comes_back() -> None:
         assert af.gradients(y, x).shape == (3,)
 
 
-def test_what_is_asked_for_wrongly() -> None:
+def test_wrong_requests() -> None:
     with af.Graph():
         graph = af.InputGraph.placeholder()
         with pytest.raises(af.GraphError, match="policies are 'breadth_first', 'depth', 'agenda'; got 'bfs'"):

@@ -53,7 +53,7 @@ def test_states_of_roots_are_all_that_is_given_where_nothing_comes_after() -> No
     assert [node.op for node in shared.order.graph.nodes].count(SCHEDULE) == 1
 
 
-def test_rows_of_all_vertices_are_given_to_what_comes_after() -> None:
+def test_rows_of_all_vertices_are_given_to_later_nodes() -> None:
     shared, *_ = built(slotted)
     rows = [af.spec("float64", (None, *(each.shape or ())[1:])) for each in shared.specs]
     assert shared.gives_rows

@@ -74,7 +74,7 @@ async def test_joined_products_give_what_vertices_give_one_by_one(graph: af.Grap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("initial", [0.0, 0.5])
-async def test_gradients_are_those_of_products_by_themselves(graph: af.Graph, run: Run, initial: float) -> None:
+async def test_gradients_equal_the_separate_products(graph: af.Graph, run: Run, initial: float) -> None:
     """To the second order; `lift_parts=False` joins none."""
     u, v, x = af.placeholder("float64", (H, H)), af.placeholder("float64", (H, H)), af.placeholder("float64", X.shape)
     fetches = []
@@ -134,7 +134,7 @@ async def test_gradients_of_sets_compare_and_keep_no_shapes(graph: af.Graph) -> 
 
 @own_sessions
 @pytest.mark.parametrize("reader", ["push", "twice", "alone", "pulled"])
-async def test_products_that_somebody_else_reads_stay_by_themselves(graph: af.Graph, reader: str) -> None:
+async def test_products_read_elsewhere_stay_separate(graph: af.Graph, reader: str) -> None:
     weights = af.constant(np.broadcast_to(V, (BATCH.n_vertices, H, H)).copy())
 
     @af.vertex_function(state=af.spec("float64", (H,)), children=2)
@@ -203,7 +203,7 @@ async def test_an_initial_that_is_fed_is_multiplied(graph: af.Graph, run: Run, f
 
 
 @own_sessions
-async def test_what_is_0_goes_through_all_that_keeps_it(graph: af.Graph) -> None:
+async def test_zeros_go_through_all_ops_that_keep_them(graph: af.Graph) -> None:
     """A binary Tree-LSTM's leaves: gates of children, their cells and sums leave nothing behind."""
     part = af.spec("float64", (H,))
 

@@ -31,7 +31,7 @@ async def test_a_plan_explains_the_three_parts(lift_parts: bool) -> None:
     assert line.removeprefix("vertex_map/slotted: vertex_map computes ").startswith(PARTS if lift_parts else WHOLE)
 
 
-async def test_a_product_of_what_is_pulled_is_computed_before_the_sets() -> None:
+async def test_a_product_of_pulled_values_is_computed_before_the_sets() -> None:
     @af.vertex_function(state=af.spec("float64", (3,)), children=1)
     def cell(v: Any) -> None:
         v.scatter(v.gather(0) + af.einsum("ij,j->i", np.ones((3, 2)), v.pull()))
