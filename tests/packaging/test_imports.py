@@ -1,0 +1,120 @@
+"""Imports for annotations count here, which import-linter leaves out: a reader follows these arrows, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Final, TypeAlias
+
+import grimp
+import pytest
+
+Arrows: TypeAlias = Mapping[str, Iterable[str]]
+"""The names that each name imports."""
+
+FLOORS: Final = (
+    *(("session",), ("gates",), ("shared",), ("run",), ("calls",), ("executor",)),
+    *(("scheduler", "values", "watch"), ("lines",)),
+)
+"""Rooms of `asyncflow/runtime`, from top to bottom; those of one floor do not import one another."""
+
+MOST_FILES: Final = 8
+"""Files of the largest circle. A circle is one thing in several files, each of which is read with the others."""
+
+LARGER: Final = {"asyncflow.devices.cuda": 11, "asyncflow.graph": 10, "asyncflow.devices.sim": 9}
+"""Files of larger circles, by the room that a circle is in. These numbers only shrink."""
+
+ROOMS_IN_CIRCLES: Final = (
+    ["asyncflow.compiler.lowering", "asyncflow.compiler.plan"],
+    ["asyncflow.compiler.placement", "asyncflow.compiler.program", "asyncflow.compiler.regions"],
+    ["asyncflow.devices.cuda.experimental", "asyncflow.devices.cuda.transfers"],
+)
+"""Rooms that import one another, as folders or as files beside folders. This list only shrinks."""
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, frozenset[str]]:
+    """The modules of the package that each module imports, for annotations too."""
+    graph = grimp.build_graph("asyncflow", exclude_type_checking_imports=False, cache_dir=None)
+    return {module: frozenset(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+
+
+def circles(arrows: Arrows) -> list[list[str]]:
+    """Return the sets of names from each of which arrows lead to each, the largest first."""
+    left = {name: set(targets) for name, targets in arrows.items()}
+    found: list[list[str]] = []
+    while left:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            start = error.args[1][0]
+        else:
+            break
+        back: dict[str, set[str]] = {name: set() for name in left}
+        for name, targets in left.items():
+            for target in targets & left.keys():
+                back[target].add(name)
+        circle = reached(left, start) & reached(back, start)
+        found.append(sorted(circle))
+        left = {name: targets - circle for name, targets in left.items() if name not in circle}
+    return sorted(found, key=lambda circle: (-len(circle), circle))
+
+
+def reached(arrows: Arrows, start: str) -> set[str]:
+    """Return the names to which arrows lead from a name, that name included."""
+    found, stack = {start}, [start]
+    while stack:
+        new = set(arrows.get(stack.pop(), ())) - found
+        found |= new
+        stack += new
+    return found
+
+
+def between_parts(imports: Arrows, room: str) -> dict[str, set[str]]:
+    """Return the arrows between the folders and files of a room."""
+    found: dict[str, set[str]] = {}
+    for module, targets in imports.items():
+        if module.startswith(f"{room}."):
+            part = part_of(module, room)
+            inside = {part_of(target, room) for target in targets if target.startswith(f"{room}.")}
+            found.setdefault(part, set()).update(inside - {part})
+    return found
+
+
+def part_of(module: str, room: str) -> str:
+    """Return the folder or file of a room that a module is in."""
+    return f"{room}.{module.removeprefix(f'{room}.').partition('.')[0]}"
+
+
+def test_each_floor_of_the_runtime_imports_only_the_floors_below(imports: Arrows) -> None:
+    height = {f"asyncflow.runtime.{room}": -level for level, rooms in enumerate(FLOORS) for room in rooms}
+    arrows = between_parts(imports, "asyncflow.runtime")
+    assert set(arrows) == set(height)
+    assert [(part, target) for part in arrows for target in arrows[part] if height[target] >= height[part]] == []
+
+
+def test_no_circle_of_files_is_large(imports: Arrows) -> None:
+    large = [circle for circle in circles(imports) if len(circle) > MOST_FILES]
+    rooms = {next(room for room in LARGER if circle[0].startswith(f"{room}.")): len(circle) for circle in large}
+    assert rooms == LARGER, f"cut an arrow of one of these circles, or lower its number: {large}"
+
+
+def test_rooms_do_not_import_one_another_in_circles(imports: Arrows) -> None:
+    folders = {module.rpartition(".")[0] for module in imports}
+    found = [
+        [part for part in circle if part in folders or len(circle) == 2]
+        for room in sorted(folders - {""})
+        for circle in circles(between_parts(imports, room))
+        if not folders.isdisjoint(circle)
+    ]
+    assert sorted(found) == list(ROOMS_IN_CIRCLES)
+
+
+def test_circles_are_found() -> None:
+    arrows = {"a": "bc", "b": "a", "c": "d", "d": "ce", "e": "c", "f": "fa"}
+    assert circles(arrows) == [["c", "d", "e"], ["a", "b"], ["f"]]
+
+
+def test_arrows_between_parts() -> None:
+    imports = {"x.a.one": ["x.b", "x.a.two", "y.z"], "x.b": ["x.a.two"], "x.a.two": [], "y.z": ["x.b"]}
+    assert between_parts(imports, "x") == {"x.a": {"x.b"}, "x.b": {"x.a"}}
