@@ -93,6 +93,7 @@ class HostThread:
         calls: how often it did what.
         busy_ns: how long each took in all.
         saved_by_graphs_ns: how much less it would have taken if regions that can be had been CUDA graphs.
+        call_ns: nanoseconds that one call of each kind takes.
     """
 
     host: Host
@@ -101,10 +102,10 @@ class HostThread:
     calls: Counter[Call] = field(default_factory=Counter)
     busy_ns: Counter[Call] = field(default_factory=Counter)
     saved_by_graphs_ns: int = 0
-    _ns: dict[Call, int] = field(init=False)
+    call_ns: dict[Call, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ns = {call: round(self.host.cost_s(call) * 1e9) for call in get_args(Call)}
+        self.call_ns = {call: round(self.host.cost_s(call) * 1e9) for call in get_args(Call)}
 
     def __repr__(self) -> str:
         return f"<HostThread of {self.host.name}, free at {self.free_at_ns} ns>"
@@ -116,7 +117,7 @@ class HostThread:
 
     def spend(self, call: Call, times: int = 1) -> int:
         """Spend time on calls; return the time at which they are done."""
-        taken_ns = self._ns[call] if times == 1 else self.taken_ns(call, times)
+        taken_ns = self.call_ns[call] if times == 1 else self.taken_ns(call, times)
         self.calls[call] += times
         self.busy_ns[call] += taken_ns
         free_ns, now_ns = self.free_at_ns, self._clock.loop.now_ns
@@ -127,7 +128,7 @@ class HostThread:
 
     def taken_ns(self, call: Call, times: int = 1) -> int:
         """Return the nanoseconds that `times` calls take."""
-        return self._ns[call] if times == 1 else round(self.host.cost_s(call) * 1e9 * times)
+        return self.call_ns[call] if times == 1 else round(self.host.cost_s(call) * 1e9 * times)
 
     def note_region(self, taken_ns: int, arrays: int) -> None:
         """Note the time of a region that could have been a CUDA graph with this number of buffers."""

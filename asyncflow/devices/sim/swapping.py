@@ -93,10 +93,6 @@ class SimSwapping(Swapping):
     def discard(self, there: object) -> None:
         """Do nothing: the copy goes with its last reference."""
 
-    def sample(self) -> tuple[int, ...]:
-        """See `Swapping`; a trace asks at every launch, and with one thread for all devices it needs no lock."""
-        return (self.account.used, *self.manager.sample())
-
     def now_ns(self) -> int:
         """The time of the thread that launches."""
         return self._device.dispatched_ns

@@ -127,7 +127,7 @@ class Timeline(LaunchingDevice[SimStream]):
         event = stream.launch(duration_ns, earliest_ns, name)
         self._card_free_ns = event.started_ns + min(taken_ns, duration_ns)
         if self._spans is not None:
-            self._record(event, 0)
+            self._note(name, self._roles[stream], event.started_ns, event.time_ns)
         return event
 
     def _launched_ns(self, fired: bool) -> int:
@@ -144,14 +144,10 @@ class Timeline(LaunchingDevice[SimStream]):
         """Let the host spend time on a node without a launch."""
         if self._graph_ns is not None:
             return
-        ended_ns = self.thread.spend(call)
-        spans = self._spans
-        if spans is not None:
-            if type(spans) is CountedSpans:
-                spans.append(None)
-            else:
-                started_ns = ended_ns - self.thread.taken_ns(call)
-                spans.append(_new_tuple(Span, (name, "host", started_ns, ended_ns, 0, self._moment())))
+        thread = self.thread
+        ended_ns = thread.spend(call)
+        if self._spans is not None:
+            self._note(name, "host", ended_ns - thread.call_ns[call], ended_ns)
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
@@ -225,18 +221,20 @@ class Timeline(LaunchingDevice[SimStream]):
         self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
 
     def _record(self, event: SimEvent, nbytes: int) -> None:
-        spans = self._spans
-        if spans is not None:
-            if type(spans) is CountedSpans:
-                spans.append(None)
-            else:
-                times = event.started_ns, event.time_ns
-                spans.append(_new_tuple(Span, (event.label, self._roles[event.stream], *times, nbytes, self._moment())))
+        if self._spans is not None:
+            self._note(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes)
 
-    def _moment(self) -> tuple[int, ...]:
-        """Return the time and the bytes held by the device as the host launches work, which may run much later."""
-        now_ns = self.machine.loop.now_ns
-        return (now_ns, self.memory.used) if self.swapping is None else (now_ns, *self.swapping.sample())
+    def _note(self, label: str, role: str, started_ns: int, ended_ns: int, nbytes: int = 0) -> None:
+        """Record work, the time at which the host launches it, and the bytes that the device holds then."""
+        spans = self._spans
+        assert spans is not None
+        if type(spans) is CountedSpans:
+            spans.append(None)
+            return
+        now_ns, used, swapping = self.machine.loop.now_ns, self.memory.used, self.swapping
+        # Not by `Swapping.sample`, which takes a lock: one thread drives all simulated devices.
+        held = (now_ns, used) if swapping is None else (now_ns, used, *swapping.manager.sample())
+        spans.append(_new_tuple(Span, (label, role, started_ns, ended_ns, nbytes, held)))
 
 
 def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ...]) -> None:

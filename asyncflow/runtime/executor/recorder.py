@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
@@ -235,16 +236,40 @@ class Recorder:
             spans = device.settle(launched.spans)
             room = max(0, capacity - len(firings))
             trace.dropped += max(0, len(spans) - room)
-            for own_label, stream, began, ended, nbytes, sample in spans[:room]:
-                # Past the constructor: a loop launches thousands of kernels.
-                ready = began if scheduled is None or began < scheduled else scheduled
-                fired = own_label if is_region and not nbytes else label, op, tag, name, stream, ready, began, ended
-                known = _new_tuple(Firing, (run, *fired, outputs, "ok", location, *_DEFAULTS))
-                firings.append(known._replace(op="copy", nbytes=nbytes) if nbytes else known)
-                if len(sample) == _FULL_SAMPLE:
-                    samples.append(_new_tuple(MemorySample, (name, *sample)))
-                else:
-                    samples.append(MemorySample(name, *(sample or (ended, *launched.memory))))
+            spans = spans[:room]
+            # Past the constructors, and in comprehensions: a loop launches thousands of kernels.
+            after = sys.maxsize if scheduled is None else scheduled  # what has begun before was ready as it began
+            firings += [
+                _new_tuple(
+                    Firing,
+                    (
+                        run,
+                        own_label if is_region and not nbytes else label,
+                        "copy" if nbytes else op,
+                        tag,
+                        name,
+                        stream,
+                        began if began < after else after,
+                        began,
+                        ended,
+                        outputs,
+                        "ok",
+                        location,
+                        None,
+                        0,
+                        None,
+                        nbytes,
+                        0,
+                    ),
+                )
+                for own_label, stream, began, ended, nbytes, _ in spans
+            ]
+            samples += [
+                _new_tuple(MemorySample, (name, *sample))
+                if len(sample) == _FULL_SAMPLE
+                else MemorySample(name, *(sample or (ended, *launched.memory)))
+                for _, _, _, ended, _, sample in spans
+            ]
         trace.dropped += sum(len(device.settle(spans)) for device, spans in self._counted)
         self._counted.clear()
         self._launched.clear()
@@ -299,7 +324,6 @@ def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
 
 
 _new_tuple = tuple.__new__
-_DEFAULTS = tuple(Firing._field_defaults.values())
 _FULL_SAMPLE = len(MemorySample._fields) - 1
 
 
