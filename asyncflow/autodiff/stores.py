@@ -95,7 +95,9 @@ class MovingLog(StoreLog["Value"]):
                 if swapping.rests(self):
                     self.append(value)
                     return
-        self.append(swapping.keep(value, self.label, run, moves=self._moves, tag=self._tag(len(self))))
+        if getattr(value, "nbytes", 0) >= swapping.manager.least_bytes:
+            value = swapping.keep(value, self.label, run, moves=self._moves, tag=self._tag(len(self)))
+        self.append(value)
 
     def hand_over(self, index: int) -> None:
         """See `asyncflow.devices.swapping.RestingLog`."""

@@ -155,7 +155,9 @@ class SimLauncher:
     def _raw(self, value: SimArray | SimOpaque | SimUnknown) -> Placed:
         if isinstance(value, SimOpaque):
             return value.value
-        if type(value) is not SimArray or not self._info.keeps_arrays:
+        if type(value) is not SimArray:
+            return value.stand_in()
+        if not self._info.keeps_arrays:
             return value.stand_in()
         data: Placed = value.data
         if data is None:
@@ -301,7 +303,12 @@ class SimLauncher:
     def _count_buffers(self, output: object) -> None:
         """Count buffers that a store has made for itself; values put into it are kept, and count by themselves."""
         held: Held | None = getattr(output, "held", None)
-        if held is not None and (buffers := held.buffers()):
+        if held is not None:
+            self._count_held(held)
+
+    def _count_held(self, held: Held) -> None:
+        buffers = held.buffers()
+        if buffers:
             device, stream = self._device, self._stream
             for buffer in buffers:
                 if device.machine.kept(buffer) is None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from asyncflow.devices.memory import owner_of
+from asyncflow.devices.memory import Held, owner_of
 from asyncflow.devices.protocol import ArraySpec, KernelInfo, Placed
 from asyncflow.devices.sim.launch import MOST_SHAPES, WIDE, SimLauncher, latest_events, spec_nbytes
-from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, Storage, quiet
+from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, StandIn, Storage, quiet
 
 if TYPE_CHECKING:
     from asyncflow.devices.sim.device import SimDevice
@@ -81,7 +81,13 @@ class ComputeLauncher(SimLauncher):
         if machine.hazards:
             machine.check()
         if not arrays:
-            return self._checked(args) if info.on_host is None else self._on_host(args)
+            if info.on_host is None:
+                return self._checked(args)
+            if info.in_region and len(key) == len(args):  # numbers alone
+                result = info.on_host(*args)
+                self._device.run_on_host(info.name, "step")
+                return result
+            return self._on_host(args)
         known_as = tuple(key)
         try:
             known = self._known[known_as]
@@ -228,7 +234,7 @@ class StoreLauncher(SimLauncher):
                 if not (written.stream is stream or _has_waited(stream, value)) or value.storage.home is not device:
                     return self._checked(args)
                 arrays.append(value)
-                raw.append(value)
+                raw.append(self._raw(value))
             elif isinstance(value, np.generic) or len(raw) in info.host_inputs:
                 raw.append(value)
             else:
@@ -242,8 +248,6 @@ class StoreLauncher(SimLauncher):
         at_once = memory.credit
         memory.credit = late.append  # see `SimMemoryAccount.one_kernel`, which would take twice as long
         try:
-            if arrays:
-                raw = [self._raw(value) if type(value) is SimArray else value for value in raw]
             result = self._kernel(*raw)
             if info.single or len(result) == 1:
                 placed = self._moved(result if info.single else result[0], stores, arrays)
@@ -261,7 +265,10 @@ class StoreLauncher(SimLauncher):
         """Return a version of a store, or a value that one kept as it was; None, with no effect, for anything else."""
         device, name = self._device, self._info.name
         if type(output) is np.ndarray:
-            home = None if arrays else device.machine.kept(owner_of(output))
+            owner = output.base
+            if type(owner) is not StandIn:
+                owner = owner_of(output)
+            home = None if arrays else device.machine.kept(owner)
             if type(home) is not Storage or home.home is not device or output.dtype.kind in "OSUT":
                 return None
             device.run_on_host(name, self._viewing)
@@ -271,15 +278,16 @@ class StoreLauncher(SimLauncher):
             if device.machine.shapes_only and output.nbytes > SMALL_BYTES:
                 data = home.array = None
             return self._followed(SimArray(data, output.dtype, output.shape, home, home.written, name))
-        held = getattr(output, "held", None)
+        held: Held | None = getattr(output, "held", None)
         if held is None:
             return None
         device.run_on_host(name, self._viewing)
         events: Sequence[SimEvent] = stores[0].events if len(stores) == 1 else [x for y in stores for x in y.events]
         for store in stores:
-            if getattr(store.value, "held", None) is not held:
+            held_before: Held | None = getattr(store.value, "held", None)
+            if held_before is not held:
                 self._count_buffers(store.value)
-        self._count_buffers(output)
+        self._count_held(held)
         depends = latest_events([*events, *[array.written for array in arrays]] if arrays else events)
         return SimOpaque(output, depends, device) if depends else output
 

@@ -331,12 +331,13 @@ def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Place
     """
     found = _NO_DATA.get(dtype)
     if found is None:
-        found = _NO_DATA[dtype] = np.full((), np.nan if dtype.kind in "fc" else 0, dtype).view(StandIn)
+        number = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
+        found = _NO_DATA[dtype] = number[()], number.tobytes()
     if not shape:
-        return found[()]
-    element = found.copy()
+        return found[0]
+    # Of bytes, which are read-only: all that look into it are known to be so, and state need not copy it.
+    element = np.ndarray.__new__(StandIn, (), dtype, found[1])
     element.storage = storage
-    element.setflags(write=False)  # all that look into it are known to be read-only: state need not copy it
     if dtype.isbuiltin == 1 and dtype.kind in "biufc":  # one that Python knows as a buffer, and an array is made of
         return np.ndarray(shape, dtype, element, 0, (0,) * len(shape))
     return np.broadcast_to(element, shape)
@@ -344,5 +345,5 @@ def no_data(dtype: DType, shape: Shape, storage: Storage | None = None) -> Place
 
 _shared_no_data = lru_cache(256)(no_data)
 
-_NO_DATA: dict[DType, StandIn] = {}
-"""A number for each dtype, of which `no_data` makes copies."""
+_NO_DATA: dict[DType, tuple[Placed, bytes]] = {}
+"""A number for each dtype, and its bytes, which all that `no_data` returns look into."""
