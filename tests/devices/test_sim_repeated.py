@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.protocol import recording
 from asyncflow.devices.sim import device as device_module
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.launch import SimLauncher
@@ -188,3 +191,32 @@ def test_memory_is_checked_before_a_launch_like_an_earlier_one(loop: VirtualCloc
         double(x)
     assert (len(runs), device.memory.used) == (1, 800)
     del kept
+
+
+def functions_called(call: Callable[[], object]) -> list[str]:
+    """The names of the library's functions that run inside a call."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_launch_like_an_earlier_one_calls_few_functions(recorded: bool, loop: VirtualClockLoop) -> None:
+    """A training makes a hundred thousand of them; what each function more costs shows in no other test."""
+    device = SimDevice(machine_of(loop, shapes_only=True))
+    x = device.constant(np.ones(2048, np.float32))
+    double = bind(device, lambda a: a * np.float32(2), in_region=True)
+    kept = [double(x)]
+    with recording(device, [] if recorded else None):
+        names = functions_called(lambda: kept.append(double(x)))
+    assert len(names) <= (15 if recorded else 12), names
+    assert "SimLauncher._checked" not in names

@@ -1,8 +1,24 @@
-"""Launches like earlier ones, the usual case: their inputs have the same dtypes and shapes and are on the same stream.
+"""Launchers that reuse the findings of an earlier call whose inputs had the same dtypes and shapes.
 
-A launcher of these looks up the outputs' shapes and the cost (`_Known`), and leaves out checks that cannot fail for
-such inputs. A call of another kind goes to `SimLauncher` before it has any effect, or leaves its outputs to
-`SimLauncher._wrap`. So times, peaks and firings are the same as with all checks.
+A loop calls each of its kernels once an iteration, mostly with inputs like those of the iteration before. `SimLauncher`
+would find out everything again: the dtypes and shapes of the outputs, the cost, and the memory that they are in. The
+launchers here keep these findings (`_Known`), by a key of the inputs' dtypes and shapes.
+
+An example: ``tanh`` of a float32 array of shape ``(64, 256)``, in a simulation of shapes alone, on a V100.
+
+1. The first call makes the key ``(float32, (64, 256), None)``; None says that the array has no data. `_find_out` asks
+   the op for the outputs' shapes and the card's model for the cost. It keeps both under the key: one array of 65,536
+   bytes, the time of the kernel on the card, and that the kernel need not run.
+2. The next iteration's call makes the same key and finds the entry. Three steps are left: check that 65,536 bytes fit,
+   give the stream a piece of work of that length, and make a `SimArray` without data.
+3. The last batch has 10 rows. Its key ``(float32, (10, 256), None)`` is new, so the launcher repeats step 1.
+4. Another stream has written the next input, and this stream has not waited for it yet. That needs an event, which no
+   key can tell, so `SimLauncher._checked` does the whole call.
+
+Rule: virtual times, peaks of memory, firings and results are the same as with `SimLauncher` alone, to the byte
+(`tests/devices/test_sim_repeated.py`). So a launcher decides whether a call is like an earlier one *before* the call
+has any effect. If the call is not, or may not be, it goes to `SimLauncher._checked`. If the kernel runs and returns
+something unexpected, such as a view, the outputs go to `SimLauncher._wrap`.
 """
 
 from __future__ import annotations
@@ -24,13 +40,13 @@ if TYPE_CHECKING:
 
 
 def sim_launcher(device: SimDevice, kernel: Kernel, info: KernelInfo) -> SimLauncher:
-    """Return the launcher of a kernel that is no coroutine function."""
+    """Return the launcher of a kernel that is no coroutine function: the one with the fewest steps."""
     if not device.capabilities.own_memory:
         return SimLauncher(device, kernel, info)
     if info.is_metadata:
         return MetadataLauncher(device, kernel, info)
     if info.is_user or info.needs_context:
-        return SimLauncher(device, kernel, info)
+        return SimLauncher(device, kernel, info)  # its results need not be alike although its inputs are
     if not info.keeps_arrays:
         return ComputeLauncher(device, kernel, info)
     return StoreLauncher(device, kernel, info) if info.in_region else SimLauncher(device, kernel, info)
@@ -62,6 +78,7 @@ class ComputeLauncher(SimLauncher):
         stream, info = self._stream, self._info
         arrays: list[SimArray] = []
         key: list[object] = []
+        # One look at each input: it makes the key, and finds what a lookup cannot answer.
         for value in args:
             if type(value) is SimArray:
                 written = value.written
@@ -70,13 +87,13 @@ class ComputeLauncher(SimLauncher):
                 arrays.append(value)
                 key += value.dtype, value.shape
                 if value.data is None:
-                    key.append(None)
+                    key.append(None)  # small arrays have data in a simulation of shapes, if their inputs had
             elif isinstance(value, np.generic):
                 key.append(type(value))
                 if self._needs_values:
                     key.append(value)
             elif info.on_host is None or any(type(each) is SimArray for each in args):
-                return self._checked(args)
+                return self._checked(args)  # a vector of the host, which has to be copied in
         machine = self._device.machine
         if machine.hazards:
             machine.check()
@@ -94,19 +111,21 @@ class ComputeLauncher(SimLauncher):
         except KeyError:
             known = self._find_out(known_as, args, arrays)
             if known is None and not self._needs_values and self._rule.infer_with_numbers(args) is not None:
+                # Such as the start of a slice: from here on numbers are part of this launcher's keys.
                 self._needs_values = True
                 return self(*args)
         if known is None:
             return self._checked(args)
         if not known.runs:
             return self._without_running(known, arrays)
+        # Refused before the kernel runs. With numbers in the key the kernel may give a view: see `_place`.
         if known.is_work and not self._needs_values:
             self._device.memory.check(known.fresh_nbytes, info.name)
         raw = [value.data if type(value) is SimArray else value for value in args]
         if info.in_region:
             result = self._kernel(*raw)
         else:
-            with quiet():
+            with quiet():  # a region does so once for all of its kernels
                 result = self._kernel(*raw)
         outputs = [result] if info.single else list(result)
         placed = self._place(known, arrays, raw, outputs)
@@ -164,7 +183,7 @@ class ComputeLauncher(SimLauncher):
     def _launched(self, known: _Known, arrays: Sequence[SimArray]) -> SimEvent:
         """Give the kernel to its stream, which has waited for the inputs."""
         device, stream = self._device, self._stream
-        landing = device.machine.landing
+        landing = device.machine.landing  # empty but for the moments after copies
         if landing:
             for array in arrays:
                 landing.pop(array.storage.written, None)
@@ -194,7 +213,7 @@ class ComputeLauncher(SimLauncher):
             return [self._followed(SimArray(output, dtype, shape, source.storage, source.written, name))]
         if len(outputs) != len(known.specs):
             return None
-        seen = set(map(id, raw))
+        seen = set(map(id, raw))  # an input, or one array twice, is no new memory
         for output, (dtype, shape) in zip(outputs, known.specs, strict=True):
             if type(output) is np.ndarray:
                 if output.base is not None or id(output) in seen:
@@ -215,7 +234,12 @@ class ComputeLauncher(SimLauncher):
 
 
 class StoreLauncher(SimLauncher):
-    """The launcher of a kernel that puts values into a store or takes them out, called by the code of a region."""
+    """The launcher of a kernel that puts values into a store or takes them out, called by the code of a region.
+
+    Such a kernel takes the card no time: a loop saves values for its gradient, or writes them to a TensorArray, as they
+    are. The kernel always runs, because the store's contents decide the output, and no key tells them. The launcher
+    only leaves out the search for the memory of the output: that is the store's, or the value's own.
+    """
 
     __slots__ = ()
 
@@ -296,13 +320,13 @@ class _Known(NamedTuple):
     """Facts that follow from the dtypes and shapes of a kernel's inputs, and from which of them have data.
 
     Attributes:
-        specs: of the outputs.
-        nbytes: of each output.
-        is_work: it computes something.
-        runs: it is run; else its outputs have no data.
-        fresh_nbytes: of the outputs.
-        seconds: how long it takes, without jitter.
-        work_ns: how much of that is work.
+        specs: dtypes and shapes of the outputs.
+        nbytes: sizes of the outputs.
+        is_work: True if the kernel occupies its stream; one without work gives views of its inputs.
+        runs: True if the kernel is called; without a call its outputs have no data.
+        fresh_nbytes: sum of `nbytes`, which the device allocates if the kernel gives no views.
+        seconds: time that the kernel takes, without jitter.
+        work_ns: part of that in which the card has no room for another kernel.
     """
 
     specs: Sequence[ArraySpec]

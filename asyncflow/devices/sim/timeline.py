@@ -117,7 +117,8 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def launch_for(self, stream: SimStream, seconds: float, taken_ns: int, name: str, fired: bool) -> SimEvent:
         """Launch a kernel of known `cost`; see `launch_kernel`."""
-        duration_ns = self.machine.duration_ns(seconds)
+        machine = self.machine
+        duration_ns = machine.duration_ns(seconds) if machine.jitter else round(seconds * _NS_PER_S)
         if fired or not self._is_card or self._graph_ns is not None:
             earliest_ns = self._launched_ns(fired)
         else:

@@ -249,7 +249,7 @@ class Recorder:
                         tag,
                         name,
                         stream,
-                        began if began < after else after,
+                        min(began, after),
                         began,
                         ended,
                         outputs,
