@@ -172,7 +172,7 @@ def _dtype_of(x: TensorLike | DTypeLike) -> DType:
 
 
 def can_cast(from_: TensorLike | DTypeLike, to: DTypeLike, /) -> bool:
-    """True if every value of the one dtype (or tensor's dtype) is a value of the other."""
+    """Return True if every value of the one dtype (or tensor's dtype) is a value of the other."""
     return bool(np.can_cast(_dtype_of(from_), as_dtype(to)))
 
 
@@ -208,7 +208,7 @@ def iinfo(type: TensorLike | DTypeLike, /) -> IntegerLimits:
 
 
 def isdtype(dtype: DTypeLike, kind: DTypeLike | tuple[DTypeLike, ...]) -> bool:
-    """True if `dtype` is of a kind, one of several, or is the dtype given.
+    """Return True if `dtype` is of a kind, one of several, or is the dtype given.
 
     Args:
         dtype: a dtype.

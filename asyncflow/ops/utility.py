@@ -28,7 +28,7 @@ ANY = method_reduction("any", _test_spec)
 
 
 def all(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """True if all elements are true (nonzero), over `axis` or all axes; true where there are none.
+    """Return True if all elements are true (nonzero), over `axis` or all axes; true where there are none.
 
     Args:
         x: numbers, booleans or strings.
@@ -39,7 +39,7 @@ def all(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tenso
 
 
 def any(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """True if some element is true (nonzero), over `axis` or all axes; false where there are none.
+    """Return True if some element is true (nonzero), over `axis` or all axes; false where there are none.
 
     Args:
         x: numbers, booleans or strings.

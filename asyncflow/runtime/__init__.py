@@ -1,1 +1,1 @@
-"""How does a plan run? `Session`, `Run`, `Executor`, `Scheduler`."""
+"""The runtime: how a plan runs. `Session`, `Run`, `Executor`, `Scheduler`."""

@@ -26,7 +26,7 @@ class DirectedGraph(Protocol):
     """A graph of NetworkX, as far as it is read here."""
 
     def is_directed(self) -> bool:
-        """True if the edges have a direction."""
+        """Return True if the edges have a direction."""
 
     def nodes(self) -> Iterable[object]:
         """The nodes, in order."""

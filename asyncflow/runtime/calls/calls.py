@@ -1,4 +1,4 @@
-"""Fetches and feeds read once, to be run many times: `Call`, those a session remembers, and `Prepared`."""
+"""Fetches and feeds read once, to be run many times: `Call`, the cache of calls, and `Prepared`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AT_HAND = (np.ndarray, np.generic, str)
 _REMEMBERED = (Tensor, OnDevice)
 
 _MOST_CALLS = 1_000
-"""How many kinds of runs a session remembers of one graph."""
+"""Maximum number of kinds of runs that a session remembers for one graph."""
 
 
 class Call:
@@ -92,7 +92,7 @@ class Call:
         return label_of(self.request.fetches)
 
     def check(self, values: Sequence[Value]) -> tuple[list[Value], bool]:
-        """The values as the run will see them; and whether some of them still have to be copied or read.
+        """Return the values as the run will see them, and True if some still have to be copied or read.
 
         Raises:
             FeedError: there are too many or too few, or one does not fit.
@@ -113,7 +113,7 @@ class Call:
         return checked, waits
 
     def _refuse_contradictions(self, checked: Sequence[Value]) -> None:
-        """Check fed values that replace computed ones against what the graph was built on."""
+        """Check fed values that replace computed ones against the assumptions of the graph."""
         root = self.request.graph
         if self._about[0] != len(root.assumptions):
             self._about = len(root.assumptions), assumptions_about(root, self._overridden)
@@ -228,5 +228,5 @@ class Prepared(NotPickled):
         atomic: bool = False,
         priority: int = 0,
     ) -> Nest:
-        """Runs with these values, in the order of the feeds it was prepared with; else as `Session.run`."""
+        """Run with these values, in the order of the prepared feeds; otherwise as `Session.run`."""
         return await self._run(self._call, values, timeout, trace, allow_dead, atomic, priority)

@@ -1,4 +1,4 @@
-"""Checks the options of runs, so that a wrong one is named where it is given."""
+"""Checks of the options of runs, so that a wrong option is reported where it is given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_timeout(timeout: object) -> float | None:
     Raises:
         TypeError: it is no real number.
         ValueError: it is NaN.
-        DeadlineExceeded: it is negative, as what is left until a deadline that has passed.
+        DeadlineExceeded: it is negative, as the time left after a deadline.
     """
     if timeout is None:
         return None
@@ -32,7 +32,7 @@ def as_timeout(timeout: object) -> float | None:
 
 
 def as_seconds(seconds: object, name: str, *, may_be_zero: bool = True) -> float:
-    """How long to wait, of which infinity is as long as event loops can.
+    """Return seconds to wait; infinity becomes the longest time of event loops.
 
     Raises:
         TypeError: it is no real number.
@@ -66,7 +66,7 @@ def as_priority(priority: object) -> int:
 
 
 def check_trace(trace: object, *, may_be_path: bool) -> None:
-    """Raises TypeError unless `trace` is a Trace, None, or (if it may be one) a path."""
+    """Raise TypeError unless `trace` is a Trace, None, or (if allowed) a path."""
     if trace is None or isinstance(trace, Trace) or (may_be_path and isinstance(trace, str | Path)):
         return
     wanted = "a Trace to record into or a path to write to" if may_be_path else "a Trace to record into"

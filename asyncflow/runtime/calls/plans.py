@@ -22,14 +22,16 @@ from asyncflow.streams.beside import background, call_beside
 from asyncflow.streams.loop import is_virtual
 
 _COMPILED_INLINE = 50
-"""A graph of at most so many nodes compiles on the event loop, in less than 5 ms."""
+"""Number of nodes up to which a graph compiles on the event loop, in less than 5 ms."""
 
 _CONSTANTS_INLINE = 1 << 20
-"""So do constants of at most so many bytes: they are folded, and copied to devices."""
+"""Bytes of constants up to which a graph compiles there: they are folded, and copied to devices."""
 
 
 _LEARNED_FROM = 4
-"""So many plans of a graph, used last, say what its nodes cost: compiling takes no longer with each plan there is."""
+"""Number of a graph's plans, used last, that tell its nodes' costs: compiling must not slow down with each further
+plan.
+"""
 
 
 Compile: TypeAlias = Callable[[PlanRequest], "Plan"]
@@ -41,8 +43,8 @@ class GraphPlans:
     Attributes:
         graph: a weak reference to it.
         version: of the graph, when `plans` was empty.
-        plans: by what they were compiled for.
-        calls: kinds of runs that have been read, by what the caller gave; see `CallCache`.
+        plans: by the kinds of run that they were compiled for.
+        calls: kinds of runs read so far, by the caller's fetches and feeds; see `CallCache`.
         costs: mean nanoseconds of nodes, by name.
     """
 
@@ -67,10 +69,10 @@ class GraphPlans:
 
 
 class PlanCache:
-    """The plans of a session, at most so many: the one used least recently goes first.
+    """The plans of a session, up to a maximum: the least recently used goes first.
 
-    They are held by their graphs, and gone when those are. A graph that has grown loses its plans: they would not see
-    the new nodes.
+    They are held by their graphs, and go with them. A graph that has grown loses its plans: they would not see the new
+    nodes.
     """
 
     def __init__(self, most: int) -> None:
@@ -96,7 +98,7 @@ class PlanCache:
         return kept
 
     async def aclose(self) -> None:
-        """Leaves what compiles to its threads: a run that waits for it gets a `SessionClosedError`."""
+        """Leave compilations to their threads: a run that waits for one gets a `SessionClosedError`."""
         loop = asyncio.get_running_loop()
         compiling = [each for each in self._compiling.values() if each.get_loop() is loop]  # of one closed none goes on
         for each in compiling:
@@ -104,7 +106,7 @@ class PlanCache:
         await asyncio.gather(*compiling, return_exceptions=True)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget all plans."""
         for kept in list(self._graphs):
             self._drop(kept)
         self._graphs.clear()
@@ -137,14 +139,14 @@ class PlanCache:
         return plan
 
     def alive(self, states: Collection[Hashable]) -> list[Plan]:
-        """All plans that touch some of these states, kept here or by those who run them."""
+        """Return all plans that touch some of these states, kept here or by their runs."""
         return [plan for plan in self._alive if not plan.states.isdisjoint(states)]
 
     def flip(self, renewed: Mapping[Plan, Plan]) -> None:
-        """Puts plans in the place of others, for runs that start from now on.
+        """Replace plans, for runs that start from now on.
 
-        Who runs a plan keeps it, and finds the new one in it, but for shared bodies: theirs are those of the runs that
-        they are computed for.
+        Holders of an old plan find the new one in it, except for shared bodies: their plans belong to the runs they are
+        computed for.
         """
         self._flips += 1
         for kept in list(self._graphs):
@@ -167,9 +169,10 @@ class PlanCache:
         return _compiles_soon(request.graph) or is_virtual(asyncio.get_running_loop())
 
     async def get(self, request: PlanRequest, compile: Compile) -> Plan:
-        """The plan; a graph that is large, or holds much, compiles on a thread, so that the event loop goes on.
+        """Return the plan; a graph that is large, or has large constants, compiles on a thread, so that the event loop
+        goes on.
 
-        Not on virtual time, where nobody waits meanwhile, and the same has to happen every time.
+        On virtual time it compiles on the loop, as nothing waits meanwhile, and the same has to happen every time.
 
         Cancellation: compiling goes on, for later runs.
         """

@@ -44,18 +44,18 @@ class SessionOptions:
         graph: where names in fetches and feeds are looked up; tensors know their own graph.
         devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
         optimize: fold constants, join equal nodes and move invariant ones out of loops before a graph runs.
-        loop_batching: with `optimize`, do matrix products of many iterations of a loop at once where they do not need
-            what the loop carries, or nothing in the loop needs them; results are the same within rounding.
+        loop_batching: with `optimize`, compute matrix products of many iterations of a loop at once if they do not need
+            the loop's variables, or nothing in the loop needs them. Results are the same within rounding.
         regions: compile clusters of nodes that never wait into generated Python functions.
         fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
             runs; results are the same but for rounding in transcendental functions.
         cuda_graphs: with `regions`, launch a region of elementwise operations, reductions and products of matrices as
-            one CUDA graph once it has run a few times with the same shapes and the same numbers on the host. New; right
-            on the one card it ran on, and about three times as fast there.
+            one CUDA graph. That begins once it has run a few times with the same shapes and the same numbers on the
+            host. New; right on the one card it ran on, and about three times as fast there.
         device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
-            loops of them included, with no copy to the host in between; needs the package ``cuda-bindings``, which the
-            extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop
-            whether the card runs it. New; right on the one card it ran on.
+            loops, with no copy to the host in between. It needs the package ``cuda-bindings``, which the extras
+            ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop whether the
+            card runs it. New; right on the one card it ran on.
         without: names of compiler passes that are left out, such as ``["fold"]``, to find which one a result depends
             on; ``docs/design/README.md`` lists them. Results are the same within rounding.
         dump: print to the standard error what compiler passes change when a plan is compiled, as a diff of the graph's
@@ -69,23 +69,23 @@ class SessionOptions:
             after the other; what passes it alone fails with `OutOfMemoryError`.
         host_memory_limit: bytes of the host's memory for values that loops save for gradients and that leave the
             memory of their device (`while_loop`), for all devices together; None for no limit.
-        spill_directory: where such values go beyond that, and those of CPU devices with a `memory_limit`: to a file
-            that has no name and goes with the session. None for nowhere.
+        spill_directory: directory for such values beyond that, and for CPU devices with a `memory_limit`: a file there
+            has no name and goes with the session. None for nowhere.
         threads: BLAS threads a stream. One is best when several runs are in flight.
         compute_streams: streams for kernels on each device; with more than one, the compiler divides a run's
             independent branches, and the iterations of its loops, over them. Kernels of different runs on a CPU overlap
             in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
         transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
-            and with 8 bits of precision. None sends what is there.
-        saved_values: what is done with the values that loops save for their gradients. ``"auto"`` keeps them while they
-            are predicted to fit into `memory_limit`; else a plan moves some away and back (`while_loop`), computes
-            others again, and runs some iterations again, whatever is predicted to take least time. What it does, and
-            what less memory would cost, says ``plan.explain(memory=True)``. Where only a run knows how many iterations
-            there are, those that fit keep their values, and the others run again; or values move once memory is short.
-            ``"keep"`` leaves them where they are. ``"swap"`` moves all that are large from the first byte.
+            and with 8 bits of precision. None sends them unchanged.
+        saved_values: treatment of the values that loops save for their gradients. ``"auto"`` keeps them while they are
+            predicted to fit into `memory_limit`; else a plan moves some away and back (`while_loop`), computes others
+            again, and runs some iterations again, whatever is predicted to take least time.
+            ``plan.explain(memory=True)`` shows the choice, and the cost of less memory. If only a run knows the number
+            of iterations, the ones that fit keep their values, and the others run again; or values move once memory is
+            short. ``"keep"`` leaves them where they are. ``"swap"`` moves all that are large from the first byte.
             ``"recompute"`` has loops save their variables once a segment of iterations, and gradients run each segment
             forward again: of n iterations, about ``2 * sqrt(n)`` are held, for the time of one more forward loop. A
-            loop that would have to run an effect twice, or your own function that is not declared
+            loop that would have to run an effect twice, or a function of yours that is not declared
             ``@af.op(pure=True)``, is a `GraphError` with ``"recompute"``, and is not run again with ``"auto"``. Results
             are the same within rounding.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
@@ -94,25 +94,25 @@ class SessionOptions:
             it. None: where they finish first.
         check_numerics: fail on the first NaN or infinity, naming the node.
         max_iterations: most iterations of any one loop; None for no limit.
-        plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
-            graph goes when the graph does.
-        max_runs: most runs in flight at once; others wait their turn, with a `memory_limit` also for as much memory as
-            runs of their kind needed before. Not counted are runs that need no scheduler, as they are over at once,
-            those that a run asks for, and runs that wait for other runs at a queue, an input, a mutex or a barrier, or
-            for the consumer of a stream, until they go on. ``"auto"`` allows two more runs of about the same length
-            than the devices have threads, so that short runs never wait for long ones. It counts no run that waits in
-            any way, be it in a coroutine, none that shares batches or pools, and none that takes eight times as long as
-            usual. None for no limit.
-        max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
-            are refused (`OverloadedError`). None for no limit. Of runs of several priorities (`Session.run`) the less
-            important ones give way.
-        max_queued_bytes: with `max_runs`, most bytes of what is fed to runs that wait; None for no limit.
+        plans: most compiled plans that the session keeps; the one used least recently goes first. Entries for a graph
+            go when the graph does.
+        max_runs: most runs in flight at once; others wait their turn, with a `memory_limit` also for the memory that
+            runs of their kind needed before. Three kinds of runs do not count: runs without a scheduler, as they are
+            over at once; runs requested inside a run; and runs that wait for other runs at a queue, an input, a mutex
+            or a barrier, or for the consumer of a stream, until they go on. ``"auto"`` allows two more runs of about
+            the same length than the devices have threads, so that short runs never wait for long ones. It counts no run
+            that waits in any way, such as in a coroutine, no run that shares batches or pools, and no run that takes
+            eight times as long as usual. None for no limit.
+        max_queued: with `max_runs`, most runs that wait. Further runs, and runs that would not end within their
+            ``timeout=``, are refused (`OverloadedError`). None for no limit. Of runs of several priorities
+            (`Session.run`) the less important ones give way.
+        max_queued_bytes: with `max_runs`, most bytes of feeds of queued runs; None for no limit.
         restore: a checkpoint that variables take their values from when the session is entered, as if by
             `Session.restore`. Or a `Saver`: then there need not be one yet, and the saver publishes from then on.
 
     Raises:
         TypeError, ValueError: an option is of another type than it says, or out of its range.
-        PlacementError: `devices` names one that is not there, or `device_while` lacks ``cuda-bindings``.
+        PlacementError: `devices` names a missing device, or `device_while` lacks ``cuda-bindings``.
     """
 
     graph: Graph | None = None
@@ -173,7 +173,7 @@ class SessionOptions:
             raise ValueError(f"saved_values is {choices}; got {self.saved_values!r}")
 
     def for_plans(self) -> PlanOptions:
-        """Those that plans are compiled with."""
+        """Return the options that plans are compiled with."""
         return PlanOptions(**{field.name: getattr(self, field.name) for field in fields(PlanOptions)})
 
 
@@ -218,7 +218,7 @@ def taking(
 
 
 def with_arguments(doc: str | None, options: type) -> str | None:
-    """A docstring that ends with an example, with the sections of the one of `options` before it."""
+    """Insert the sections of the docstring of `options` before the example that ends a docstring."""
     if doc is None or options.__doc__ is None:
         return None  # python -OO
     head, sign, example = doc.partition(">>>")

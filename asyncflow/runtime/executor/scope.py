@@ -51,7 +51,7 @@ class PlaceInSession(Protocol):
         """Gives it to other runs."""
 
     def come_back(self, go_on: Callable[[], None], /) -> bool:
-        """True if the run has a place now; else ``go_on()`` is called when it has."""
+        """Return True if the run has a place now; else ``go_on()`` is called when it has."""
 
 
 class RunScope(Protocol):

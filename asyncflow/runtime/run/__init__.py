@@ -1,1 +1,1 @@
-"""One run, from what is asked of it to fetched values."""
+"""One run, from its request to fetched values."""

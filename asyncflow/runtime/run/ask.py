@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """The terms of one run, which are its caller's, or those of the batch or pool that it computes for.
+    """The terms of one run, given by its caller, or by the batch or pool that it computes for.
 
     Attributes:
         asked_s: when, in the event loop's time.
         timeout: seconds since then until it has to have ended; None for no matter when.
         trace: what to record into.
-        priority: of those that wait for others, lower ones go first.
+        priority: among waiting runs, lower numbers go first.
         atomic: it is one step for others that touch the same states.
         emitter: takes streamed values.
-        staying: which of the fetched values stay on their device.
+        staying: indexes of fetched values that stay on their device.
         is_part: it is a part of the runs that it computes for, also while these are drained.
         name: as the trace shows it; without one, its number.
-        on_end: is called with the run at its end, which may be before it has been given to anybody.
+        on_end: called with the run at its end, which may be before the run has been returned.
     """
 
     asked_s: float
@@ -47,11 +47,11 @@ class Ask:
 
     @asynccontextmanager
     async def in_time(self, what: str, then: str = "it did not start") -> AsyncIterator[None]:
-        """Raises DeadlineExceeded, which says `what` and `then`, if what is done inside takes longer than a run may.
+        """Raise DeadlineExceeded, which says `what` and `then`, if the block takes longer than the run may.
 
         Args:
             what: is not done.
-            then: is what comes of that.
+            then: the consequence.
         """
         try:
             async with asyncio.timeout_at(None if self.timeout is None else self.asked_s + self.timeout):

@@ -29,7 +29,7 @@ class Channel:
 
     @property
     def has_consumer(self) -> bool:
-        """Whether somebody waits for the next item."""
+        """True if a consumer waits for the next item."""
         return self._waiter is not None and not self._waiter.done()
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Channel:
         self._wake()
 
     def discard(self) -> None:
-        """Drops the items that nobody has taken."""
+        """Drop the items not taken yet."""
         self._offered.clear()
 
     async def get(self) -> tuple[Value, ...] | None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _MOST_TOLD = 5
-"""So many firings that wait are told of."""
+"""Maximum number of waiting firings listed in a message."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -50,7 +50,7 @@ class Run:
     number: int
     """Counts the session's runs."""
     devices: Mapping[str, Device]
-    """Those of the session, by name."""
+    """Devices of the session, by name."""
     turn: Turn
     """The session's share of the event loop."""
     options: SessionOptions
@@ -58,69 +58,71 @@ class Run:
     seed: int
     """Of random ops."""
     trace: Trace | None
-    """What to record into."""
+    """Trace to record into."""
     emitter: Channel | None = None
     """Takes streamed values."""
     staying: Collection[int | None] = ()
     """Indexes of the fetches whose values stay on their device."""
     on_end: Callable[[Run], None] | None = None
     has_age: bool = False
-    """It only computes: where memory is short it waits for older runs, and younger ones for it."""
+    """True if it only computes: when memory is short, it waits for older runs, and younger ones for it."""
     name: str = ""
-    """As traces show it; without one, its number."""
+    """Name in traces; without one, its number."""
     ticket: PlaceInSession | None = None
-    """Its place in the session, which it gives back while it waits for other runs; None if it never does."""
+    """Place in the session, which it gives back while it waits for other runs; None if it never does."""
     id: int = field(default_factory=itertools.count(1).__next__, init=False)
     """Unique in the process."""
     part: RunPart = field(init=False)
-    """The run for those that are asked for inside it."""
+    """The run, as seen by runs requested inside it."""
     context: Context = field(default_factory=copy_context)
     """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
     rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
-    """Where the partitions meet."""
+    """Meeting point of the partitions."""
     states: frozenset[Hashable] = field(init=False)
-    """The keys of the variables that it touches."""
+    """Keys of the variables that it touches."""
     writes: frozenset[Hashable] = field(init=False)
-    """Those that it may write."""
+    """Keys of the variables that it may write."""
     writes_several: bool = field(init=False)
     """Some of them may be written when others are still to be written."""
     at_end: dict[object, Callable[[], None]] = field(default_factory=dict, init=False)
-    """Functions that let go of what the run holds, such as a mutex."""
+    """Functions that release the run's holdings, such as a mutex."""
     stayed: dict[int, Value] = field(default_factory=dict, init=False)
     """The values of `staying`."""
     is_finished: bool = field(default=False, init=False)
-    """Whether nothing of the run is left to do."""
+    """True if no work of the run is left."""
     executors: list[Executor | LoneFiring] = field(default_factory=list, init=False)
     _partitions: Sequence[Partition] = field(init=False)
     _memory: Sequence[PlannedLoop] = field(init=False)
     _started_ns: int = field(init=False)
     awaited: asyncio.Future[None] | None = field(default=None, init=False)
-    """What the caller's task waits for."""
+    """Future that the caller's task waits for."""
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
     _status: str = field(default="ok", init=False)
     _came: asyncio.Event | None = field(default=None, init=False)
     """Set when the run, some of whose tasks wait for that, has its place again."""
     taken: Taken | None = field(default=None, init=False)
-    """The elements that it has taken and gives back if it ends early; None if it takes none."""
+    """Elements that it has taken and gives back if it ends early; None if it takes none."""
     own_context: Context | None = field(default=None, init=False)
-    """Where such a run is driven, so that kernels find what it has taken: a copy of `context`, which kernels enter."""
+    """Context in which such a run is driven, so that kernels find its taken elements: a copy of `context`, which
+    kernels enter.
+    """
     in_caller: bool = field(init=False)
     """True if it goes on in its caller's task alone.
 
-    Such a run waits in line of a queue, say. A cancelled task takes no further step, so the run takes no element and
-    puts none once its caller is cancelled; and nothing can cancel the task between a step and what the step gives.
+    Such a run waits in the line of a queue, say. A cancelled task takes no further step. So the run takes no element
+    and puts none once its caller is cancelled, and nothing can cancel the task between a step and its result.
     """
     is_in_caller: bool = field(default=False, init=False)
     """True while its caller's task takes steps of it."""
     begun: Begun | None = field(default=None, init=False)
-    """Its only firing, which has begun on the event loop and goes on on a thread."""
+    """Its only firing, if that has begun on the event loop and continues on a thread."""
     _steps: dict[Callable[[], object], None] = field(default_factory=dict, init=False)
     """Steps that wait for the caller's task, in order."""
     is_stopped: bool = field(default=False, init=False)
-    """Whether it ends early: nothing of it starts, or goes on, any more."""
+    """True if it ends early: none of its firings starts, or goes on, any more."""
     _is_busy: bool = field(default=False, init=False)
     _undrained: list[Executor] = field(default_factory=list, init=False)
-    """Those whose devices must have ended their work before the run has."""
+    """Executors whose devices must have ended their work before the run ends."""
 
     def __post_init__(self, plan: Plan) -> None:
         self.part = RunPart(self.turn, current_part(), run=self.id, trace=self.trace)
@@ -233,10 +235,10 @@ class Run:
         return not self.is_stopped
 
     async def wait(self) -> list[Value]:
-        """The fetched values.
+        """Return the fetched values.
 
-        Cancellation: stops the run, waits until what is in flight has ended, then raises CancelledError. Of a failure
-        and a cancellation, the one that stopped the run is raised.
+        Cancellation: stops the run, waits until work in flight has ended, then raises CancelledError. Of a failure and
+        a cancellation, the earlier one is raised.
         """
         cancelled: asyncio.CancelledError | None = None
         while not self.is_finished:
@@ -290,7 +292,7 @@ class Run:
         return results
 
     def stop(self, status: str) -> None:
-        """Stops the run early; `wait` then only waits for what is in flight."""
+        """Stop the run early; `wait` then only waits for work in flight."""
         if not (self.is_stopped or self.is_finished):
             self._status = status
             self._stop_all()
@@ -305,7 +307,7 @@ class Run:
         self._steps.clear()
 
     def close(self) -> None:
-        """Ends the run because its session closes."""
+        """End the run because its session closes."""
         if self.emitter is not None:
             self.emitter.discard()
         self._fail(SessionClosedError("the session was closed while the run was in flight"))
@@ -316,7 +318,7 @@ class Run:
             self._stop_all()
 
     def on_quiet(self) -> None:
-        """Called by an executor when it has nothing left to do: the run ends when none has."""
+        """Note that an executor has nothing left to do: the run ends when none has."""
         if self.is_finished or self._is_busy:
             return
         is_stalled = False
@@ -365,7 +367,7 @@ class Run:
             ticket.step_aside()
 
     def back(self) -> Awaitable[None] | None:
-        """Return None if the run has its place, which it may have given to others; else the wait for it."""
+        """Return None if the run has its place, which it may have given to others; otherwise the wait for it."""
         return None if self._has_place() else self._until_back()
 
     def _has_place(self) -> bool:

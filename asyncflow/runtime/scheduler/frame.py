@@ -14,11 +14,11 @@ from asyncflow.values import Value
 
 @dataclass(slots=True, eq=False, repr=False)
 class Frame:
-    """One activation of a loop.
+    """A frame: one activation of a loop.
 
-    Invariants: ``live`` is the number of iterations started and not ended; ``newest.next`` is None; tokens are parked
-    only by ``newest``; ``values`` and ``pending`` are what a new iteration starts with, constants included;
-    ``killer`` is what the first dead Enter died of.
+    Invariants: ``live`` is the number of iterations started and not ended; ``newest.next`` is None; only ``newest``
+    parks tokens; ``values`` and ``pending`` are the initial tables of a new iteration, constants included; ``killer``
+    is the cause of death of the first dead Enter.
     """
 
     info: PlanFrame

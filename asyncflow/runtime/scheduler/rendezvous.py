@@ -1,4 +1,4 @@
-"""Where the partitions of one run meet: values that were sent and not received, and Recvs that wait.
+"""The rendezvous of one run's partitions: sent values that were not received yet, and waiting Recvs.
 
 A key is the number of a transfer and the iteration numbers of its tag. The rendezvous belongs to one run, lives on the
 event loop and does nothing by itself: a Send hands its value over, and if the Recv is there, it takes it at once.
@@ -16,13 +16,13 @@ from asyncflow.values import Value
 
 Key: TypeAlias = tuple[int, tuple[int, ...]]
 Arrived: TypeAlias = "Callable[[PlanNode, Iteration, Value, int], None]"
-"""Takes the Recv, its iteration, the value that it waits for, and when that was sent."""
+"""Callback with the Recv, its iteration, the awaited value, and the time at which that was sent."""
 Acknowledged: TypeAlias = "Callable[[PlanNode, Iteration], None]"
 """Takes the Send, and its iteration, which has ended elsewhere."""
 
 
 class RendezvousStatistics(NamedTuple):
-    """Counts of what a rendezvous holds; all zero after a run."""
+    """Contents of a rendezvous; all zero after a run."""
 
     sent: int
     """Values that no Recv has taken."""
@@ -63,20 +63,20 @@ class Rendezvous:
         self._unacknowledged[node.transfer, iteration.counters()] = acknowledged, node, iteration
 
     def acknowledge(self, transfer: int, counters: tuple[int, ...]) -> None:
-        """An iteration has ended; nobody waits for that if the loop was not taken."""
+        """Note the end of an iteration; the sender does not wait for it if the loop was not taken."""
         waiting = self._unacknowledged.pop((transfer, counters), None)
         if waiting is not None:
             acknowledged, node, iteration = waiting
             acknowledged(node, iteration)
 
     def clear(self) -> None:
-        """Forgets everything: the run has stopped."""
+        """Forget all values and Recvs: the run has stopped."""
         self._sent.clear()
         self._waiting.clear()
         self._unacknowledged.clear()
 
     def statistics(self) -> RendezvousStatistics:
-        """Counts of what is held right now."""
+        """Return the numbers of values and Recvs held now."""
         return RendezvousStatistics(len(self._sent), len(self._waiting), len(self._unacknowledged))
 
     def waiting(self) -> list[str]:

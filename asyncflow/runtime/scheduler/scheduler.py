@@ -1,25 +1,20 @@
 """The pure state machine behind every run: tokens go in, firings that are now ready come out. No asyncio in here.
 
-Rules (EuroSys '18, fig. 5)
----------------------------
-1. A *token* is a value, or `Dead`, arriving at a node under a *tag*: the path of (frame, iteration) pairs that names
-   one execution context. Here a tag is an `Iteration` object; tokens of one tag meet in its ``values``.
-2. A node fires when all its inputs of one tag have arrived. Control inputs count as inputs.
-3. Any dead input makes a node dead: its kernel is skipped, all its outputs and control edges are dead.
-4. Switch passes its value to one side and makes the other dead.
-5. Merge fires with its first live input, or dead when all are dead, once all its control inputs have arrived; their
-   deadness is ignored. A second live input is an error. ControlTrigger ignores deadness too.
-6. Enter creates the frame on first arrival and delivers to iteration 0; a constant Enter delivers to every iteration,
-   started or not. A dead Enter delivers a dead token.
-7. Exit: a live token leaves its frame at once; a dead one is dropped, and when the frame ends, every Exit that never
-   saw a live token delivers a dead one. A second live one is an error.
-8. NextIteration: a live token starts the next iteration, or is parked while `parallel_iterations` are live, or memory
-   is short for one more; a dead one stops here. Control edges of Enter, Exit and NextIteration lead to where their
-   values go.
-9. An iteration ends when nothing in it is ready or running, its child frames have ended, its predecessor has ended,
-   and, for iteration 0, all Enters have arrived. Parked tokens then start the next one, if there is memory for it
-   beside those that are live, or none is. A frame ends with its last iteration, unless tokens are parked. The run is
-   done when the root iteration ends.
+Rules (EuroSys '18, fig. 5) --------------------------- 1. A *token* is a value, or `Dead`, arriving at a node under a
+*tag*: the path of (frame, iteration) pairs that names one execution context. Here a tag is an `Iteration` object;
+tokens of one tag meet in its ``values``. 2. A node fires when all its inputs of one tag have arrived. Control inputs
+count as inputs. 3. Any dead input makes a node dead: its kernel is skipped, all its outputs and control edges are dead.
+4. Switch passes its value to one side and makes the other dead. 5. Merge fires with its first live input, or dead when
+all are dead, once all its control inputs have arrived; their deadness is ignored. A second live input is an error.
+ControlTrigger ignores deadness too. 6. Enter creates the frame on first arrival and delivers to iteration 0; a constant
+Enter delivers to every iteration, started or not. A dead Enter delivers a dead token. 7. Exit: a live token leaves its
+frame at once; a dead one is dropped, and when the frame ends, every Exit that never saw a live token delivers a dead
+one. A second live one is an error. 8. NextIteration: a live token starts the next iteration, or is parked while
+`parallel_iterations` are live, or memory is short for one more; a dead one stops here. Control edges of Enter, Exit and
+NextIteration lead to where their values go. 9. An iteration ends under four conditions. Nothing in it is ready or
+running, its child frames have ended, its predecessor has ended, and, for iteration 0, all Enters have arrived. Parked
+tokens then start the next one, if there is memory for it beside the live ones, or no iteration is live. A frame ends
+with its last iteration, unless tokens are parked. The run is done when the root iteration ends.
 
 ======================= ======================== =====================================================================
 event                   state                    what happens
@@ -33,8 +28,8 @@ node popped             kernel                   handed out as a firing; ``outst
 ``outstanding`` is 0    rule 9 holds             iteration ends; the next may end or start; the frame may end
 ======================= ======================== =====================================================================
 
-Memory: an iteration holds its values until they are taken by the firing that uses them, and is dropped when it ends,
-so a loop's footprint is bounded by `parallel_iterations`, not by its length.
+Memory: an iteration holds its values until the firings that use them take them, and is dropped when it ends. So
+`parallel_iterations` bounds a loop's footprint, not its length.
 """
 
 from __future__ import annotations
@@ -65,7 +60,7 @@ _FETCH: Final = Kind.FETCH
 _TRIGGER: Final = Kind.TRIGGER
 _FIRED: Final = object()
 _ROUTES: Final = range(64)
-"""How many nodes `Scheduler.next_firing` routes before it lets its caller look at the clock."""
+"""Number of nodes that `Scheduler.next_firing` routes before its caller may look at the clock."""
 
 
 class SchedulingError(Exception):
@@ -79,7 +74,7 @@ class SchedulingError(Exception):
 
 
 class Statistics(NamedTuple):
-    """Counts of what a scheduler holds at one moment; all zero after a run."""
+    """Contents of a scheduler at one moment; all zero after a run."""
 
     ready: int
     running: int
@@ -101,7 +96,7 @@ class ShuffledQueue(deque["tuple[PlanNode, Iteration]"]):
         self._held_back = 0.0 if self._random is None else 1 - 2.0 ** -self._random.randrange(7)
 
     def popleft(self) -> tuple[PlanNode, Iteration]:
-        """Takes one."""
+        """Take one firing."""
         if self._random is not None:
             index = self._random.randrange(len(self))
             if self[index][0].source.op.effects is not None and self._random.random() < self._held_back:
@@ -131,10 +126,10 @@ class Scheduler:
         """Iterations that have ended and of which another partition wants to hear, as (transfer, counters)."""
         self.max_iterations = max_iterations
         self.asks: list[WorkingSet] = []
-        """Those of loops of which an iteration has begun by itself, for which there may be no memory yet. `next_firing`
-        gives none until somebody has emptied it."""
+        """Working sets of loops with an iteration that has begun by itself, for which there may be no memory yet.
+        `next_firing` returns None until a caller has emptied it."""
         self.routed = 0
-        """Primitives that were routed, since somebody set it to 0."""
+        """Number of primitives routed since a caller reset it."""
         self._root = Frame(partition.root, None)
 
     def start(self, feeds: Iterable[Value] = ()) -> None:
@@ -153,11 +148,11 @@ class Scheduler:
             self._settle(root)
 
     def next_firing(self) -> Firing | None:
-        """The next firing to execute; None if there is none yet.
+        """Return the next firing to execute; None if there is none yet.
 
-        Routes the primitives it meets on the way. None with an empty ``ready`` means that all that is left waits for
-        firings handed out before; else somebody ``asks`` for memory, or many primitives were routed, and the caller may
-        look at the clock and call again: a loop without kernels would hold it for ever.
+        Routes the primitives it meets on the way. None with an empty ``ready`` means that all remaining nodes wait for
+        firings handed out before. Otherwise a loop ``asks`` for memory, or many primitives were routed. The caller may
+        then look at the clock and call again: a loop without kernels would hold it for ever.
         """
         ready = self.ready
         for routed in _ROUTES:
@@ -237,7 +232,7 @@ class Scheduler:
             self._settle(iteration)
 
     def abort(self) -> None:
-        """Drops everything; firings handed out must not be completed any more."""
+        """Drop all state; firings handed out must not be completed any more."""
         self.ready.clear()
         self.ended.clear()
         self.asks.clear()
@@ -251,7 +246,7 @@ class Scheduler:
         self.done = True
 
     def statistics(self) -> Statistics:
-        """Counts of what is held right now."""
+        """Return the contents held now."""
         live, ready = list(self._live()), len(self.ready)
         frames = {id(iteration.frame): iteration.frame for iteration in live}
         parked = sum(len(frame.parked) for frame in frames.values())
@@ -403,7 +398,7 @@ class Scheduler:
             self._end_oldest(frame)
 
     def _enter_constant(self, node: PlanNode, value: Value, dead: Dead | None, frame: Frame) -> None:
-        """Delivers to the live iterations, and to what new ones start with."""
+        """Deliver to the live iterations, and to the tables of new ones."""
         iteration = frame.newest
         while iteration is not None:
             self._arrive(node, value, dead, iteration)
@@ -478,7 +473,7 @@ class Scheduler:
         return iteration
 
     def _settle(self, iteration: Iteration) -> None:
-        """Nothing in the iteration is ready or running: it ends now, or with what it waits for.
+        """Settle an iteration with nothing ready or running: it ends now, or when its children and predecessor do.
 
         Callers count down themselves: one more call would be a good part of what a small firing costs.
         """
@@ -486,7 +481,7 @@ class Scheduler:
             self._end_oldest(iteration.frame, iteration)
 
     def _end_oldest(self, frame: Frame, oldest: Iteration | None = None) -> None:
-        """Ends the oldest iteration, and those after it, as far as rule 9 allows."""
+        """End the oldest iteration, and the following ones, as far as rule 9 allows."""
         if oldest is None:
             oldest = frame.oldest
         while oldest is not None:

@@ -26,11 +26,11 @@ from asyncflow.values import Nest, Value
 _NUMPY = (np.ndarray, np.generic)
 
 _STATIC_TYPES = (int, float, bool, str)
-"""A parameter annotated with one of these is part of the trace."""
+"""Types of annotated parameters that are part of the trace."""
 
 
 class Static(NamedTuple):
-    """A value the function gets as it is: calls share a graph if their values are equal and of one type."""
+    """A static argument: calls share a graph if such values are equal and of one type."""
 
     kind: type
     value: Hashable
@@ -64,11 +64,13 @@ class Arguments:
         return [leaf for leaf, kind in zip(self.leaves, self.kinds, strict=True) if isinstance(kind, Spec)]
 
     def paths(self) -> list[str]:
-        """Where each leaf stands, such as ``x`` or ``x['state'][0]``."""
+        """Return the path of each leaf, such as ``x`` or ``x['state'][0]``."""
         return [path for name, nested in zip(*self.structures, strict=True) for path in nested.paths(name)]
 
     def call(self, fn: Callable[..., object]) -> tuple[list[Tensor], Nest]:
-        """Calls `fn` with a placeholder, named after its parameter, for each array; gives those and the result."""
+        """Call `fn` with a placeholder, named after its parameter, for each array; return the placeholders and the
+        result.
+        """
         inputs: list[Tensor] = []
         values = []
         for path, leaf, kind in zip(self.paths(), self.leaves, self.kinds, strict=True):
@@ -107,7 +109,7 @@ class Parameters:
         self._static = {p.name for p in signature.parameters.values() if _is_static(p.annotation)}
 
     def without_first(self) -> Parameters:
-        """Those of the function as a method of some instance."""
+        """Return the parameters of the function as a method of some instance."""
         rest = list(self.signature.parameters.values())[1:]
         return Parameters(self.signature.replace(parameters=rest), self.owner)
 
@@ -177,7 +179,7 @@ class Parameters:
 
 
 def explain_changes(keys: Iterable[Hashable]) -> str:
-    """Which argument differs most between calls with these keys, and what it was in the last of them."""
+    """Return the argument that differs most between calls with these keys, and its value in the last call."""
     seen: dict[str, dict[Hashable, str]] = {}
     for structures, kinds in cast("Iterable[tuple[_Structures, tuple[Kind, ...]]]", keys):
         start = 0

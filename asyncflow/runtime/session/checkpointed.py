@@ -16,7 +16,7 @@ from asyncflow.values import Value
 
 
 class CheckpointedSession(ABC):
-    """The methods of `Session` that checkpoints are written and read by; the session gives what they work on."""
+    """The methods of `Session` that write and read checkpoints; the session provides state and runs."""
 
     _runs: Runs
     _checkpoints: Checkpoints
@@ -33,16 +33,16 @@ class CheckpointedSession(ABC):
         *,
         step: int | None = None,
     ) -> Path:
-        """Saves the session's state under a directory, as one step, and returns its path: ``path/step-12``.
+        """Save the session's state under a directory, as one step, and return its path: ``path/step-12``.
 
-        What is saved is the state of one moment at which no run that writes several variables is half way; runs go on
+        The step has the state of one moment at which no run that writes several variables is half way. Runs go on
         meanwhile, and neither they nor the event loop wait for it. It is on the disk as a whole when this returns.
 
         Args:
             path: the directory of the steps; made if need be.
             variables: what to save; None for the state of all that the session's graph and its runs have to do with,
                 and the counters of its random numbers.
-            step: the number of the step; None for the next one that is free there.
+            step: the number of the step; None for the next free number.
 
         Raises:
             CheckpointError: it cannot be written, or two variables have one name; the steps there are as they were.
@@ -62,10 +62,10 @@ class CheckpointedSession(ABC):
         *,
         strict: bool = True,
     ) -> Restored:
-        """Gives the session's variables the values that were saved, all at once or none.
+        """Restore the saved values of the session's variables, all at once or none.
 
         All is read and checked before the first variable changes, and they change when no run that uses them is in
-        flight: those in flight end with the values they began with, and later ones wait until the new ones are there.
+        flight. Runs in flight end with the values they began with, and later ones wait until the new ones are there.
 
         Args:
             path: a step, or a directory of steps, whose latest one is taken.
@@ -86,21 +86,22 @@ class CheckpointedSession(ABC):
         source: str | os.PathLike[str] | Mapping[Resource | str, Value],
         variables: Sequence[Resource] | None = None,
     ) -> tuple[str, ...]:
-        """Gives variables new values for all runs that start from now on, while those in flight keep the old ones.
+        """Give variables new values for all runs that start from now on, while runs in flight keep the old ones.
 
-        The values are read and checked, and plans for them compiled, beside those in use; then all change in one step
-        of the event loop. So each run sees one version from its first read to its last, batches and pools are computed
-        for members of one version, and nobody waits. A run that another one asks for is a run of its own. The memory of
-        an old version is given back when its last run has ended. Queues, tables and counters of random numbers stay.
+        The values are read and checked, and plans for them compiled, beside the present ones; then all change in one
+        step of the event loop. So each run sees one version from its first read to its last, batches and pools are
+        computed for members of one version, and no run waits. A run that another one asks for is a run of its own. The
+        memory of an old version is given back when its last run has ended. Queues, tables and counters of random
+        numbers stay.
 
-        What a run in flight writes to the old version would be lost, so while one may write a variable that is to be
-        replaced, this is refused. `restore` waits for such runs.
+        Writes of a run in flight to the old version would be lost. So the swap is refused while such a run may write a
+        variable to be replaced. `restore` waits for such runs.
 
         Args:
             source: a step, or a directory of steps, whose latest one is taken; any graph may have written it. Or values
                 by variable, or by its name, which are copied.
-            variables: which to replace; None for all of the session, or for those that a mapping has. A checkpoint may
-                have more.
+            variables: the variables to replace; None for all of the session, or for the keys of a mapping. A checkpoint
+                may have more.
 
         Returns:
             The names of the variables that have been replaced.

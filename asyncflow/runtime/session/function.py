@@ -25,7 +25,7 @@ from asyncflow.runtime.session.session import Session, current_session
 from asyncflow.values import Nest, Value
 
 _MOST_TRACES = 256
-"""How many graphs a function keeps; the one used least recently goes first."""
+"""Maximum number of graphs that a function keeps; the least recently used goes first."""
 
 _MANY_TRACES = 32
 """A function that has been traced so often probably is not meant to be."""
@@ -43,7 +43,7 @@ class Traced:
     outputs: Nest
     """The nest the function returned, of tensors and nodes."""
     used: int = 0
-    """When it was last asked for."""
+    """Time of the last use."""
 
 
 P = ParamSpec("P")
@@ -53,8 +53,8 @@ Q = ParamSpec("Q")
 class Function(Generic[P]):
     """A Python function that runs as a graph; made by `function`.
 
-    Awaiting ``f(x)`` runs it in the session whose ``async with`` block the caller is in, or else in one that lives as
-    long as the event loop. Called while a graph is being built, it is inlined into that graph.
+    Awaiting ``f(x)`` runs it in the session whose ``async with`` block the caller is in, or else in a session that
+    lives as long as the event loop. Called while a graph is being built, it is inlined into that graph.
     """
 
     __name__: str
@@ -106,7 +106,7 @@ class Function(Generic[P]):
         return self if instance is None or not self._binds else self._bound(instance)
 
     def trace(self, *args: object, **kwargs: object) -> Traced:
-        """The graph that runs for such arguments: those of a call, or `spec`s in the place of arrays."""
+        """Return the graph that runs for such arguments: a call's arguments, or `spec`s in the place of arrays."""
         return self._traced(self._parameters.read(args, kwargs))
 
     def with_body(self, fn: Callable[..., object]) -> Function[P]:

@@ -1,4 +1,4 @@
-"""The Array API standard about a namespace itself: ``af.__array_namespace_info__()``."""
+"""The Array API standard's information on a namespace: ``af.__array_namespace_info__()``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NamespaceInfo:
         return {"real floating": float64, "complex floating": complex128, "integral": int64, "indexing": int64}
 
     def devices(self) -> list[str]:
-        """The devices of this machine, as `asyncflow.device` takes them."""
+        """Return the devices of this machine, as `asyncflow.device` takes them."""
         return [description.name for description in available_devices() if description.available]
 
     def dtypes(self, *, device: str | None = None, kind: str | tuple[str, ...] | None = None) -> dict[str, DType]:

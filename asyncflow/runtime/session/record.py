@@ -1,8 +1,8 @@
-"""Records of runs: all that is needed to do a run again, firing by firing, in another process.
+"""Records of runs, for repeating a run, firing by firing, in another process.
 
-A record is one JSON file: the text of the graph, what was fed, the variables and tables as they were before, options of
-the session, the order in which nodes were taken, what others gave them (`PickLog`), what user functions
-gave (`asyncflow.ops.recorded_calls`), and how it ended.
+A record is one JSON file. It has the text of the graph, the feeds, the variables and tables as they were before, the
+options of the session, and the order in which nodes were taken. It also has the answers of other runs (`PickLog`) and
+of user functions (`asyncflow.ops.recorded_calls`), and the end of the run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SessionFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run: its program, its inputs, and what it did.
+    """A recorded run: its program, its inputs, and its course.
 
     Attributes:
         graph: its text; empty if it has none.
@@ -94,11 +94,11 @@ class Record:
         options: of the session.
         run: its number in the session.
         random_seed: of the session.
-        picks: in which order nodes were taken.
-        answers: what others, or calls of user functions, gave to some of them, by their places.
-        status: "ok", or the type of what it raised, with its first line.
+        picks: the order in which nodes were taken.
+        answers: results of other runs, or of user functions, for some of them, by their places.
+        status: "ok", or the type of its exception, with the first line.
         checksums: of the fetched values.
-        has_results: what user functions gave is among the answers.
+        has_results: results of user functions are among the answers.
         placement: the devices of nodes by name, which depend on what the session had run and learnt before.
     """
 
@@ -143,7 +143,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """Reads such a file; nothing in it is evaluated.
+        """Read such a file; nothing in it is evaluated.
 
         Raises:
             ReplayError: it is none, or damaged.
@@ -173,17 +173,17 @@ class Record:
 
 
 _in_flight: set[Path] = set()
-"""Files that runs write their records to."""
+"""Files that runs in flight write their records to."""
 
 
 async def recorded(
     call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
 ) -> Nest:
-    """Does ``run(trace)``, and writes its record, however it ends.
+    """Do ``run(trace)``, and write its record, however it ends.
 
     Args:
         call: what runs.
-        values: what is fed.
+        values: the feeds.
         path: of the record.
         run: does it.
         about: the session.
@@ -260,7 +260,7 @@ def _checked(path: Path) -> Path:
 
 
 def resources_by_label(graph: Graph) -> dict[str, Resource]:
-    """The resources of a graph by their names in its text."""
+    """Return the resources of a graph by their names in its text."""
     printer = Printer(lenient=True)
     for _ in printer.graph_lines(graph):
         pass
@@ -302,12 +302,12 @@ def _plain_options(options: SessionOptions) -> dict[str, object]:
 
 
 def _each(change: Callable[[_V], _W], values: Mapping[str, _V]) -> dict[str, _W]:
-    """The values, changed, by their names."""
+    """Return the changed values by name."""
     return {name: change(value) for name, value in values.items()}
 
 
 def _written_answer(answer: object) -> tuple[str, object]:
-    """The kind of an answer, and what it says, as JSON."""
+    """Return the kind of an answer, and its content as JSON."""
     if answer is COMPUTED or answer is ELSEWHERE:
         return "computed" if answer is COMPUTED else "elsewhere", None
     if isinstance(answer, CallLog):
@@ -352,5 +352,5 @@ def _read_outcome(kind: str, found: object) -> Outcome:
 
 
 def _written(value: object) -> str:
-    """A value as its text, as the attrs of nodes have it."""
+    """Return the text of a value, as in the attrs of nodes."""
     return Printer().value(value)

@@ -20,19 +20,19 @@ from asyncflow.streams.beside import call_beside
 from asyncflow.values import Nest, Value
 
 _STOPPED = ("CancelledError", "DeadlineExceeded", "SessionClosedError", "GeneratorExit", "KeyboardInterrupt")
-"""What a run raises that was stopped from outside."""
+"""Exceptions of a run that was stopped from outside."""
 
 
 async def replay(path: str | Path, graph: Graph | None = None, *, live: bool = False) -> dict[str, Value]:
-    """Does a recorded run again in a session of its own, firing by firing in the same order, bit for bit.
+    """Repeat a recorded run in a session of its own, firing by firing in the same order, bit for bit.
 
     Args:
-        path: what ``session.run(..., record=path)`` wrote.
-        graph: the program. None for that in the record, which has it unless it uses ops of your own or other resources
-            than variables. Variables and tables of yours in containers take the values that they had. Queues, inputs
-            and savers are left alone: what they gave is in the record, as is what batches and pools gave.
-        live: call user functions again. Otherwise they are not called: what each call gave, or raised, is in the
-            record. Functions that are ``pure=True`` are called in any case, and those of batches and pools in none.
+        path: a file written by ``session.run(..., record=path)``.
+        graph: the program. None for the graph in the record, which has it unless it uses ops of your own or other
+            resources than variables. Variables and tables of yours in containers take the values that they had. Queues,
+            inputs and savers are left alone: their elements are in the record, as are results of batches and pools.
+        live: call user functions again. Otherwise they are not called: the result, or exception, of each call is in the
+            record. Functions that are ``pure=True`` are called in any case, and functions of batches and pools never.
 
     Returns:
         The fetched values by name, None for a node; none of a run that was stopped from outside, which is done as far
@@ -147,7 +147,7 @@ async def _follow(
 
 
 def _fetched(name: str, graph: Graph, resources: Mapping[str, Resource]) -> Nest:
-    """The fetch of that name: without an output it is a node, whose values nobody asked for."""
+    """Return the fetch of that name: without an output it is a node, whose values were not fetched."""
     if name.startswith("@"):
         return resources[name[1:]]
     return name if ":" in name else graph.node(name)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Nest, Value
 
 _THREADS_END_S = 5.0
-"""How long idle threads may take to end."""
+"""Seconds that idle threads may take to end."""
 
 _INTERNAL = ("expect_run", "run_again", "run_call", "run_function")
 """Methods that other rooms call."""
@@ -137,7 +137,7 @@ class Session(CheckpointedSession, NotPickled):
         self._checkpoints = Checkpoints(options.graph, self.state, access)
         self._swapping = asyncio.Lock()
         self._restores_from = options.restore
-        """What variables begin with; None once they have."""
+        """Checkpoint that variables begin with; None once they have."""
         self._saver = options.restore if isinstance(options.restore, Saver) else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
@@ -182,14 +182,14 @@ class Session(CheckpointedSession, NotPickled):
         raise TypeError("a session opens and closes on an event loop: use `async with` in place of `with`")
 
     def __exit__(self, *exc: object) -> None:
-        """Never called; without it, Python would not call `__enter__` to say what is wrong."""
+        """Exit method, never called; without it, Python would not call `__enter__` to explain the error."""
 
     def __dir__(self) -> list[str]:
         """Names for completion: methods that other rooms of the library call are left out."""
         return [name for name in super().__dir__() if name not in _INTERNAL]
 
     def _bind(self) -> asyncio.AbstractEventLoop:
-        """The event loop, after checking that this is it and that the session is open."""
+        """Return the event loop, after a check that it is the running one and that the session is open."""
         if self._runs.in_flight.closed is not None:
             raise SessionClosedError(self._runs.in_flight.closed)
         loop = asyncio.get_running_loop()
@@ -219,7 +219,7 @@ class Session(CheckpointedSession, NotPickled):
                 device.asynchronous.start()
 
     def is_bound_here(self) -> bool:
-        """Whether the session is open and bound to the running event loop."""
+        """Return True if the session is open and bound to the running event loop."""
         return self._runs.in_flight.closed is None and self._loop is asyncio.get_running_loop()
 
     async def aclose(self, grace_s: float = 5.0) -> None:
@@ -256,11 +256,11 @@ class Session(CheckpointedSession, NotPickled):
             await self._runs.end(grace_s)
 
     async def drain(self, grace_s: float = 5.0) -> None:
-        """Starts no run any more, and returns when all that were asked for have ended; `aclose` comes after it.
+        """Stop starting runs, and return when all requested ones have ended; `aclose` comes after it.
 
-        Runs in flight, those that wait for their turn (`max_runs`), and streams have `grace_s` seconds to end; then
-        they are stopped with `SessionClosedError`, which is also what new ones get from now on. What a run of the
-        session asks for is part of that run, and starts. All else still works: `save`, `restore`, `statistics`.
+        Runs in flight, queued runs (`max_runs`), and streams have `grace_s` seconds to end; then they are stopped with
+        `SessionClosedError`, which new ones get from now on, too. A run requested inside a run of the session is part
+        of that run, and starts. All else still works: `save`, `restore`, `statistics`.
 
         Args:
             grace_s: how long to wait for runs; 0 to stop them at once.
@@ -333,9 +333,9 @@ class Session(CheckpointedSession, NotPickled):
         return SessionLoad(len(self._runs.in_flight.runs)) if admission is None else admission.load(loop.time())
 
     def observe(self, observer: RunObserver) -> Callable[[], None]:
-        """Tells an observer of every run and batch from now on, until what is returned is called.
+        """Tell an observer of every run and batch from now on, until the returned function is called.
 
-        It is told on the event loop, and may not wait. What it raises is logged once, and changes no run.
+        It is told on the event loop, and may not wait. An exception of the observer is logged once, and changes no run.
 
         Raises:
             TypeError: it lacks a method of a `RunObserver`.
@@ -349,11 +349,11 @@ class Session(CheckpointedSession, NotPickled):
         return in_flight.observers.add(observer)
 
     def check_batches(self, share: float) -> None:
-        """Has a share of the calls of batched functions computed member by member as well, and compared.
+        """Compute a share of the calls of batched functions member by member as well, and compare the results.
 
-        Where a member by itself gives something else, beyond rounding, a warning of the logger ``asyncflow.runtime``
-        says which result of which call. What members share a call has nothing to do with what they give, so such a
-        difference is a fault, of a function of yours that takes rows, or of ours.
+        If a member by itself gives another result, beyond rounding, a warning of the logger ``asyncflow.runtime`` names
+        the result and the call. Results must not depend on the members that share a call, so such a difference is a
+        fault, of a function of yours that takes rows, or of ours.
 
         Args:
             share: of the calls, from 0 (none, as in a new session) to 1 (all); they are chosen at random.
@@ -383,34 +383,34 @@ class Session(CheckpointedSession, NotPickled):
         priority: int = 0,
         record: str | Path | None = None,
     ) -> Nest:
-        """Runs what `fetches` need and returns their values in the same nest.
+        """Run the nodes that `fetches` need, and return the values in the same nest.
 
         Args:
             fetches: any nest of tensors, nodes (run, give None), variables (read after everything else) and names, and
                 of these in `on_device(...)`.
-            feeds: values for placeholders, or for any other tensor outside branches and loops. Copied, above 1 MiB on
-                a thread, during which the array is not to be written to; taken as they are if they are
-                read-only and own their memory, or look at `bytes`. Strict about dtype and shape. Arrays of other
-                libraries are read by DLPack; one on a card is copied there, in the
-                order of its library's current stream, or read on a thread if it is needed on the host.
+            feeds: values for placeholders, or for any other tensor outside branches and loops. Copied, above 1 MiB on a
+                thread, during which the array is not to be written to; taken as they are if they are read-only and own
+                their memory, or look at `bytes`. Strict about dtype and shape. Arrays of other libraries are read by
+                DLPack. An array on a card is copied there, in the order of its library's current stream, or read on a
+                thread if it is needed on the host.
             timeout: seconds until `DeadlineExceeded`.
             trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``,
                 ``.html``, and with matplotlib ``.png``, ``.svg``).
             allow_dead: give None for a fetch on a branch not taken, instead of an error.
-            atomic: make what the run reads and writes of variables one step for every other run of the session: it
-                starts when those in flight that touch the same variables have ended, and later ones wait for it. It
-                undoes nothing: a run that fails or is cancelled leaves what it has written.
-            priority: which of those that wait (`max_runs`; for places in batches and pools) goes first: that of the
-                lowest number, of equal ones the one whose `timeout` passes first, then the one that came first. Each
-                number that waits gets at least an eighth (of nine or more, an equal part).
-            record: a path to write down, however the run ends once it has begun, in which order its nodes were taken,
-                with all else that `replay` needs to do it again; not together with `trace`. Such a run is interpreted,
-                and what touches variables stays on the event loop.
+            atomic: make the run's reads and writes of variables one step for every other run of the session. It starts
+                when runs in flight that touch the same variables have ended, and later ones wait for it. It undoes
+                nothing: a run that fails or is cancelled leaves its writes.
+            priority: order among waiting runs (`max_runs`; for places in batches and pools): the lowest number goes
+                first; of equal ones, the run whose `timeout` passes first; then the run that came first. Each waiting
+                number gets at least an eighth (of nine or more, an equal part).
+            record: a path for a record that `replay` needs to repeat the run: the order in which its nodes were taken,
+                and all else, however the run ends once it has begun. Not together with `trace`. Such a run is
+                interpreted, and firings that touch variables stay on the event loop.
 
         Raises:
             FeedError, FetchError: before anything runs (or, for a dead fetch, after).
-            OverloadedError: before anything runs, of a session with `max_runs`: too many wait, or the run would not end
-                within `timeout` after those before it. Its `retry_after_s` says when to ask again.
+            OverloadedError: before anything runs, of a session with `max_runs`: too many runs wait, or the run would
+                not end within `timeout` after the runs before it. Its `retry_after_s` says when to ask again.
             SessionClosedError: the session is closed, or `drain` was called.
             KernelError: the first node that failed; everything else has been stopped.
             DeadlineExceeded: after `timeout`; before anything runs, if its turn comes too late for it to end in time.
@@ -480,7 +480,7 @@ class Session(CheckpointedSession, NotPickled):
         priority: int = 0,
         is_wanted: Callable[[], bool] | None = None,
     ) -> Coroutine[object, object, Nest]:
-        """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
+        """Start a `Call`, for `run`, a `Prepared` and a `Function`."""
         self._bind()
         work = self._runs.call(call, values, timeout, trace, allow_dead, atomic, priority, is_wanted)
         observers = self._runs.in_flight.observers
@@ -574,17 +574,17 @@ class Session(CheckpointedSession, NotPickled):
         return thread_call.future
 
     async def warm_up(self, fetches: Nest, feeds: Feeds | None = None, *, sizes: Sequence[int] = (1,)) -> int:
-        """Does ahead of the first request what only the first one has to: it then takes as long as later ones do.
+        """Compile and run once, so that the first request is as fast as later ones.
 
-        Compiles the plan, and those of batched functions and pooled loops in it. If a run only computes, it is then run
-        and its results are dropped, which also measures how long its kernels take. State stays as it is: a plan that
-        writes, or calls functions of yours that are not said to be pure, is compiled only, and random numbers go on
-        as if nothing had been run, unless others run meanwhile.
+        Compiles the plan, and the plans of batched functions and pooled loops in it. If a run only computes, it is then
+        run and its results are dropped, which also measures its kernels. State stays as it is: a plan that writes, or
+        calls functions of yours that are not said to be pure, is compiled only. Random numbers go on as if nothing had
+        been run, unless others run meanwhile.
 
         Args:
             fetches: as in `run`.
-            feeds: as in `run`; values like those that will come.
-            sizes: so many runs are made at a time, so that batches and pools of these sizes have been computed.
+            feeds: as in `run`; values like the expected ones.
+            sizes: numbers of runs made at a time, so that batches and pools of these sizes have been computed.
 
         Returns:
             How many runs were made; 0 if the plan was compiled only.
@@ -606,7 +606,7 @@ class Session(CheckpointedSession, NotPickled):
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def plan(self, fetches: Nest, feeds: Sequence[Value] = ()) -> Plan:
-        """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it.
+        """Return the compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it.
 
         Constants are copied to the devices then: CUDA devices of a session that has not been entered are started first,
         which blocks.

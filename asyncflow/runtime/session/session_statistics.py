@@ -15,7 +15,7 @@ class DeviceMemory(NamedTuple):
     """The memory of one device of a session at one moment, in bytes.
 
     Attributes:
-        held: in the device's memory now. On a CPU, compiled loops say at least every few milliseconds what they hold.
+        held: in the device's memory now. On a CPU, compiled loops report their bytes at least every few milliseconds.
         peak: the most that was held at a time. On a CPU without a `memory_limit`, compiled runs report it within about
             5 %; memory that a kernel takes while it computes does not count.
         saved: of that, values that loops have saved for their gradients and that could move away; 0 where nothing can
@@ -23,7 +23,7 @@ class DeviceMemory(NamedTuple):
         host: such values that are in the memory of the host instead.
         disk: such values that are in the spill file.
         moved_out: bytes that have moved away so far.
-        moved_in: bytes that have come back so far; those that nobody needed any more do not.
+        moved_in: bytes that have come back so far, without values that were no longer needed.
     """
 
     held: int
@@ -36,7 +36,7 @@ class DeviceMemory(NamedTuple):
 
 
 class SessionStatistics(NamedTuple):
-    """Counts of what a session holds at one moment.
+    """Statistics of a session at one moment.
 
     Attributes:
         runs: runs in flight, streams that are iterated over among them.
@@ -44,21 +44,21 @@ class SessionStatistics(NamedTuple):
         completed: runs that have ended, in whatever way.
         used_bytes: bytes held in the memory of each device, by its name. On a CUDA device that is all of this session
             there, in pieces of 512 bytes: values of runs, constants, variables, captured CUDA graphs, and values
-            fetched by `on_device`, until the first run after their last reference is gone. On a CPU it is arrays of
-            4 KiB or more that runs have made: values inside compiled runs, variables that a run has assigned, results
-            while the caller keeps them, and all arrays that TensorArrays and loops with gradients keep. What is fed,
-            constants, and initial values of variables belong to the caller. With a limit, small values that stores
-            keep count too, and results that a caller has got count no longer.
+            fetched by `on_device`, until the first run after their last reference is gone. On a CPU it is arrays of 4
+            KiB or more that runs have made. These are values inside compiled runs, variables that a run has assigned,
+            results while the caller keeps them, and all arrays that TensorArrays and loops with gradients keep. Feeds,
+            constants, and initial values of variables belong to the caller. With a limit, small values that stores keep
+            count too, and results that a caller has got count no longer.
         memory: of each device, by its name.
         queued: with `max_runs`, runs that wait for their turn.
         refused: with `max_runs`, runs that were not started, because there were too many or it was too late, and
             requests that a server refused ahead (`asyncflow.serving`).
         batches: of each batched function that runs have called, by its name in the graph.
-        late: of those that were not started, the ones that had waited, and whose turn came too late.
-        queued_bytes: with `max_queued_bytes`, what is fed to those that wait.
+        late: of runs that were not started, the ones that had waited, and whose turn came too late.
+        queued_bytes: with `max_queued_bytes`, bytes of the feeds of queued runs.
         aside: with `max_runs`, runs in flight that wait at a queue, input, mutex or barrier, or for the consumer of
-            their stream, and have given their place to others until they go on; with those that wait for an atomic run
-            meanwhile. With ``max_runs="auto"`` also those that wait in coroutines.
+            their stream, and have given their place to others until they go on. Runs that wait for an atomic run
+            meanwhile count, too. With ``max_runs="auto"`` also runs that wait in coroutines.
         limits: of each function with limits (``@af.op(timeout=, retries=, ...)``) that runs have called, by its name.
     """
 

@@ -46,7 +46,7 @@ class StateAccess:
         self._in_flight.numbered_from = state.runs - self._in_flight.begun
 
     def is_on_host(self, key: Hashable, value: Array | HeldValue) -> bool:
-        """Whether a value of a state is on the host as it is; simulated cards take time for a copy of theirs."""
+        """Return True if a value of a state is on the host as it is; simulated cards take time for copies of theirs."""
         home = self._devices.get(self._homes.get(key, ""))
         return type(value) is not HeldValue and (home is None or home.asynchronous is None)
 

@@ -25,7 +25,7 @@ class ThreadCall:
     __slots__ = ("_is_wanted", "_loop", "_work", "future")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[Callable[[], bool]], Awaitable[Nest]]) -> None:
-        """``work(is_wanted)`` does what is asked for; it may call `is_wanted` when it has the result."""
+        """Store the work; ``work(is_wanted)`` may call `is_wanted` when it has the result."""
         self.future: Future[Nest] = Future()
         self._loop = loop
         self._work = work

@@ -33,10 +33,10 @@ def value_and_grad(
 def value_and_grad(
     fn: Callable[..., object], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Nest]:
-    """A function that returns what `fn` does and its gradients: ``(value, grads)``.
+    """Return a function that returns the result of `fn` and its gradients: ``(value, grads)``.
 
-    Of an `@af.function` it is one too, to be awaited or inlined; of a function that builds part of a graph, one that
-    builds that and the gradients. An argument that does not matter has a gradient of zeros.
+    For an `@af.function` it is an `@af.function` too, to be awaited or inlined; for a function that builds part of a
+    graph, it builds that part and the gradients. An argument that does not matter has a gradient of zeros.
 
     Args:
         fn: returns a float scalar.

@@ -36,7 +36,9 @@ class CopyThread(ThreadStream):
         return [await self._made(value.copied) if type(value) is LargeFeed else value for value in values]
 
     async def of_results(self, values: Sequence[Any], *, shared: bool = False) -> list[Value]:
-        """Fetched values, with copies of the large ones that somebody else has, too: the run, if they are `shared`."""
+        """Return fetched values, with copies of large ones that other code references: also the run, if they are
+        `shared`.
+        """
         results = list(values)
         for index, value in enumerate(values):
             if type(value) is np.ndarray and value.nbytes > LARGE_BYTES and (shared or not is_fresh(value)):
@@ -44,7 +46,7 @@ class CopyThread(ThreadStream):
         return results
 
     def drop(self, values: list[object]) -> None:
-        """Gives back the memory of values that nobody else has: of hundreds of megabytes, that takes a while."""
+        """Drop values without other references: giving back hundreds of megabytes takes a while."""
         loop = asyncio.get_running_loop()
         if is_virtual(loop):
             values.clear()

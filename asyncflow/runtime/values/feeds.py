@@ -51,7 +51,7 @@ _NUMBERS = {
     np.dtype("float32"): _Numbers(float, -3e38, 3e38),
     np.dtype("float64"): _Numbers(float, -1.7e308, 1.7e308),
 }
-"""Python's numbers that a dtype surely holds: for these, nobody need ask what else they might be."""
+"""Ranges of Python's numbers that a dtype surely holds: these need no further check."""
 
 
 class LargeFeed(NamedTuple):
@@ -61,17 +61,17 @@ class LargeFeed(NamedTuple):
     dtype: DType
 
     def copied(self) -> Array:
-        """The copy, which nobody can write to."""
+        """Return the copy, read-only."""
         copy = _copy(self.array, self.dtype)
         copy.flags.writeable = False
         return copy
 
 
 def feed_value(tensor: Tensor, value: Value) -> Value:
-    """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
+    """Return `value` as the run will see it: a NumPy scalar, or a read-only C-contiguous array.
 
-    What takes long comes as it is: a `LargeFeed`, which a thread is to copy, or a `ForeignArray` in the memory of a
-    card, which is copied when the run starts; see `foreign_feeds`.
+    Two kinds come unchanged, as they take long: a `LargeFeed`, which a thread is to copy, and a `ForeignArray` in the
+    memory of a card, which is copied when the run starts; see `foreign_feeds`.
 
     Raises:
         FeedError: dtype or shape do not fit; nothing is cast silently.
@@ -122,7 +122,7 @@ def comparable(tensor: Tensor, value: Value) -> Array:
 
 
 def locked(array: Array) -> Value:
-    """A NumPy scalar, or the array itself, which nobody can write to any more."""
+    """Return a NumPy scalar, or the array itself, made read-only."""
     if array.ndim == 0 and array.dtype.kind in "biufc":
         return array[()]
     array.flags.writeable = False
@@ -132,9 +132,9 @@ def locked(array: Array) -> Value:
 async def at_hand(
     values: Sequence[Value], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]
 ) -> list[Value]:
-    """The values where a plan takes them, once they are there, and so is the state that kernels read.
+    """Return the values in a form that a plan takes, and wait for them and for the state that kernels read.
 
-    No kernel has to hold up the event loop for that state then, unless a device writes it again before.
+    So no kernel has to hold up the event loop for that state, unless a device writes it again before.
 
     Raises:
         FeedError: as `settled`.
@@ -207,7 +207,7 @@ def _as_typed_array(tensor: Tensor, value: Value) -> Array | LargeFeed | Foreign
 
 
 def _is_typed(value: object) -> bool:
-    """Whether it has a dtype of its own, as arrays do, and `bytearray`, `memoryview` and `array.array`."""
+    """Return True if it has a dtype of its own, as arrays do, and `bytearray`, `memoryview` and `array.array`."""
     if isinstance(value, list | tuple | int | float | complex | str):  # most that is fed
         return isinstance(value, np.generic)
     if any(hasattr(value, name) for name in ("dtype", "__array__", "__array_interface__")):
@@ -220,7 +220,7 @@ def _is_typed(value: object) -> bool:
 
 
 def _copied(tensor: Tensor, value: Value, array: Array) -> Array | LargeFeed:
-    """A copy of `array`, which reads `value`, of the tensor's dtype; itself if nobody can ever write to it."""
+    """Return a copy of `array`, which reads `value`, in the tensor's dtype; `array` itself if it is immutable."""
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     if native != tensor.dtype and not (array.dtype.kind == "U" and tensor.dtype.kind == "T"):
         raise wrong_dtype(tensor, value, native)

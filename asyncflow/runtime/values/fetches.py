@@ -20,7 +20,7 @@ from asyncflow.values import Array, Nest, Value
 
 
 class OnDevice:
-    """A fetch whose value stays where it is; made by `on_device`. Those of one tensor are equal.
+    """A fetch whose value stays on its device; made by `on_device`. Fetches of one tensor are equal.
 
     Attributes:
         fetch: the tensor, variable or name.
@@ -42,14 +42,14 @@ class OnDevice:
 
 
 def on_device(fetches: Nest) -> Nest:
-    """Fetches whose values stay in the memory of their devices: ``await session.run([loss, af.on_device(y)])``.
+    """Return fetches whose values stay in the memory of their devices: ``await session.run([loss, af.on_device(y)])``.
 
     From a CUDA device comes the ``cupy.ndarray`` itself, without a copy; from a CPU the NumPy array, also for rank 0.
-    Either has ``__dlpack__``, so that ``torch.from_dlpack(value)`` is free. What is on the host anyway, such as
-    counters, comes as NumPy arrays from any device.
+    Either has ``__dlpack__``, so that ``torch.from_dlpack(value)`` is free. Values that are on the host anyway, such as
+    counters, come as NumPy arrays from any device.
 
     Do not write to it: a variable, a constant or another fetch may be the same array. Its memory is used again once it
-    and all views of it are gone, after what CuPy's and PyTorch's current streams have been given by then; wait yourself
+    and all views of it are gone, after the work given to CuPy's and PyTorch's current streams by then. Wait yourself
     for other streams that read it.
 
     Args:
@@ -79,7 +79,8 @@ _NO_NODES = Graph()
 
 
 def read_fetches(fetches: Nest, graph: Graph | None) -> tuple[list[Fetch], nest.Structure, tuple[int, ...]]:
-    """The fetches, their nest, and which of them stay on their device; names are looked up in `graph`.
+    """Return the fetches, their nest, and the indexes of fetches that stay on their device; names are looked up in
+    `graph`.
 
     Raises:
         FetchError: a leaf that cannot be fetched; the message says which and why.
@@ -90,10 +91,10 @@ def read_fetches(fetches: Nest, graph: Graph | None) -> tuple[list[Fetch], nest.
 
 
 def read_streamed(fetches: Nest, graph: Graph | None) -> tuple[list[Tensor], nest.Structure]:
-    """The tensors to stream and their nest; names are looked up in `graph`.
+    """Return the tensors to stream and their nest; names are looked up in `graph`.
 
     Raises:
-        FetchError: there are none, or one that is not inside a loop, or they belong to several graphs.
+        FetchError: there are none, or a tensor is not inside a loop, or they belong to several graphs.
     """
     leaves, structure = _flatten(fetches)
     tensors = [_read_streamed(leaf, graph) for leaf in leaves]
@@ -217,12 +218,12 @@ def user_values(
 
 
 def user_value(fetch: Fetch, value: Value, shared: bool, allow_dead: bool) -> Value:
-    """A run-time value as the user gets it: a NumPy scalar, or an array that nothing else shares.
+    """Return a run-time value in the user's form: a NumPy scalar, or an array that nothing else shares.
 
     Args:
-        fetch: what was asked for.
-        value: what came out.
-        shared: somebody else has this very value.
+        fetch: the fetch.
+        value: its value in the run.
+        shared: other code has this very value.
         allow_dead: give None for a dead value.
 
     Raises:
@@ -245,7 +246,9 @@ def user_value(fetch: Fetch, value: Value, shared: bool, allow_dead: bool) -> Va
 
 
 def is_fresh(array: Array) -> bool:
-    """Whether a run made the array, for nobody else: constants, variables and feeds are locked, a view has a base."""
+    """Return True if a run made the array, for no other use: constants, variables and feeds are locked, a view has a
+    base.
+    """
     return array.flags.writeable and array.base is None
 
 

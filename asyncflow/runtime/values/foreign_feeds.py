@@ -1,8 +1,8 @@
 """Fed arrays of other libraries: read by DLPack on the host, or left in the memory of a card.
 
-A feed is a snapshot. One that is used on a CUDA device is copied on the card when the run starts, in the order of the
-stream that its library writes to. One that the run needs on the host is read on a thread. Whoever has to wait before it
-comes to that is given a copy first, made by the library itself.
+A feed is a snapshot. If a CUDA device uses it, it is copied on the card when the run starts, in the order of the stream
+that its library writes to. If the run needs it on the host, it is read on a thread. Code that has to wait before that
+gets a copy first, made by the library itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NotExchangeable(Exception):
 
 
 def is_exchangeable(value: object) -> bool:
-    """Whether another library's array may be read by DLPack; NumPy's own need not be."""
+    """Return True if another library's array may be read by DLPack; NumPy's own need not be."""
     return hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic)
 
 
@@ -51,7 +51,7 @@ def exchanged(value: Any) -> Array | ForeignArray:
 
 
 def _dtype_of(value: Any) -> DType:
-    """From names such as ``torch.float32``: libraries have dtypes of their own."""
+    """Return the dtype for a name such as ``torch.float32``: libraries have dtypes of their own."""
     dtype = value.dtype
     return as_dtype(str(getattr(dtype, "name", dtype)).rpartition(".")[2])
 
@@ -68,12 +68,12 @@ def _on_host(value: Any) -> Array:
 
 
 def has_foreign(values: Sequence[Value]) -> bool:
-    """Whether a checked value is in the memory of a card."""
+    """Return True if a checked value is in the memory of a card."""
     return ForeignArray in map(type, values)
 
 
 def as_of_now(values: list[Value]) -> list[Value]:
-    """The values, which whoever has them may go on to change: with copies for those in the memory of a card."""
+    """Return the values, with copies of arrays in the memory of a card, which their owners may change."""
     if not has_foreign(values):
         return values
     # At once, because the stream that is current now orders the copies; CuPy is imported already unless the values are

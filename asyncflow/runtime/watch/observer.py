@@ -19,7 +19,7 @@ from weakref import ref
 from asyncflow.errors import DeadlineExceeded, FeedError, OverloadedError, SessionClosedError, brief
 
 RunStatus: TypeAlias = Literal["running", "ok", "invalid", "refused", "deadline", "cancelled", "error"]
-"""``invalid``: it was fed what does not fit. ``refused``: it did not start, as the session was busy or closed."""
+"""``invalid``: its feeds do not fit. ``refused``: it did not start, as the session was busy or closed."""
 
 Result = TypeVar("Result")
 _log: Final = logging.getLogger("asyncflow.runtime")
@@ -27,17 +27,17 @@ _log: Final = logging.getLogger("asyncflow.runtime")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ObservedRun:
-    """One run as observers see it; times are of ``time.perf_counter``, in seconds, or virtual ones.
+    """A run as observers see it; times are of ``time.perf_counter``, in seconds, or virtual ones.
 
     Attributes:
         label: the name of the first thing that it fetches.
         asked_s: when it was asked for.
-        context: its context variables, a copy of its caller's: those that an observer sets there hold in the coroutines
-            of the run.
+        context: its context variables, a copy of its caller's: variables that an observer sets there hold in the
+            coroutines of the run.
         started_s: when all that it needs was there; None if it never was.
         ended_s: when it ended, in whatever way.
         status: how.
-        error: what it raised.
+        error: the exception, if it failed.
         retries: how often a function with ``retries=`` was called again for it.
     """
 
@@ -60,7 +60,7 @@ class ObservedBatch(NamedTuple):
         runs: theirs, one for each, as far as they were observed and have not ended before.
         started_s: when it started.
         ended_s: when its results were there, or it failed.
-        error: what it raised.
+        error: the exception, if it failed.
     """
 
     function: str
@@ -78,17 +78,17 @@ class RunObserver(Protocol):
         """A run was asked for."""
 
     def run_ended(self, run: ObservedRun) -> None:
-        """It has ended."""
+        """Note the end of a run."""
 
     def batch_ended(self, batch: ObservedBatch) -> None:
         """A call of a batched function has ended."""
 
     def pool_stepped(self, function: str, size: int, steps: int) -> None:
-        """A pooled loop was stepped for so many activations, so many times in one go."""
+        """Note that a pooled loop was stepped for `size` activations, `steps` times in one go."""
 
 
 def check_observer(observer: object) -> None:
-    """Raises TypeError for what has not all methods of a `RunObserver`."""
+    """Raise TypeError for an object that lacks a method of a `RunObserver`."""
     wanted = [name for name in vars(RunObserver) if not name.startswith("_")]
     missing = [name for name in wanted if isinstance(observer, type) or not callable(getattr(observer, name, None))]
     if missing:
@@ -99,12 +99,12 @@ def check_observer(observer: object) -> None:
 _current: ContextVar[Callable[[], ObservedRun | None]] = ContextVar("asyncflow_observed_run", default=lambda: None)
 """A weak reference to the run that is asked for here, or that this is part of.
 
-A run that has failed has an error, whose traceback leads to what has these variables: that would be a cycle.
+A failed run has an error, whose traceback leads to the context with this variable: that would be a cycle.
 """
 
 
 def status_of(error: BaseException | None) -> RunStatus:
-    """How a run ended that raised this."""
+    """Return the status of a run that raised this error."""
     match error:
         case None:
             return "ok"
@@ -120,7 +120,9 @@ def status_of(error: BaseException | None) -> RunStatus:
 
 
 def start_observed(now_s: float) -> Context:
-    """The context variables for a run that starts; notes when, unless it is a part of one that has started before."""
+    """Return the context variables for a run that starts; note the time, unless it is part of a run that has started
+    before.
+    """
     run = _current.get()()
     if run is None or run.started_s is not None:
         return copy_context()
@@ -152,7 +154,7 @@ class Observers:
         return self._clock_ns() / 1e9
 
     def add(self, observer: RunObserver) -> Callable[[], None]:
-        """Tells an observer from now on, until what is returned is called."""
+        """Tell an observer from now on, until the returned function is called."""
         self._all.append(observer)
 
         def remove() -> None:
@@ -162,12 +164,12 @@ class Observers:
         return remove
 
     async def watch(self, label: str, work: Awaitable[Result]) -> Result:
-        """Awaits a run, and tells of it."""
+        """Await a run, and tell observers of it."""
         with self._watched(label) as run:
             return await self._within(run, work)
 
     async def watch_stream(self, label: str, items: AsyncGenerator[Result, None]) -> AsyncGenerator[Result, None]:
-        """Iterates over what a run streams, and tells of it."""
+        """Iterate over a stream, and tell observers of it."""
         with self._watched(label) as run:
             async with aclosing(items):
                 while True:
@@ -193,7 +195,7 @@ class Observers:
 
     @contextmanager
     def _watched(self, label: str) -> Iterator[ref[ObservedRun]]:
-        """Tells of a run that is asked for inside, from its beginning to its end."""
+        """Tell observers of a run requested inside the block, from beginning to end."""
         run = ObservedRun(label, self.now())
         run.context.run(_current.set, ref(run))
         self._tell(methodcaller("run_began", run))
@@ -210,7 +212,7 @@ class Observers:
             del run, error  # it has the error, whose traceback leads to this frame: that would be a cycle
 
     async def _within(self, run: ref[ObservedRun], work: Awaitable[Result]) -> Result:
-        """Awaits what starts this run."""
+        """Await the work that starts this run."""
         token = _current.set(run)
         try:
             return await work

@@ -1,8 +1,9 @@
-"""In which order the nodes of one run were taken when they were ready: written down, and kept to in another run.
+"""The order in which ready nodes of one run were taken: recorded, and followed in another run.
 
 What a run computes depends on that order alone, if on any: state is read and written by the firing that is taken, on
-the event loop, before the next one is. Which coroutine or thread ends first shows in what can be taken after it. What
-other runs and the world hand to a firing, such as an element of a queue, is written down as well: its *answer*.
+the event loop, before the next one is. The order in which coroutines and threads end shows in the firings taken after
+it. Values that other runs and the world hand to a firing, such as an element of a queue, are recorded as well: its
+*answer*.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class OnCard(NamedTuple):
 
 
 class RecordedEnd(NamedTuple):
-    """The answer of what is closed, or at its end.
+    """The answer of a closed queue, or of an input at its end.
 
     Attributes:
         reason: of the error.
@@ -84,9 +85,10 @@ class RecordedEnd(NamedTuple):
 
 
 def asks_others(node: Node) -> bool:
-    """Whether other runs, or the world, have a part in what a node gives: those that know queues, inputs and batches.
+    """Return True if other runs, or the world, contribute to a node's results: for nodes with queues, inputs and
+    batches.
 
-    Variables and tables are as the record has them, and so is what a user function gave: see `calls_functions`.
+    Variables and tables are as the record has them, and so are results of user functions: see `calls_functions`.
     """
     return waits_in_line(node) or any(not isinstance(each, Variable | Table) for each in resources_of(node))
 
@@ -97,13 +99,13 @@ def calls_functions(node: Node) -> bool:
 
 
 class Pick(NamedTuple):
-    """One firing, in the place where it was taken.
+    """A pick: one firing, in the place where it was taken.
 
     Attributes:
         partition: the number of the run's partition.
         node: its name.
         tag: the path of frames and iterations.
-        checksum: of what it gave; None for what gives nothing on the host at once.
+        checksum: of its results; None without results on the host at once.
     """
 
     partition: int
@@ -116,12 +118,12 @@ class Pick(NamedTuple):
 
 
 class PickLog:
-    """Writes down what is taken.
+    """A log of the firings taken.
 
     Attributes:
         picks: so far, in order, over all partitions.
-        answers: of those that `asks_others` names and that have ended, by their places among the picks; or `COMPUTED`,
-            or `ELSEWHERE`; of those that `calls_functions` names, their calls. Copies from cards come until `copied`.
+        answers: of ended firings that `asks_others` names, by their places among the picks; or `COMPUTED`, or
+            `ELSEWHERE`; of firings that `calls_functions` names, their calls. Copies from cards come until `copied`.
         run: the number of the run, once it has begun.
         placement: the devices of nodes by name, once it has begun.
     """
@@ -137,11 +139,11 @@ class PickLog:
         self._last_copy: asyncio.Future[None] | None = None
 
     def position(self, partition: int, ready: _Ready) -> int | None:
-        """Which of those that are ready in a partition is to be taken; None for any of them."""
+        """Return the position of the ready firing to be taken in a partition; None for any of them."""
         return None
 
     def may_take(self, partition: int, ready: _Ready) -> bool:
-        """Whether one of those that are ready in a partition may be taken now."""
+        """Return True if a ready firing of a partition may be taken now."""
         return len(ready) > 0
 
     def taken(self, partition: int, node: PlanNode, iteration: Tagged) -> None:
@@ -153,13 +155,13 @@ class PickLog:
         self.picks.append(pick)
 
     def ended(self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device) -> None:
-        """A firing gave its result on a device."""
+        """Note the result of a firing on a device."""
         place = self._places[Pick(partition, node.name, iteration.tag())]
         self.picks[place] = self.picks[place]._replace(checksum=checksum(result))
         self._keep(place, node, result, device)
 
     def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
-        """Writes down what a firing was given."""
+        """Record the answer to a firing."""
         if asks_others(node.source):
             self.answers[place] = ELSEWHERE if self.picks[place].checksum is None else _copied(result)
             self._bring(place, result, device)
@@ -167,7 +169,7 @@ class PickLog:
             self.answers[place] = self._calls[place]
 
     def _bring(self, place: int, result: Value, device: Device) -> None:
-        """Asks a card for copies of what it was given; until they come, the answer is `ELSEWHERE`."""
+        """Ask a card for copies of the answer; until they come, the answer is `ELSEWHERE`."""
         outputs: list[Placed] = [*result] if isinstance(result, tuple) else [result]
         placed = [index for index, value in enumerate(outputs) if isinstance(value, DeviceValue)]
         if not placed or device.asynchronous is None:
@@ -232,23 +234,23 @@ class PickLog:
         return COMPUTED
 
     def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
-        """A partition takes part.
+        """Let a partition take part.
 
         Args:
             partition: its number.
-            wake: has it look again at what it may take.
+            wake: makes it look again for firings that it may take.
             stop: has the run end, soon.
         """
 
 
 class PickGuide(PickLog):
-    """Has a run take what another one took.
+    """A guide that makes a run take the firings of another one.
 
     Args:
-        expected: what that one took.
-        given: the answers that it got.
-        is_whole: it came to its end; else this one is stopped where that one was.
-        live: user functions are called again, instead of giving what they gave.
+        expected: the other run's picks.
+        given: the answers it got.
+        is_whole: it came to its end; otherwise this run is stopped at the same place.
+        live: user functions are called again, instead of using their recorded results.
 
     Attributes:
         difference: where this run differs; None if it does not, so far.
@@ -269,11 +271,11 @@ class PickGuide(PickLog):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all has been taken that the other run took."""
+        """True if all picks of the other run have been taken."""
         return len(self.picks) == len(self._expected)
 
     def position(self, partition: int, ready: _Ready) -> int | None:
-        """The place of the one that comes next, or of a primitive; None if there is neither."""
+        """Return the position of the next pick, or of a primitive; None if there is neither."""
         self._ready[partition] = ready
         awaited = None if self.is_at_end else self._expected[len(self.picks)][:3]
         for position, (node, iteration) in enumerate(ready):
@@ -282,7 +284,7 @@ class PickGuide(PickLog):
         return None
 
     def may_take(self, partition: int, ready: _Ready) -> bool:
-        """Whether the one that comes next is there."""
+        """Return True if the next pick is ready."""
         return self.position(partition, ready) is not None
 
     def taken(self, partition: int, node: PlanNode, iteration: Tagged) -> None:
@@ -297,13 +299,13 @@ class PickGuide(PickLog):
             self._wakes[following]()
 
     def _keep(self, place: int, node: PlanNode, result: Value, device: Device) -> None:
-        """Keeps nothing: the record has what firings are given."""
+        """Keep nothing: the record has the answers."""
 
     def ended(self, partition: int, node: PlanNode, iteration: Tagged, result: Value, device: Device) -> None:
-        """A firing gave its result.
+        """Note the result of a firing.
 
         Raises:
-            ReplayError: another than the one it gave then.
+            ReplayError: the result differs from the recorded one.
         """
         super().ended(partition, node, iteration, result, device)
         place = self._places[Pick(partition, node.name, iteration.tag())]
@@ -318,7 +320,7 @@ class PickGuide(PickLog):
             raise self.difference
 
     def answer(self, partition: int, node: PlanNode, iteration: Tagged) -> object:
-        """Gives what the record has for a firing."""
+        """Return the recorded answer to a firing."""
         found = self._given.get(self._places[Pick(partition, node.name, iteration.tag())], UNANSWERED)
         if calls_functions(node.source):
             return COMPUTED if self._live else UNANSWERED if found is UNANSWERED else COMPUTED
@@ -342,7 +344,9 @@ class PickGuide(PickLog):
         self._stop = stop
 
     def stalled(self) -> ReplayError:
-        """Why the run has stopped, if nothing in it failed: what comes next in the record never became ready."""
+        """Return the reason why the run has stopped without a failure: the next pick of the record never became
+        ready.
+        """
         names = [f"{node.name} {it.tag()}".strip() for queue in self._ready.values() for node, it in list(queue)]
         there = ", ".join(names[:_MOST_SHOWN]) + (", ..." if len(names) > _MOST_SHOWN else "") or "nothing"
         if self.is_at_end:
@@ -355,14 +359,14 @@ class PickGuide(PickLog):
 
 
 def _copied(result: Value) -> Value:
-    """A result that stays as it is, whoever gets the memory of this one."""
+    """Return a result that stays unchanged when the memory of this one is used again."""
     if isinstance(result, tuple):
         return tuple(map(_copied, result))
     return result.copy() if isinstance(result, np.ndarray) else result
 
 
 def checksum(result: Value) -> int | None:
-    """Tells results apart by their bits; None for what is not on the host."""
+    """Return a checksum that tells results apart by their bits; None for results that are not on the host."""
     values = result if isinstance(result, tuple) else (result,)
     total = 0
     for value in values:

@@ -1,7 +1,7 @@
 """Records of a traced run: firings, transfers, run spans and memory samples, in nanoseconds.
 
-The runtime only appends to these lists; `asyncflow.profiler` turns them into timelines and tables, and nothing
-here knows of it. Times are `time.perf_counter_ns`, or those of the virtual clock that a run was on.
+The runtime only appends to these lists; `asyncflow.profiler` turns them into timelines and tables, and nothing here
+knows of it. Times are `time.perf_counter_ns`, or the virtual clock's time of the run.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from asyncflow.entered import Entered
 from asyncflow.runtime.watch.picks import PickLog
 
 LOOP: Final = "loop"
-"""The op of a loop that ran as a whole, inside a region; one that is interpreted is its nodes."""
+"""The op of a loop that ran as a whole, inside a region; an interpreted loop is its nodes."""
 LATE_COPY: Final = "late copy"
-"""The op of a copy that brought a saved value back after its reader had begun to wait for it."""
+"""The op of a copy that brought a saved value back after its reader had begun to wait."""
 WHOLE: Final = frozenset({LOOP, "region"})
 """Ops of several nodes that ran as a whole."""
 
 
 class Firing(NamedTuple):
-    """One node firing: when it became ready, when its kernel started, when its outputs were there.
+    """One node firing: the times at which it became ready, its kernel started, and its outputs were there.
 
-    From ``started_ns`` to ``ended_ns`` it computed, without a pause, where ``stream`` says; what waits has other names.
-    A firing that gives way in between, or goes on elsewhere, is several of these: see ``part``.
+    From ``started_ns`` to ``ended_ns`` it computed, without a pause, on ``stream``; waiting has other names. A firing
+    that gives way in between, or goes on elsewhere, is several of these: see ``part``.
     """
 
     run: int
@@ -37,7 +37,7 @@ class Firing(NamedTuple):
     tag: str
     """Frames and iterations, such as ``outer/3/inner/7``; empty outside loops."""
     device: str
-    """Such as ``cpu:0``."""
+    """Device name, such as ``cpu:0``."""
     stream: str
     """``inline`` (on the event loop), ``compute`` and ``compute:1`` (threads, streams), ``async`` (a coroutine op,
     which waits more than it computes); on a simulated device also ``host`` (a kernel on the host) and ``h2d``, ``d2h``
@@ -46,14 +46,14 @@ class Firing(NamedTuple):
     started_ns: int
     ended_ns: int
     outputs: str
-    """dtype[shape] of each output, such as ``float32[64,64]``."""
+    """``dtype[shape]`` of each output, such as ``float32[64,64]``."""
     status: str
     """``ok``, ``error`` or ``cancelled``."""
     location: str
     """``file:line`` of the user's code that built the node."""
     queued_ns: int | None = None
-    """When it was given to a stream's thread, or began to wait for its turn by the limits of its function; up to
-    ``started_ns`` it waited for others there. None: it did not."""
+    """Time at which it was given to a stream's thread, or began to wait for its turn by the limits of its function; up
+    to ``started_ns`` it waited for others there. None: it did not."""
     part: int = 0
     """Counts the times in which one firing computed: 0 for the first, or only one."""
     iterations: int | None = None
@@ -74,22 +74,22 @@ class Firing(NamedTuple):
 
     @property
     def computing_ns(self) -> int:
-        """How long it computed; of a coroutine that is not known, and 0."""
+        """Nanoseconds of computing; 0 for a coroutine, of which that is unknown."""
         return 0 if self.stream == "async" else self.ended_ns - self.started_ns
 
     @property
     def awaiting_ns(self) -> int:
-        """How long a coroutine took, which is mostly waiting for what it awaits."""
+        """Nanoseconds that a coroutine took, which is mostly waiting."""
         return self.ended_ns - self.started_ns if self.stream == "async" else 0
 
     @property
     def queueing_ns(self) -> int:
-        """How long it waited behind others for its stream's thread, or for its turn by the limits of its function."""
+        """Nanoseconds of waiting for its stream's thread, or for its turn by the limits of its function."""
         return 0 if self.queued_ns is None else self.started_ns - self.queued_ns
 
     @property
     def pending_ns(self) -> int:
-        """How long it was ready before that: the event loop was busy, or it had given way to others."""
+        """Nanoseconds between readiness and that: the event loop was busy, or it had given way to others."""
         return (self.started_ns if self.queued_ns is None else self.queued_ns) - self.scheduled_ns
 
 
@@ -112,7 +112,7 @@ class Transfer(NamedTuple):
     """The Recv."""
     tag: str
     source: str
-    """Such as ``sim:0``."""
+    """Device name, such as ``sim:0``."""
     target: str
     sent_ns: int
     received_ns: int
@@ -141,7 +141,7 @@ class MemorySample(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, repr=False)
 class Trace:
-    """A record of one or more runs.
+    """A trace: the record of one or more runs.
 
     Pass it as ``session.run(..., trace=trace)``, or use it as a context manager: then every run that starts inside is
     recorded, in whatever session. A trace made inside such a block records for itself; its records are added to the
