@@ -170,7 +170,7 @@ class WhileNode(StructuredNode):
 
     @property
     def carried(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each loop variable as the body sees it, paired with the next iteration's value."""
+        """Each loop variable as the body sees it, paired with the next iteration's value."""
         return list(zip(self.body.inputs, self.body.results, strict=False))
 
     @property

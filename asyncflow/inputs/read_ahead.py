@@ -72,7 +72,7 @@ class ReadAhead:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if an element is ready and no consumer waits."""
+        """True if an element is ready and no consumer waits."""
         return bool(self._ready) and not self._waiting
 
     def take_nowait(self) -> Element:
@@ -91,7 +91,7 @@ class ReadAhead:
 
     @property
     def progress(self) -> tuple[int, list[int]]:
-        """Return the number of the first element never taken, and the numbers of earlier elements given back."""
+        """The number of the first element never taken, and the numbers of earlier elements given back."""
         removed, returned = self._ready.removed
         kept = self._kept
         numbers = [kept[n] if n < len(kept) else self._skip + n - len(kept) for n in returned]

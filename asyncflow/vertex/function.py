@@ -171,7 +171,7 @@ class Vertex:
 
     @property
     def is_leaf(self) -> Tensor:
-        """Return True, as a boolean scalar, if the vertex has no children."""
+        """True, as a boolean scalar, if the vertex has no children."""
         if not self._traced.is_leaf:
             self._traced.is_leaf.append(self._traced.body.add_input(Spec(bool_, ()), "is_leaf"))
         return self._traced.is_leaf[0]

@@ -90,13 +90,13 @@ FIGURES: Final = {
     "ops": Figures(0.0, 30, 8, 0),
     "optim": Figures(0.0, 37, 0, 0),
     "profiler": Figures(0.0, 21, 0, 2),
-    "runtime": Figures(15.8, 73, 47, 114),
+    "runtime": Figures(13.6, 66, 45, 86),
     "semantics": Figures(1.9, 39, 8, 0),
     "serving": Figures(0.8, 28, 2, 0),
     "state": Figures(0.5, 39, 3, 0),
     "streams": Figures(1.0, 29, 7, 0),
     "testing": Figures(0.0, 43, 1, 0),
-    "vertex": Figures(0.0, 46, 2, 0),
+    "vertex": Figures(0.0, 47, 2, 0),
 }
 """Most that a room may have, with a little slack; a commit that mends a room lowers its line, towards `GOAL`."""
 GOAL: Final = Figures(0.3, 50, 0, 0)

@@ -142,7 +142,7 @@ class SavedChange:
 
     @property
     def gains(self) -> bool:
-        """Return True if the change has any effect."""
+        """True if the change has any effect."""
         return bool(self.dropped)
 
     def saved(self) -> dict[Tensor, int]:

@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
     @property
     def ns(self) -> float:
-        """Return the duration."""
+        """The duration."""
         return max(self)
 
 

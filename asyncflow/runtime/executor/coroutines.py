@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("asyncflow.runtime")
 
 GRACE_S = 5.0
-"""Seconds for what a coroutine function does at its end, in ``finally`` and ``except asyncio.CancelledError``."""
+"""Seconds for a coroutine function's cleanup, in ``finally`` and ``except asyncio.CancelledError``."""
 
 
 class CancellationIgnoredError(Exception):
@@ -41,7 +41,7 @@ class Coroutines:
         self._grace: asyncio.TimerHandle | None = None
 
     def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
-        """Starts a firing, which has ended if its kernel gives its result at once."""
+        """Start a firing, which has ended if its kernel returns its result at once."""
         executor, run, device = self._executor, self._executor.run, self._executor.asynchronous
         spans = executor.new_spans()
         started = run.turn.clock()
@@ -113,7 +113,7 @@ class Coroutines:
         return lines
 
     def close(self) -> None:
-        """The run has ended, and all of them with it."""
+        """Release the grace timer: the run has ended, and all coroutines with it."""
         if self._grace is not None:
             self._grace.cancel()
 

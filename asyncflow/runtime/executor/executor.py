@@ -1,12 +1,12 @@
 """Drives a scheduler: launches the kernels of ready firings and feeds their results back.
 
-A firing that cannot wait is a plain call, on the event loop if it is known to be short and on one of the device's
-threads if it may take longer than 0.2 ms; only a coroutine op costs a task. On an asynchronous device the call launches
-the kernel, whose result counts as there. One executor lives for one run of one partition; the partitions of a run meet
-in its rendezvous, and there is nothing above them that says who goes next.
+A firing that cannot wait is a plain call. It runs on the event loop if it is known to be short, and on one of the
+device's threads if it may take longer than 0.2 ms; only a coroutine op costs a task. On an asynchronous device the call
+launches the kernel, whose result counts as there. One executor lives for one run of one partition. The partitions of a
+run meet in its rendezvous, and nothing above them schedules them.
 
-Whatever raises while a run goes on ends it, wherever that is: a firing's failure by `Executor.kernel_failed`, all else
-by `Executor.broken`. The event loop enters an executor by `start`, `drive` and what `expect` gives alone.
+An exception ends the run, wherever it is raised: a firing's failure by `Executor.kernel_failed`, any other by
+`Executor.broken`. The event loop enters an executor only by `start`, `drive` and the callbacks of `expect`.
 """
 
 from __future__ import annotations
@@ -64,36 +64,35 @@ _CHECK_EVERY = 32
 
 @dataclass(slots=True, eq=False, repr=False)
 class Executor:
-    """Executes one partition once.
+    """An executor: executes one partition once.
 
-    Invariants: ``in_flight`` counts firings launched and not completed, on threads, in tasks and as copies; after a
-    failure or a stop no firing starts, and the owner is notified once ``in_flight`` is 0 and nobody is inside
-    `drive`. What its ports wait for without anything being in flight (Recvs without a value, items nobody has taken) a
-    stop does not wait for.
+    Invariants: ``in_flight`` counts firings launched and not completed, on threads, in tasks and as copies. After a
+    failure or a stop no firing starts, and the owner is notified once ``in_flight`` is 0 and no code is inside `drive`.
+    A stop does not wait for ports that wait with nothing in flight (Recvs without a value, items not taken).
     """
 
     partition: InitVar[Partition]
     run: RunScope
-    """That it is part of; its ports, regions, coroutines and threads look here too."""
+    """Run of the executor; its ports, regions, coroutines and threads look here too."""
     scheduler: Scheduler = field(init=False)
     device: Device = field(init=False)
     """Of the partition."""
     asynchronous: AsynchronousDevice | None = field(init=False)
-    """The device, if it is one."""
+    """The device, if it is asynchronous."""
     launched: Mark = field(default=None, init=False)
-    """How far an asynchronous device has got when all that this executor launched has ended."""
+    """Mark for the end of all work that this executor launched on an asynchronous device."""
     recorder: Recorder | None = field(default=None, init=False)
     in_flight: int = field(default=0, init=False)
     is_queued: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
     stopped: bool = field(default=False, init=False)
     is_driven: bool = field(default=False, init=False)
-    """Whether somebody is inside `drive`."""
+    """True while code is inside `drive`."""
     failures: list[tuple[int, int, BaseException]] = field(default_factory=list, init=False)
     submitted: dict[Callable[..., None], Callable[[], bool]] = field(default_factory=dict, init=False)
-    """The firings on threads: how to withdraw each, by what takes its outcome."""
+    """Firings on threads: functions that withdraw them, by the callbacks for their outcomes."""
     _fed: Sequence[Buffer] = field(default=(), init=False)
-    """What it is fed, and is counted only as long as it goes on."""
+    """Buffers of the feeds, counted only as long as the executor goes on."""
     _swapping: Swapping | None = field(init=False)
     _throttled: bool = field(default=False, init=False)
     _ended: Mark = field(default=None, init=False)
@@ -130,7 +129,7 @@ class Executor:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def start(self, fed: Sequence[Value]) -> None:
-        """Delivers its part of what the plan is fed, and drives as far as the current turn allows."""
+        """Deliver its part of the plan's feeds, and drive as far as the current turn allows."""
         feeds = list(map(fed.__getitem__, self.scheduler.partition.feed_indexes))
         try:
             if self.asynchronous is None:
@@ -193,7 +192,7 @@ class Executor:
     def _may_go_on(self, ticket: PlaceInSession) -> bool:
         """Return True if the run, which stepped aside, has its place in the session again, or needs none.
 
-        Its firings claim here what they were called for: others may stand behind them in line.
+        Its called firings claim their results here: others may stand behind them in line.
         """
         if self._regions is not None:
             self._regions.claim()
@@ -212,7 +211,7 @@ class Executor:
     def on_thread(
         self, work: Callable[..., object], args: tuple[Value, ...]
     ) -> tuple[Callable[..., object], tuple[Value, ...]]:
-        """Return `work` and `args` as a thread calls them, where kernels have to find what the run has taken."""
+        """Return `work` and `args` as a thread calls them, where kernels have to find the run's taken elements."""
         own = self.run.own_context
         return (work, args) if own is None else (own.copy().run, (work, *args))
 
@@ -306,7 +305,7 @@ class Executor:
         return False
 
     def _look_around(self, deadline_ns: int) -> bool | None:
-        """Sees to what is seldom asked; None where driving goes on, and else whether there is more to do."""
+        """Do rare checks; return None if driving goes on, and otherwise True if there is more to do."""
         if self.scheduler.ended:
             self._acknowledge_ended()
         if self._waits is not None and self._waits.new:
@@ -325,7 +324,7 @@ class Executor:
         self._ports.acknowledge_ended()
 
     def _has_to_pause(self) -> bool:
-        """Whether the device, or its memory, needs time before more is launched; `_resume` is called then."""
+        """Return True if the device, or its memory, needs time before further launches; `_resume` is called then."""
         device, swapping = self.asynchronous, self._swapping
         if device is not None and device.throttle(self._resume):
             return True
@@ -339,7 +338,7 @@ class Executor:
         return swapping.throttle(self._resume, self.run.turn.loop, run)
 
     def _resume(self) -> None:
-        """The device has caught up with what was launched on it."""
+        """Resume after the device has caught up with the launched work."""
         if not self._throttled:
             return  # it failed when it was asked
         self._throttled = False
@@ -354,7 +353,7 @@ class Executor:
             self.go_on()
 
     def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
-        """A callback for something in flight, to be called once it has ended: `take` gets ``(value, error, ...)``.
+        """Return a callback for work in flight, to be called once it has ended: `take` gets ``(value, error, ...)``.
 
         Then the run goes on, by ``then()`` if it is given. A device may accept a request and fail afterwards: of later
         calls only an error counts.
@@ -415,7 +414,7 @@ class Executor:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is left to do or in flight, unless another partition sends something."""
+        """True if no work is left or in flight, unless another partition sends a value."""
         if self.in_flight or self.is_driven:
             return False
         scheduler, ports, regions = self.scheduler, self._ports, self._regions
@@ -444,7 +443,7 @@ class Executor:
 
     @property
     def is_auto(self) -> bool:
-        """True if the run gives its place to others for whatever it waits for."""
+        """True if the run gives its place to others whenever it waits."""
         return self.run.ticket is not None and self.run.ticket.is_auto
 
     @property
@@ -637,7 +636,7 @@ class Executor:
             self._rule_broken(error)
 
     def go_on(self, *, later: bool = False) -> None:
-        """After something in flight has ended.
+        """Go on after work in flight has ended.
 
         Args:
             later: in the next turn, as the caller may be in the middle of another run, and deep in it.
@@ -719,6 +718,6 @@ class Executor:
         iteration: Iteration | None,
         result: Value,
     ) -> None:
-        """Records what a device did for one firing (None: before any)."""
+        """Record a device's work for one firing (None: before any)."""
         if spans and self.recorder is not None:
             self.recorder.spans(spans, device, node, iteration, result)

@@ -39,12 +39,12 @@ class LoneFiring:
 
     @property
     def scheduler(self) -> LoneFiring:
-        """It knows itself when it is done, and what of."""
+        """The firing itself, which knows when it is done."""
         return self
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is left to do or in flight."""
+        """True if no work is left or in flight."""
         return self.done
 
     def start(self, feeds: Sequence[Value]) -> None:
@@ -113,7 +113,7 @@ class LoneFiring:
             place.leave()
 
     def waiting(self) -> list[str]:
-        """A line for what it waits for, if it does, for messages."""
+        """Return a line on the awaited resource, if it waits, for messages."""
         where = f"built at {self._call.node.source.location}"
         return [] if self._place is None else [f"{self._call.node.name}: {self._place.describe()}\n    {where}"]
 

@@ -1,9 +1,9 @@
-"""Where values enter and leave a partition: Send, Recv, the copy to the host, and streamed items.
+"""Entrances and exits of a partition's values: Send, Recv, the copy to the host, and streamed items.
 
-Between devices, values meet in the run's rendezvous; see there. A Send is done when its value is handed over, but for
-the one that brings a loop's predicate to another device: that one is done when the iteration has ended there, so the
-window of `parallel_iterations` where the predicate is made holds for the loop as a whole, and partitions are at most so
-far apart. On an asynchronous device an iteration has ended when what it launched has.
+Between devices, values meet in the run's rendezvous; see there. A Send is done when its value is handed over, except
+the one that brings a loop's predicate to another device. That one is done when the iteration has ended there. So the
+window of `parallel_iterations` at the predicate's device holds for the loop as a whole, and partitions are at most that
+far apart. On an asynchronous device an iteration has ended when its launched work has.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Ports:
         arrived()
 
     def give(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], answer: OnCard) -> None:
-        """Completes a firing with what a recorded run was given, once that is on its way to the device."""
+        """Complete a firing with its recorded answer, once that is on its way to the device."""
         executor, recorder, device = self._executor, self._executor.recorder, self._executor.asynchronous
         assert device is not None and recorder is not None
         outputs: list[Placed] = [*answer.outputs] if isinstance(answer.outputs, tuple) else [answer.outputs]
@@ -140,7 +140,7 @@ class Ports:
             self._run.turn.enqueue(self._executor)
 
     def acknowledge_ended(self) -> None:
-        """Says that iterations have ended here, once what they launched has."""
+        """Acknowledge iterations that have ended here, once their launched work has."""
         executor = self._executor
         ended, executor.scheduler.ended = executor.scheduler.ended, []
         if executor.asynchronous is None:
@@ -246,7 +246,7 @@ class Ports:
         ]
 
     def _leave(self, node: PlanNode, value: DeviceArray) -> bool:
-        """Gives a value to the fetches that take it where it is; whether nobody else needs it on the host."""
+        """Give a value to the fetches that take it where it is; return True if the host needs it for nothing else."""
         plain, merges = node.targets[0]
         staying = self._staying(node)
         for target in staying:

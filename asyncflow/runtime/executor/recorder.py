@@ -1,4 +1,4 @@
-"""Writes what one executor does into a trace; there is none unless the run is traced."""
+"""The records of one executor in a trace; exist only for traced runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recorder:
     ) -> None:
         self.now = now
         self.order = trace.order
-        """Hears what is taken, and may say what is next; None for a run that is only traced."""
+        """Log of picks, which may choose the next one; None for a run that is only traced."""
         self._is_full = self.order is None and len(trace.firings) >= trace.capacity
         self.ready = self._ready_queue(seed, partition)
         """The scheduler's ready queue, which notes when each firing became ready; None where that is not needed."""
@@ -57,7 +57,7 @@ class Recorder:
         self._counted: list[tuple[AsynchronousDevice, Spans]] = []
         device.memory.lap(self)  # from here on
         self.moves: Sequence[SwapCopy] = ()
-        """How saved values have moved."""
+        """Moves of saved values."""
 
     def _ready_queue(self, seed: int | None, partition: int) -> deque[tuple[PlanNode, Iteration]] | None:
         if self.order is not None:
@@ -111,7 +111,7 @@ class Recorder:
         return self.order.answer(self._partition, node, iteration)
 
     def given(self, node: PlanNode, iteration: Iteration, result: Value) -> None:
-        """A firing has what the record gave it."""
+        """Record a firing whose result is the recorded answer."""
         now = self.now()
         self.firing(node, iteration, "inline", now, now, result, "ok")
 
@@ -136,7 +136,7 @@ class Recorder:
         status: str,
         queued_ns: int | None,
     ) -> None:
-        """A time in which a region computed without a pause: as its loops, and what is between them."""
+        """Record a time in which a region computed without a pause: as its loops, and the parts between them."""
         node, iteration = firing.node, firing.iteration
         ready = self._since(node, iteration, started) if firing.paused_ns is None else firing.paused_ns
         whole = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
@@ -188,7 +188,7 @@ class Recorder:
         return started if since is None else since
 
     def new_spans(self) -> Spans:
-        """Return a list for a device to record into; of a full trace, one that counts."""
+        """Return a list for a device to record into; for a full trace, a list that only counts."""
         return CountedSpans() if self._is_full else []
 
     def spans(
@@ -207,7 +207,7 @@ class Recorder:
         self._launched.append(_Launched(spans, device, node, tag, scheduled, _outputs(node, result), held))
 
     def finish(self) -> None:
-        """Writes down what was launched, and what has moved, once all of it has ended."""
+        """Record launched work and moved values, once all of that has ended."""
         for move in self.moves:
             copied = Firing(
                 run=self._run_id,
@@ -291,7 +291,7 @@ class Recorder:
         )
 
     def _add(self, firing: Firing, sample: tuple[int, ...] | None = None) -> None:
-        """Writes down a firing, and what its device held; the first figure says when.
+        """Record a firing, and the bytes that its device held; the first figure is the time.
 
         What it holds now where nothing is said, and nothing where there are no figures.
         """
@@ -306,7 +306,9 @@ class Recorder:
             trace.memory.append(MemorySample(firing.device, *sample))
 
     def _memory_now(self, firing: Firing) -> tuple[int, ...]:
-        """Return what the device holds; note the most within a firing, if that was more, in the middle of its time."""
+        """Return the bytes that the device holds; if the peak within a firing was higher, note it in the middle of
+        the firing's time.
+        """
         now = memory_sample(self._device.memory, self._device.swapping)
         if self._device.asynchronous is None:
             most, _ = self._device.memory.lap(self)
@@ -341,7 +343,7 @@ class _Timed(deque["tuple[PlanNode, Iteration]"]):
 
 
 class _TimedQueue(_Timed):
-    """One that gives the oldest firing.
+    """A timed queue that gives the oldest firing.
 
     Args:
         now: nanoseconds.
@@ -353,7 +355,7 @@ class _TimedQueue(_Timed):
 
 
 class _TimedShuffledQueue(_Timed, ShuffledQueue):
-    """One that gives any of its firings.
+    """A timed queue that gives any of its firings.
 
     Args:
         now: nanoseconds.
@@ -366,7 +368,7 @@ class _TimedShuffledQueue(_Timed, ShuffledQueue):
 
 
 class _OrderedQueue(_TimedShuffledQueue):
-    """A ready queue of which a log hears what is taken, and may say what is next.
+    """A ready queue with a log of its picks, which may choose the next one.
 
     Args:
         now: nanoseconds.
@@ -384,7 +386,7 @@ class _OrderedQueue(_TimedShuffledQueue):
         return self._order.may_take(self._partition, self)
 
     def popleft(self) -> tuple[PlanNode, Iteration]:
-        """Takes one."""
+        """Take one firing."""
         order = self._order
         position = order.position(self._partition, self)
         if position is None:

@@ -35,7 +35,7 @@ class Regions:
     """The regions of one executor.
 
     Attributes:
-        suspended: those that go on when nothing else is ready.
+        suspended: firings that go on when nothing else is ready.
     """
 
     __slots__ = ("_executor", "_waiting", "suspended")
@@ -46,7 +46,7 @@ class Regions:
         self._executor = executor
 
     def stop(self) -> Iterator[BaseException]:
-        """Ends those that are suspended, or wait; what they raised."""
+        """End suspended and waiting regions; yield their exceptions."""
         self._executor.in_flight -= len(self._waiting)
         self.suspended.extend(self._waiting)
         self._waiting.clear()
@@ -62,7 +62,7 @@ class Regions:
         return sum(not isinstance(firing.place, ToldPlace) for firing in self._waiting)
 
     def claim(self) -> None:
-        """Claim what those that go on were called for; a region whose turn it is not yet waits again."""
+        """Claim the results for firings that go on; a region whose turn it is not yet waits again."""
         called, self.suspended = self.suspended, deque()
         for firing in called:
             if firing.place is None or firing.place.claim_early():
@@ -98,7 +98,7 @@ class Regions:
             self.suspended.append(firing)
 
     def step(self, deadline_ns: int) -> None:
-        """Runs slices of the oldest until it ends, the turn does, or it proves too heavy for the event loop."""
+        """Run slices of the oldest region until it ends, the turn ends, or it proves too heavy for the event loop."""
         executor, firing = self._executor, self.suspended.popleft()
         node, iteration, device = firing.node, firing.iteration, executor.asynchronous
         began, now = perf_counter_ns(), 0
@@ -135,7 +135,7 @@ class Regions:
             self._put_back(firing)
 
     def _put_back(self, firing: SlicedRegion) -> None:
-        """One that has stopped goes on later: in its turn or, with neither a task nor a thread, once it is called."""
+        """Put a stopped region back, to go on in its turn or, with neither a task nor a thread, once it is called."""
         executor = self._executor
         if executor.stopped:
             firing.close()

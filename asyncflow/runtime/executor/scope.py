@@ -37,7 +37,7 @@ class ScopeOptions(Protocol):
 
 
 class PlaceInSession(Protocol):
-    """The place of a run among those that its session lets in, which it gives back while it waits for other runs."""
+    """The place of a run in its session, which the run gives back while it waits for other runs."""
 
     @property
     def is_aside(self) -> bool:
@@ -45,19 +45,19 @@ class PlaceInSession(Protocol):
 
     @property
     def is_auto(self) -> bool:
-        """True if the run gives it back for whatever it waits for."""
+        """True if the run gives it back whenever it waits."""
 
     def step_aside(self) -> None:
-        """Gives it to other runs."""
+        """Give the place to other runs."""
 
     def come_back(self, go_on: Callable[[], None], /) -> bool:
         """Return True if the run has a place now; else ``go_on()`` is called when it has."""
 
 
 class RunScope(Protocol):
-    """One run, as the executors of its partitions see it, their ports, regions, coroutines and threads among them.
+    """A run, as the executors of its partitions see it, with their ports, regions, coroutines and threads.
 
-    It is described and not made: a `Run` has all of this by itself, so what an executor asks of it costs nothing.
+    The class is only a description: a `Run` has all of it by itself, so an executor's accesses cost nothing.
     """
 
     id: int
@@ -67,31 +67,31 @@ class RunScope(Protocol):
     seed: int
     """Of random ops."""
     devices: Mapping[str, Device]
-    """Those of the session, by name."""
+    """Devices of the session, by name."""
     turn: Turn
     """The session's share of the event loop."""
     rendezvous: Rendezvous
-    """The place where its partitions meet."""
+    """Meeting point of its partitions."""
     trace: Trace | None
-    """The trace that it is recorded into; None without one."""
+    """Trace that records it; None without one."""
     part: RunPart
-    """The run for those that are asked for inside it."""
+    """The run, as seen by runs requested inside it."""
     context: Context
-    """Its caller's context variables, for the user's kernels."""
+    """Context variables of its caller, for the user's kernels."""
     own_context: Context | None
     """The context in which kernels find the elements that the run has taken; None if it takes none."""
     at_end: dict[object, Callable[[], None]]
     """Functions that let go of what the run holds."""
     has_age: bool
-    """True if it waits for older runs where memory is short, and younger ones for it."""
+    """True if it waits for older runs when memory is short, and younger ones for it."""
     in_caller: bool
     """True if it goes on in its caller's task alone."""
     awaited: asyncio.Future[None] | None
     """The future that the caller's task waits for."""
     begun: Paused | RegionGenerator | None
-    """Its only firing, which has begun on the event loop and goes on on a thread."""
+    """Its only firing, if that has begun on the event loop and continues on a thread."""
     taken: Taken | None
-    """The elements that it gives back if it ends early; None if it takes none."""
+    """Elements that it gives back if it ends early; None if it takes none."""
     staying: Collection[int | None]
     """Indexes of the fetches whose values stay on their device."""
 
@@ -101,7 +101,7 @@ class RunScope(Protocol):
 
     @property
     def executors(self) -> Sized:
-        """Those that have been made so far."""
+        """Executors made so far."""
 
     @property
     def emitter(self) -> TakesItems | None:
@@ -109,11 +109,11 @@ class RunScope(Protocol):
 
     @property
     def ticket(self) -> PlaceInSession | None:
-        """Its place in the session; None if it keeps that to its end."""
+        """Place in the session; None if it keeps that to its end."""
 
     @property
     def is_stopped(self) -> bool:
-        """True if it ends early: nothing of it starts, or goes on, any more."""
+        """True if it ends early: none of its firings starts, or goes on, any more."""
 
     def leaves_to_caller(self, step: Callable[[], object], *, later: bool = False) -> bool:
         """Leaves a step to the caller's task, if the run goes on there alone and this is not there."""
@@ -128,13 +128,13 @@ class RunScope(Protocol):
         """Stops the run early."""
 
     def close(self) -> None:
-        """Ends the run because its session closes."""
+        """End the run because its session closes."""
 
     def on_failed(self) -> None:
         """An executor has failed: the others stop too."""
 
     def on_quiet(self) -> None:
-        """An executor has nothing left to do: the run ends when none has."""
+        """Note that an executor has nothing left to do: the run ends when none has."""
 
     def look_aside(self) -> None:
         """Gives the run's place in the session to others if all that is left of it waits for other runs."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> bool:
-    """Whether a firing that is expected to take so long is not for the event loop."""
+    """Return True if a firing of this expected time is not for the event loop."""
     if executor.recorder is not None and executor.recorder.order is not None and node.source.op.effects is not None:
         return False  # the next firing is taken when this one has changed what it changes
     if node.owner is not None and cast("CpuDevice", executor.device).lanes.holds(node.owner):
@@ -37,7 +37,7 @@ def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> 
 
 
 def must_wait(swapping: Swapping, node: PlanNode, inputs: Sequence[Value]) -> bool:
-    """Whether a firing waits for a saved value that is away, or for room for one."""
+    """Return True if a firing waits for a saved value that is away, or for room for one."""
     waits = waits_for_saved(node.source)
     return waits is not None and swapping.must_wait(*cast("tuple[SavedValues, int]", inputs[: len(waits)]))
 
@@ -50,7 +50,7 @@ def launch_on_a_thread(
     size: int,
     begun: Paused | None = None,
 ) -> None:
-    """Starts a firing on inputs of so many elements, or goes on with one that has `begun` on the event loop."""
+    """Start a firing on inputs of `size` elements, or continue one that has `begun` on the event loop."""
     assert node.kernel is not None
     work: Callable[..., object] = node.kernel if begun is None else begun.go_on
     args = tuple(inputs) if begun is None else ()
@@ -141,7 +141,7 @@ def submit(
 
 
 def withdraw_all(executor: Executor) -> None:
-    """Withdraws the firings of a run that has been stopped which no thread has started: nobody wants them any more."""
+    """Withdraw the firings of a stopped run that no thread has started: their results are not wanted any more."""
     while executor.submitted:
         take, withdraw = executor.submitted.popitem()
         if withdraw():

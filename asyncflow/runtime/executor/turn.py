@@ -1,7 +1,7 @@
-"""A session's share of the event loop: how long its runs may go on before other coroutines get their turn.
+"""A session's share of the event loop: the time that its runs may take before other coroutines get their turn.
 
-All runs of a session share one budget of `BURST_NS` per pass of the event loop. A run that still has ready work when
-it is spent waits in a queue, and the queue goes on in the next pass, first come first served.
+All runs of a session share one budget of `BURST_NS` per pass of the event loop. A run that still has ready work when it
+is spent waits in a queue, and the queue goes on in the next pass, first come, first served.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncflow.runtime.executor.kernels.limited_calls import LimitedCalls
 from asyncflow.streams.loop import burst_clock, clock_of
 
 BURST_NS = 1_000_000
-"""How long a session's runs may hold the event loop at a time (1 ms)."""
+"""Longest time for which a session's runs may hold the event loop (1 ms)."""
 
 
 class Driven(Protocol):
@@ -34,7 +34,7 @@ class Flushed(Protocol):
     """Work that several runs share, which is started where nothing else can go on."""
 
     def flush(self, *, is_idle: bool) -> bool:
-        """Starts what is due; see `Batches.flush`."""
+        """Start due work; see `Batches.flush`."""
 
 
 class Turn:
@@ -47,7 +47,7 @@ class Turn:
         self.now = burst_clock(loop)
         """Nanoseconds by which the budget is measured."""
         self.clock = clock_of(loop)
-        """Nanoseconds as a trace shows them."""
+        """Clock in nanoseconds, as a trace shows them."""
         self._queue: deque[Driven] = deque()
         self._scheduled = False
         self._burst_end = 0
@@ -69,7 +69,7 @@ class Turn:
         self._batches = ref(batches)
 
     def drive_now(self, driven: Driven) -> None:
-        """Drives at once if the current pass has time left; queues what remains."""
+        """Drive at once if the current pass has time left; queue the rest."""
         if not self.has_time():
             self.enqueue(driven)
             return
@@ -79,7 +79,7 @@ class Turn:
             self.enqueue(driven)
 
     def drive_in_caller(self, driven: Driven) -> None:
-        """Drive a run in its caller's task, which was woken for that; queue what remains.
+        """Drive a run in its caller's task, which was woken for that; queue the rest.
 
         The task has waited for its turn already, so it gets an eighth of a pass at least: it would have to wait for the
         next pass, and to be woken again, for ever while other runs are always ready.
@@ -91,7 +91,7 @@ class Turn:
             self.enqueue(driven)
 
     def has_time(self) -> bool:
-        """Whether work may start in the current pass."""
+        """Return True if work may start in the current pass."""
         if self._burst_end == 0:
             self._burst_end = self.now() + BURST_NS
             self.wake()
@@ -99,12 +99,12 @@ class Turn:
         return not self._queue and self.now() < self._burst_end
 
     def count(self) -> int:
-        """The number of the current pass; what is counted in a later pass has a higher one."""
+        """Return the number of the current pass; later passes have higher ones."""
         self.wake()
         return self.number
 
     def enqueue(self, driven: Driven) -> None:
-        """Drives in a later pass, or later in this one."""
+        """Drive in a later pass, or later in this one."""
         if not driven.is_queued:
             driven.is_queued = True
             self._queue.append(driven)

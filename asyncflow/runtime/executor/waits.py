@@ -1,10 +1,9 @@
 """The firings of one executor that wait in lines of states, such as queues: no task, and no thread, waits for them.
 
-A firing that is called goes on at once, on the stack of whoever made that so; what comes of it is done in the
-next turn, unless that is outside of all firings. A run that waits for a queue goes on in its caller's task alone
-(`Run.in_caller`): there the firing claims what it was called for. Only one that is *new*, which has come since its
-executor last had nothing else to do, is not woken: what it waits for is most often behind it in the same program, and
-asking then costs half as much.
+A called firing goes on at once, on the stack of the caller; its consequences follow in the next turn, unless the call
+came from outside of all firings. A run that waits for a queue goes on in its caller's task alone (`Run.in_caller`):
+there the firing claims its result. Only a *new* firing, which has come since its executor last had nothing else to do,
+is not woken. Its element is most often put in later by the same program, and asking then costs half as much.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Waits:
     """The places in line of one executor, in the order in which they were taken.
 
     Attributes:
-        new: those that nobody wakes yet.
-        in_line: number of firings that wait for other runs, and not for what is computed for their own.
+        new: places that are not woken yet.
+        in_line: number of firings that wait for other runs, and not for their own run's computation.
     """
 
     __slots__ = ("_executor", "_places", "in_line", "new")
@@ -63,7 +62,7 @@ class Waits:
             self._have_woken(place)
 
     def look(self) -> None:
-        """Claims what new ones have been called for; where none has, they are woken from now on."""
+        """Claim the results of new places that were called; if there are none, new places are woken from now on."""
         new, self.new = self.new, []
         called = [place for place in new if place.is_called]
         for place in called:

@@ -1,4 +1,4 @@
-"""What each priority gets of what several share: a pure state machine."""
+"""Shares of several priorities in one resource: a pure state machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ SHARE = 1 / 8
 """Of all that is given away, that is each priority's own; an equal part, where more than eight wait."""
 
 PATIENCE_S = 1.0
-"""When one without a deadline is due, so that those of its priority with deadlines do not go before it for ever."""
+"""Seconds after which an entry without a deadline is due, so that entries with deadlines do not go before it for
+ever.
+"""
 
 
 def share_of(count: int) -> float:
-    """The part that is each one's own, where so many wait."""
+    """Return the share of each priority, when `count` of them wait."""
     return min(SHARE, 1 / count)
 
 
 class PriorityShares:
-    """Whose turn it is: the lowest number's, but for the share of each other one that waits.
+    """The turns of priorities: the lowest number goes first, except for the shares of the other waiting ones.
 
-    Of whatever one takes, a share is owed to each other one. One that is owed all that it takes but its own share of
-    that goes first; of several, the one that is owed most, and then the lowest number.
+    Of whatever one takes, a share is owed to each other one. A priority goes first that is owed as much as its cost
+    minus its own share; of several, the one that is owed most, and then the lowest number.
     """
 
     __slots__ = ("_owed",)
@@ -29,7 +31,7 @@ class PriorityShares:
         self._owed: dict[int, float] = {}
 
     def next(self, costs: Mapping[int, float]) -> int:
-        """Whose turn it is, given what the first of each one that waits would take."""
+        """Return the priority whose turn it is, given the cost of each waiting priority's first entry."""
         if not self._owed:
             return min(costs)
         own = 1 - share_of(len(costs))
@@ -39,7 +41,7 @@ class PriorityShares:
         return min(costs) if most < 0 else min(each for each, owed in left.items() if owed == most)
 
     def took(self, priority: int, cost: float, waiting: Collection[int]) -> None:
-        """One has had its turn, when these waited, itself among them."""
+        """Record a turn of a priority, with the priorities that waited, including itself."""
         if len(waiting) == 1:
             self._owed.clear()
             return
@@ -49,7 +51,7 @@ class PriorityShares:
         self._owed[priority] = left
 
     def pick(self, waiting: Collection[int]) -> int:
-        """Whose turn it is, where all take the same; it has had it then."""
+        """Return the priority whose turn it is if all cost the same, and record the turn."""
         if len(waiting) == 1:
             return next(iter(waiting))
         priority = self.next(dict.fromkeys(waiting, 1.0))

@@ -1,9 +1,9 @@
-"""How long will a firing take that has not been measured? What nobody can say goes to a thread, to be measured there.
+"""Expected time of a firing that has not been measured. Firings of unknown length go to a thread, to be measured there.
 
-The event loop must not be the place where it turns out that a function of the user's waits for a second, or that the
-values in a run are large. So a kernel's first firing is on the loop only if its work is known to be short, by the
-shapes that are there. Nothing is known of a user's function without ``cost=``, nor of an op that is told by a value how
-much to make, such as `arange`.
+The event loop must not be the place that discovers that a function of the user's waits for a second, or that the values
+in a run are large. So a kernel's first firing is on the loop only if its work is known to be short, by the present
+shapes. Nothing is known of a user's function without ``cost=``, nor of an op whose output size depends on a value, such
+as `arange`.
 """
 
 from __future__ import annotations

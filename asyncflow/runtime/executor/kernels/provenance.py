@@ -48,7 +48,8 @@ def _described(values: Sequence[object]) -> tuple[str, ...]:
 def as_kernel_error(
     error: BaseException, node: PlanNode, tag: str, inputs: Sequence[Value], device: str
 ) -> BaseException:
-    """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself, with a note.
+    """Return `error` with its provenance; exceptions meant for the interpreter (SystemExit, …) stay themselves, with a
+    note.
 
     `GeneratorExit` is meant for the generator that is closed. Out of a run it would look as if the caller were closed.
     """

@@ -25,7 +25,7 @@ from asyncflow.runtime.executor.kernels.sliced_region import RegionGenerator, in
 from asyncflow.values import Array, Value
 
 _MOST_ELEMENTS = 1 << 16
-"""Beside a kernel on more of them, what the executor costs is nothing."""
+"""Number of elements above which the executor's cost is nothing beside the kernel's."""
 
 _NO_CONTEXT = KernelContext(seed=0, run=0, tag=())
 """The context of a call for several runs, in which all that draws has keys."""
@@ -34,7 +34,7 @@ _WHOLE = 1 << 62
 """The budget of a region that runs to its end."""
 
 Begun: TypeAlias = "Paused | RegionGenerator"
-"""Calls of a user's function for rows that took too long for the event loop: what is left of them is for a thread."""
+"""Calls of a user's function for rows that took too long for the event loop: the rest is for a thread."""
 
 
 def quiet_context() -> Context:
@@ -50,14 +50,14 @@ def quiet_context() -> Context:
 def run_single_call(
     call: SingleCall, device: Device, quiet: Context, feeds: Sequence[Value], limit_ns: float = INLINE_LIMIT_NS
 ) -> list[Value] | None:
-    """The fetched values for these fed ones; None if computing them may take too long for the event loop.
+    """Return the fetched values for these feeds; None if computing them may take too long for the event loop.
 
     Args:
-        call: what to do.
-        device: where.
+        call: the call.
+        device: the device.
         quiet: a context without floating-point warnings.
-        feeds: what to do it with.
-        limit_ns: what takes longer takes too long.
+        feeds: the fed values.
+        limit_ns: longest expected time.
 
     Raises:
         KernelError: the kernel failed.
@@ -92,8 +92,8 @@ def run_single_call(
 def run_user_call(call: SingleCall, device: Device, feeds: Sequence[Value]) -> list[Value] | Begun | None:
     """Return the fetched values of a plan that calls a user's function; None unless it has proved to be short.
 
-    The function sees the context variables of the caller, as in any run. It is over before anything else happens, so
-    it needs no part of a run. If it has turned slow, this stops between two rows and returns what is begun.
+    The function sees the context variables of the caller, as in any run. It is over before anything else happens, so it
+    needs no part of a run. If it has turned slow, this stops between two rows and returns the begun call.
 
     Raises:
         KernelError: the function failed.
@@ -128,7 +128,7 @@ def run_user_call(call: SingleCall, device: Device, feeds: Sequence[Value]) -> l
 
 
 def _tracked(call: SingleCall, output: object, device: Device) -> list[Value]:
-    """Return the fetched values of what a kernel gave, and count them."""
+    """Return the fetched values from a kernel's output, and count them."""
     results = call.results(output)
     for value in results:
         device.memory.track(value, call.node.name)
@@ -136,10 +136,10 @@ def _tracked(call: SingleCall, output: object, device: Device) -> list[Value]:
 
 
 class CountedCall:
-    """A single call that makes as many steps as it is told, and so takes as long as whoever calls it wants.
+    """A single call that makes a given number of steps, so that its caller chooses its duration.
 
     Args:
-        call: whose first feed is that number, and whose last result is how many steps were made.
+        call: its first feed is that number, and its last result the number of steps made.
         device: where it runs.
         quiet: a context without floating-point warnings.
     """
@@ -155,15 +155,15 @@ class CountedCall:
         return self._call.node.is_user
 
     def expected_ns(self, size: int) -> float:
-        """How long a step on so many elements takes; infinite if that was never measured."""
+        """Return the expected time of a step on `size` elements; infinite without a measurement."""
         return self._cost.predict_ns(size)
 
     def learn(self, size: int, taken_ns: int, made: int) -> None:
-        """So many steps on so many elements have taken so long."""
+        """Record the time of `made` steps on `size` elements."""
         self._cost.observe(size, taken_ns // max(made, 1))
 
     def __call__(self, feeds: Sequence[Value], size: int) -> list[Array]:
-        """The fetched values for these fed ones, of so many elements.
+        """Return the fetched values for these feeds, of `size` elements.
 
         Raises:
             KernelError: a kernel failed.

@@ -46,14 +46,14 @@ RegionGenerator: TypeAlias = (
 
 
 def in_parts(node: PlanNode) -> Callable[..., object]:
-    """The kernel of a user's function, which pauses between rows if it has any and they take long."""
+    """Return the kernel of a user's function; it pauses between rows that take long."""
     kernel = node.kernel
     assert kernel is not None
     return partial(kernel.begin, INLINE_LIMIT_NS) if isinstance(kernel, PausingKernel) else kernel
 
 
 class PhaseSpan(NamedTuple):
-    """A time in which a traced region computed in one of its phases."""
+    """A time span in which a traced region computed in one of its phases."""
 
     phase: Phase
     started_ns: int
@@ -78,7 +78,7 @@ class SlicedRegion:
     inputs: Sequence[Value]
     generator: RegionGenerator
     spans: Spans | None = None
-    """What an asynchronous device records of it; None if the run is not traced."""
+    """Spans that an asynchronous device records for it; None if the run is not traced."""
     clock: Callable[[], int] | None = None
     is_traced: bool = field(default=False, kw_only=True)
     budget: int | None = field(default=None, init=False)
@@ -86,38 +86,38 @@ class SlicedRegion:
     is_heavy: bool = field(default=False, init=False)
     """The last slice held the event loop for too long, so that the rest belongs on a thread."""
     is_waiting: bool = field(default=False, init=False)
-    """It has stopped before it waits for a saved value, which is for a thread."""
+    """True if it has stopped before waiting for a saved value, which a thread must do."""
     lacks_memory: bool = field(default=False, init=False)
-    """It has stopped before an iteration for which memory is short."""
+    """True if it has stopped before an iteration for which memory is short."""
     place: PlaceInLine | None = field(default=None, init=False)
-    """Where it has stopped until it is called."""
+    """Place in line in which it has stopped until it is called."""
     is_suspect: bool = field(init=False)
-    """An earlier slice may have, in this firing or the one before."""
+    """True if an earlier slice may have been long, in this firing or the one before."""
     is_user: bool = field(init=False)
-    """It calls code of the user's."""
+    """True if it calls user code."""
     is_unsettled: bool = field(default=False, init=False)
-    """Nobody has looked whether the last one that took so long did so by itself."""
+    """True if nothing has checked yet whether the last long slice was long by itself."""
     is_proved: bool = field(default=False, init=False)
-    """One has."""
+    """True if a slice has proved to be long by itself."""
     is_watched: bool = field(default=True, init=False)
     """The next slice's time of the processor will be taken."""
     size: int = field(init=False)
-    """Of its inputs."""
+    """Number of elements of its inputs."""
     hold_ns: int = field(default=0, init=False)
-    """The longest it has held its thread without giving way."""
+    """Longest time for which it has held its thread without giving way."""
     has_learned: bool = field(default=False, init=False)
     inline_ns: int = field(default=0, init=False)
-    """How long it has computed on the event loop."""
+    """Time for which it has computed on the event loop."""
     parts: int = field(default=0, init=False)
-    """How often it has begun to, and stopped."""
+    """Number of slices begun and stopped."""
     paused_ns: int | None = field(default=None, init=False)
-    """When it stopped last; None before it began."""
+    """Time of the last stop; None before it began."""
     phases: list[PhaseSpan] = field(default_factory=list, init=False)
-    """Where a traced one computed since that was asked for last."""
+    """Phases in which a traced region computed since the last request."""
     iterations: dict[Phase, int] = field(default_factory=dict, init=False)
-    """Of its loops that have ended, by phase."""
+    """Numbers of iterations of its ended loops, by phase."""
     seen_phases: dict[Phase, int] = field(default_factory=dict, init=False)
-    """How often each was recorded."""
+    """Number of recordings of each phase."""
     _standing: Phase | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class SlicedRegion:
         self.size = size_of(self.inputs)
 
     def expected_hold_ns(self) -> float:
-        """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
+        """Return the time for which it is expected to hold its thread without giving way; infinite if unknown."""
         hold: MeasuredCost | None = self.node.hold
         if hold is None and self.is_user:
             hold = self.node.hold = user_cost(self.node)
@@ -195,7 +195,7 @@ class SlicedRegion:
                 self.iterations[phase] = count
 
     def take_phases(self) -> list[PhaseSpan]:
-        """Where it computed since this was asked for last; none if the run is not traced."""
+        """Return the phases in which it computed since the last call; none if the run is not traced."""
         taken, self.phases = self.phases, []
         return taken
 
@@ -228,7 +228,7 @@ class SlicedRegion:
         self.has_learned = True
 
     def learn(self, on_thread_ns: int = 0) -> None:
-        """At its end: `learn_hold`, if that says anything new, and how long it took, on a thread and before."""
+        """Learn at its end: `learn_hold`, if that is news, and its time, on a thread and before."""
         self.node.is_suspect = self.is_unsettled
         is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
         if not (self.has_learned or is_known):
@@ -262,7 +262,7 @@ class SlicedRegion:
         self.generator.close()
 
     def describe(self) -> str:
-        """Says what it waits for, for messages."""
+        """Describe the awaited resource, for messages."""
         frame, code = self.generator.gi_frame, self.node.region
         assert self.place is not None and frame is not None and code is not None
         source = code.places[frame.f_lineno + 1].node  # behind the yield it is claimed
