@@ -112,6 +112,8 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.checks import check_numerics as check_numerics
     from asyncflow.ops.checks import print_ as _print
     from asyncflow.ops.convolution import fftconvolve as fftconvolve
+    from asyncflow.ops.counts import count_nonzero as count_nonzero
+    from asyncflow.ops.counts import histogram as histogram
     from asyncflow.ops.creation import arange as arange
     from asyncflow.ops.creation import asarray as asarray
     from asyncflow.ops.creation import empty as empty
@@ -189,7 +191,6 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.elementwise import trunc as trunc
     from asyncflow.ops.erf import erf as erf
     from asyncflow.ops.from_torch import from_torch as from_torch
-    from asyncflow.ops.histograms import histogram as histogram
     from asyncflow.ops.indexing import gather as gather
     from asyncflow.ops.indexing import index_add as index_add
     from asyncflow.ops.indexing import index_update as index_update
@@ -250,7 +251,6 @@ if _typing.TYPE_CHECKING:
     from asyncflow.ops.quantile import quantile as quantile
     from asyncflow.ops.searching import argmax as argmax
     from asyncflow.ops.searching import argmin as argmin
-    from asyncflow.ops.searching import count_nonzero as count_nonzero
     from asyncflow.ops.searching import nonzero as nonzero
     from asyncflow.ops.searching import searchsorted as searchsorted
     from asyncflow.ops.searching import where as where
@@ -367,6 +367,7 @@ _HOMES = {
     "ops.batch": "Batch Pool",
     "ops.checks": "assert_that check_numerics print=print_",
     "ops.convolution": "fftconvolve",
+    "ops.counts": "count_nonzero histogram",
     "ops.creation": (
         "arange asarray empty empty_like eye from_dlpack full full_like linspace meshgrid ones ones_like tril triu "
         "zeros zeros_like"
@@ -382,7 +383,6 @@ _HOMES = {
     ),
     "ops.erf": "erf",
     "ops.from_torch": "from_torch",
-    "ops.histograms": "histogram",
     "ops.indexing": "gather index_add index_update scatter_add scatter_update take take_along_axis",
     "ops.linalg": "einsum matmul matrix_transpose tensordot vecdot",
     "ops.logic": (
@@ -395,7 +395,7 @@ _HOMES = {
     "ops.norms": "cdist",
     "ops.padding": "pad",
     "ops.quantile": "quantile",
-    "ops.searching": "argmax argmin count_nonzero nonzero searchsorted where",
+    "ops.searching": "argmax argmin nonzero searchsorted where",
     "ops.segments": "bincount segment_sum",
     "ops.sets": "unique_all unique_counts unique_inverse unique_values",
     "ops.shape": "rank shape size",

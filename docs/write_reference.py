@@ -51,7 +51,7 @@ FAMILIES: Final = {
     "manipulation": "Changing shapes",
     "padding": "Changing shapes",
     "splitting": "Changing shapes",
-    "histograms": "Sums and statistics",
+    "counts": "Sums and statistics",
     "segments": "Sums and statistics",
     "quantile": "Sums and statistics",
     "indexing": "Reading and writing elements",

@@ -38,7 +38,7 @@ from asyncflow.ops.rows.rule import (
     why_no_row_rule,
 )
 
-_RULES = (*_rules.__all__, arrays, reasons)
+_RULES = (_rules, arrays, reasons)
 
 
 def in_rows(x: Tensor, count: int | Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from asyncflow.errors import DTypeError
 from asyncflow.graph.build import TensorLike, as_tensor
 from asyncflow.graph.dtypes import dtype_name, int64, summed_in
 from asyncflow.graph.ir import Tensor
+from asyncflow.ops.counts import count_nonzero
 from asyncflow.ops.creation import arange
 from asyncflow.ops.datatypes import astype, broadcast_to, in_dtype
 from asyncflow.ops.derivatives.shapes import shape_of
@@ -13,7 +14,7 @@ from asyncflow.ops.elementwise import maximum
 from asyncflow.ops.extents import Extent
 from asyncflow.ops.logic import less
 from asyncflow.ops.manipulation import expand_dims
-from asyncflow.ops.searching import count_nonzero, where
+from asyncflow.ops.searching import where
 from asyncflow.ops.statistical import sum
 
 

@@ -19,6 +19,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.nn.masks import as_lengths, sequence_mask
 from asyncflow.ops.checks import assert_that
 from asyncflow.ops.cost import free, moving
+from asyncflow.ops.counts import count_nonzero
 from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
@@ -28,7 +29,7 @@ from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import row_rule
-from asyncflow.ops.searching import count_nonzero, nonzero
+from asyncflow.ops.searching import nonzero
 from asyncflow.ops.shape import extent_of
 from asyncflow.ops.sorting import argsort
 from asyncflow.ops.utility import all

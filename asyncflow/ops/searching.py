@@ -10,16 +10,15 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, graph_for
-from asyncflow.graph.dtypes import bool_, int64
+from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, define
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.axes import Axes, flat_extent, reduced, require_elements, static_int
+from asyncflow.ops.axes import flat_extent, reduced, require_elements, static_int
 from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
-from asyncflow.ops.statistical import sum
 from asyncflow.values import Array, Kernel, Namespace
 
 # -- extremes --------------------------------------------------------------------------------------------------------
@@ -83,17 +82,6 @@ def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
 NONZERO = define(
     "nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per_input_element, rows="as found", runs_on_host=True
 )
-
-
-def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """Number of nonzero (true, nonempty) elements, over `axis` or all axes, as int64.
-
-    Args:
-        x: any tensor.
-        axis: one axis, several, or None for all.
-        keepdims: leave reduced axes in the shape, with extent 1.
-    """
-    return sum(astype(x, bool_), axis=axis, keepdims=keepdims)
 
 
 def nonzero(x: TensorLike, /) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import searching, sorting
+from asyncflow.ops import counts, searching, sorting
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import square
 from tests.autodiff.sweep import assert_derivatives
@@ -56,7 +56,7 @@ def test_nonzero(evaluate: Any, dtype: Any) -> None:
 
 def test_nonzero_strings_are_not_empty(evaluate: Any) -> None:
     compare(evaluate, searching.nonzero, np.array([0, 2, 3]), WORDS, known=("all", "rank"))
-    compare(evaluate, searching.count_nonzero, np.int64(3), WORDS)
+    compare(evaluate, counts.count_nonzero, np.int64(3), WORDS)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

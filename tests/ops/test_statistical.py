@@ -9,7 +9,7 @@ import pytest
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import indexing, searching, statistical, utility
+from asyncflow.ops import counts, indexing, searching, statistical, utility
 from tests.ops.against_numpy import NUMBERS, compare, sample
 
 FLOAT: Any = 1.0
@@ -57,7 +57,7 @@ def test_count_nonzero(evaluate: Any, dtype: Any) -> None:
     x = sample((2, 3, 4), dtype)
     for axis in (None, 0, (1, 2)):
         expected = np.asarray(np.count_nonzero(x, axis=axis, keepdims=True), dtype=np.int64)
-        compare(evaluate, lambda t, a=axis: searching.count_nonzero(t, axis=a, keepdims=True), expected, x)
+        compare(evaluate, lambda t, a=axis: counts.count_nonzero(t, axis=a, keepdims=True), expected, x)
 
 
 @pytest.mark.parametrize("name", [*REDUCTIONS, "all", "any"])

@@ -6,7 +6,8 @@ convention, and the conjugate of JAX's.
 
 At kinks: `abs` and `hypot` pass nothing at 0, and `atan2` nothing at the origin; operands that tie in `maximum` and
 `minimum` get half each; in `clip` a value on a bound passes all to the value; ``x ** 0`` passes nothing to `x`, and ``0
-** y`` nothing to `y`. Infinite limits are infinite: `sqrt` and `log` at 0.
+** y`` nothing to `y`. Infinite limits are infinite: `sqrt` and `log` at 0. Comparisons, tests and bitwise functions give
+booleans and integers, through which nothing flows back.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, derivative, gradient_of_first, not_differentiable
 from asyncflow.ops import elementwise as ew
+from asyncflow.ops import logic as lo
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
 from asyncflow.ops.derivatives.extents import extents
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like, zeros_of
 from asyncflow.ops.elementwise import log, negative, sign, sqrt, square
-from asyncflow.ops.erf import ERF
 from asyncflow.ops.known_values import static_value
 from asyncflow.ops.logic import greater_equal, isinf, less_equal, logical_and, logical_or
 from asyncflow.ops.nn import sigmoid
@@ -101,7 +102,6 @@ def _divided(op: Op, divisor: Callable[[Tensor, Tensor], Tensor]) -> None:
 # Slopes are functions of the result where that is enough: a program keeps it more often than the argument.
 _multiplied(ew.COS, lambda x, y: negative(ew.sin(x)))
 _multiplied(ew.COSH, lambda x, y: ew.sinh(x))
-_multiplied(ERF, lambda x, y: 2 / math.sqrt(math.pi) * ew.exp(negative(square(x))))
 _multiplied(ew.EXP, lambda x, y: y)
 _multiplied(ew.EXPM1, lambda x, y: y + 1)
 _multiplied(ew.RECIPROCAL, lambda x, y: negative(square(y)))
@@ -297,3 +297,18 @@ def _nextafter(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 not_differentiable(ew.CEIL, ew.FLOOR, ew.ROUND, ew.TRUNC, ew.FLOOR_DIVIDE, because="it is constant almost everywhere")
+
+
+# -- comparisons, tests and bitwise functions ------------------------------------------------------------------------
+
+
+not_differentiable(
+    *(lo.EQUAL, lo.GREATER, lo.GREATER_EQUAL, lo.LESS, lo.LESS_EQUAL, lo.NOT_EQUAL),
+    *(lo.ISFINITE, lo.ISINF, lo.ISNAN, lo.SIGNBIT, lo.LOGICAL_AND, lo.LOGICAL_NOT, lo.LOGICAL_OR, lo.LOGICAL_XOR),
+    because="its result is boolean",
+)
+not_differentiable(
+    *(lo.BITWISE_AND, lo.BITWISE_INVERT, lo.BITWISE_OR, lo.BITWISE_XOR),
+    *(lo.BITWISE_LEFT_SHIFT, lo.BITWISE_RIGHT_SHIFT),
+    because="it is defined for integers and booleans alone",
+)

@@ -1,19 +1,36 @@
-"""Derivatives of manipulation: gradients in the shape and order of the input that was reshaped, joined or repeated."""
+"""Derivatives of making arrays, casting them, and of manipulation.
+
+An array that was filled passes the sum to its value. An input that was reshaped, joined or repeated gets gradients in its
+own shape and order. Shapes, ranges and identity matrices have none.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from, not_differentiable
 from asyncflow.graph.shapes import Shape, normalize_axis
 from asyncflow.ops import manipulation as m
 from asyncflow.ops.cost import per_input_element
-from asyncflow.ops.creation import arange, zeros_like
-from asyncflow.ops.datatypes import astype
+from asyncflow.ops.creation import (
+    ARANGE,
+    EYE,
+    FULL,
+    FULL_LIKE,
+    LINSPACE,
+    TRIL,
+    TRIU,
+    arange,
+    linspace,
+    tril,
+    triu,
+    zeros_like,
+)
+from asyncflow.ops.datatypes import ASTYPE, BROADCAST_ARRAYS, BROADCAST_TO, astype
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import (
@@ -22,6 +39,7 @@ from asyncflow.ops.derivatives.shapes import (
     ensure_shape,
     extent_of,
     shape_of,
+    sum_to_like,
     summed,
     zeros_of,
 )
@@ -30,10 +48,12 @@ from asyncflow.ops.extents import apply_to_shape, in_given_shape, shape_reader
 from asyncflow.ops.indexing import at_position, sliced
 from asyncflow.ops.keys import along
 from asyncflow.ops.padding import PAD, inner_key
+from asyncflow.ops.promotion import real_dtype
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.splitting import SPLIT
 from asyncflow.ops.statistical import prod
 from asyncflow.ops.statistical import sum as sum_
+from asyncflow.ops.statistical import sum as sum_of
 from asyncflow.values import Array, Kernel, Namespace
 
 not_differentiable(RANK, SHAPE, SIZE, because="they are integers")
@@ -176,3 +196,57 @@ def _repeatssummed(x: Tensor, grad: Tensor, counts: Tensor | None, *, repeats: i
     if axis is None:
         return m.reshape(scatter_to(grad, along(0, ("input", 0)), [sources], _size(x)), shape_of(x))
     return scatter_to(grad, along(axis, ("input", 0)), [sources], shape_of(x), known=x.shape)
+
+
+# -- creation --------------------------------------------------------------------------------------------------------
+
+
+not_differentiable(ARANGE, because="its bounds say how many values there are, which jumps")
+not_differentiable(EYE, because="it is made of sizes alone")
+
+
+gradient_of_first(FULL, lambda node, grad: sum_of(grad))
+
+
+@derivative(FULL_LIKE)
+def _full_like(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [None, sum_of(grad)]
+
+
+@derivative(LINSPACE)
+def _linspace(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Each value lies between the bounds; the nearer one gets the more of its gradient."""
+    start, stop, *size = node.inputs
+    num = size[0] if size else node.attrs["num"][0]
+    weights = linspace(0.0, 1.0, num, dtype=real_dtype(grad.dtype), endpoint=node.attrs["endpoint"])
+    own = in_dtype_of(sum_of(grad * (1 - weights)), start), in_dtype_of(sum_of(grad * weights), stop)
+    return [*own, *[None] * len(size)]
+
+
+gradient_of_first(TRIL, lambda node, grad: tril(grad, k=node.attrs["k"]))
+
+
+gradient_of_first(TRIU, lambda node, grad: triu(grad, k=node.attrs["k"]))
+
+
+# -- casts and broadcasting ------------------------------------------------------------------------------------------
+
+
+gradient_of_first(ASTYPE, lambda node, grad: in_dtype_of(grad, node.inputs[0]))
+gradient_of_first(BROADCAST_TO, lambda node, grad: sum_to_like(grad, node.inputs[0]))
+
+
+@derivative(BROADCAST_ARRAYS)
+def _broadcast_arrays(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    pairs = zip(grads, node.inputs, strict=True)
+    return [None if grad is None else sum_to_like(grad, x) for grad, x in pairs]
+
+
+# -- the ops that every graph needs ----------------------------------------------------------------------------------
+
+
+gradient_of_first(IDENTITY, lambda node, grad: in_dtype_of(grad, node.inputs[0]))
+
+
+not_differentiable(CONSTANT, PARAMETER, PLACEHOLDER, because="it has no inputs")
+not_differentiable(NO_OP, because="it has no outputs")

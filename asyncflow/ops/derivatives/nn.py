@@ -13,9 +13,11 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
 from asyncflow.ops import nn
 from asyncflow.ops.datatypes import astype
+from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
-from asyncflow.ops.elementwise import abs, clip, exp, sqrt, square, tanh
+from asyncflow.ops.elementwise import abs, clip, exp, negative, sqrt, square, tanh
+from asyncflow.ops.erf import ERF
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.nn import sigmoid
 from asyncflow.ops.promotion import weak_constant
@@ -44,6 +46,12 @@ def _silu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x = clip(node.inputs[0], -1000, 1000)
     s = sigmoid(x)
     return [grad * (s * (1 + x * (1 - s)))]
+
+
+@derivative(ERF)
+def _erf(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    (x,) = node.inputs
+    return [in_dtype_of(grad * (2 / math.sqrt(math.pi) * exp(negative(square(x)))), x)]
 
 
 gradient_of_first(nn.SOFTPLUS, lambda node, grad: grad * sigmoid(node.inputs[0]))

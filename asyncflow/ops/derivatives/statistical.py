@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from asyncflow.graph.build import constant
 from asyncflow.graph.dtypes import float16, float32, float64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import derivative, gradient_of_first
+from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops import statistical as s
 from asyncflow.ops.axes import Axes, normalize_axes
@@ -27,6 +27,8 @@ from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import expand_dims, flip, reshape
 from asyncflow.ops.promotion import real_dtype
 from asyncflow.ops.searching import where
+from asyncflow.ops.segments import BINCOUNT, SEGMENT_IDS
+from asyncflow.ops.utility import ALL, ANY
 
 
 def _with_axes(reduced: Tensor, node: Node) -> Tensor:
@@ -172,3 +174,18 @@ def _cumulative_prod(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         before = shifted(product, axis, ones_like(sliced(product, axis, None, 1)))
     factors = conjugated(x if x.dtype == grad.dtype else astype(x, grad.dtype))
     return [in_dtype_of(conjugated(before) * linear_recurrence(own, factors, axis=axis, reverse=True), x)]
+
+
+# -- sums by label, and tests of all elements ------------------------------------------------------------------------
+
+
+not_differentiable(SEGMENT_IDS, because="segment ids are integers")
+
+
+@derivative(BINCOUNT)
+def _bincount(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, *weights = node.inputs
+    return [None, *(gather(grad, x) for _ in weights)]
+
+
+not_differentiable(ALL, ANY, because="its result is boolean")

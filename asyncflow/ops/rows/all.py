@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from asyncflow.ops.rows import axes, by_row, extents, indexing, linalg, shape
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["axes", "by_row", "extents", "indexing", "linalg", "shape"]
+from asyncflow.ops import rows
+
+for _module in iter_modules(rows.__path__, f"{rows.__name__}."):
+    import_module(_module.name)

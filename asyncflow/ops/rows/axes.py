@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import normalize_axis, size_of
-from asyncflow.ops import fft, nn
+from asyncflow.graph.shapes import size_of
 from asyncflow.ops import manipulation as m
 from asyncflow.ops.axes import normalize_axes
 from asyncflow.ops.datatypes import BROADCAST_ARRAYS
 from asyncflow.ops.manipulation import expand_dims, reshape
-from asyncflow.ops.padding import PAD
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, row_rule
 from asyncflow.ops.shape import shape
@@ -37,12 +35,6 @@ def _several_axes(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> S
     return apply(node.op, x.tensor, **{**node.attrs, "axis": axes})
 
 
-@row_rule(nn.LAYER_NORM)
-def _layer_norm(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    axes = tuple(1 + axis for axis in normalize_axes(node.attrs["axis"], inputs[0].rank))
-    return apply(node.op, *rows.aligned(_all_spread(rows, inputs)), **{**node.attrs, "axis": axes})
-
-
 @row_rule("axis")
 def _one_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     axis, attrs = node.attrs["axis"], node.attrs
@@ -52,10 +44,11 @@ def _one_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Seque
         return apply(node.op, *(flat(rows.spread(x)) for x in inputs), **{**attrs, "axis": 1})
     if axis >= 0 and len({x.rank for x in inputs}) > 1:
         return row_by_row(node, rows, inputs)
-    return apply(node.op, *rows.aligned(_all_spread(rows, inputs)), **{**attrs, "axis": behind(axis)})
+    return apply(node.op, *rows.aligned(all_spread(rows, inputs)), **{**attrs, "axis": behind(axis)})
 
 
-def _all_spread(rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
+def all_spread(rows: RowAxis, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
+    """The inputs, each with rows."""
     return [LiftedValue(rows.spread(x), has_rows=True) for x in inputs]
 
 
@@ -70,59 +63,11 @@ def flat(x: Tensor) -> Tensor:
     return reshape(x, (shape(x)[0], prod(shape(x)[1:])))
 
 
-@row_rule(fft.FFT, fft.IFFT, fft.RFFT, fft.IRFFT, nn.ONE_HOT)
-def _along_with_size(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+def along_with_size(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    """Along an axis, to a size that is the same for all rows."""
     x, *size = inputs
     attrs = {**node.attrs, "axis": behind(node.attrs["axis"])}
     return apply(node.op, rows.spread(x), *fixed(node, size, "a size"), **attrs)
-
-
-@row_rule(m.ROLL)
-def _roll(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    x, *by = inputs
-    axis = node.attrs["axis"]
-    if axis is None or any(each.has_rows for each in by):
-        return row_by_row(node, rows, inputs)
-    moved = tuple(map(behind, axis)) if isinstance(axis, tuple) else behind(axis)
-    return apply(node.op, x.tensor, *(each.tensor for each in by), **{**node.attrs, "axis": moved})
-
-
-@row_rule(m.REPEAT)
-def _repeat(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    x, *counts = inputs
-    axis = node.attrs["axis"]
-    whole = flat(rows.spread(x)) if axis is None else rows.spread(x)
-    attrs = {**node.attrs, "axis": 1 if axis is None else behind(axis)}
-    return apply(node.op, whole, *fixed(node, counts, "numbers of repeats"), **attrs)
-
-
-@row_rule(m.TILE)
-def _tile(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    (x,) = inputs
-    given = node.attrs["repetitions"]
-    rank = max(x.rank, len(given))
-    return apply(node.op, rows.raised(x, rank), repetitions=(1,) * (1 + rank - len(given)) + given)
-
-
-@row_rule(PAD)
-def _pad(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    x, value = inputs
-    if value.has_rows:
-        return row_by_row(node, rows, inputs)
-    return apply(PAD, x.tensor, value.tensor, widths=((0, 0), *node.attrs["widths"]))
-
-
-@row_rule(m.PERMUTE_DIMS)
-def _permute_dims(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    axes = (0, *(1 + normalize_axis(axis, len(node.attrs["axes"])) for axis in node.attrs["axes"]))
-    return apply(node.op, inputs[0].tensor, axes=axes)
-
-
-@row_rule(m.EXPAND_DIMS)
-def _expand_dims(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    axis = node.attrs["axis"]
-    axes = tuple(1 + place for place in normalize_axes(axis, inputs[0].rank + len(axis)))
-    return apply(node.op, inputs[0].tensor, axis=axes)
 
 
 @row_rule("matrices")

@@ -1,4 +1,7 @@
-"""Row rules of ops that are told a shape: rows are alike, so their number goes in front of it."""
+"""Row rules of making arrays and of manipulation: rows are alike, so their number goes in front of a shape.
+
+An axis that is counted from the front is one further back.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,23 @@ from collections.abc import Sequence
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import Shape, is_static, size_of
+from asyncflow.graph.shapes import Shape, is_static, normalize_axis, size_of
 from asyncflow.ops import creation
+from asyncflow.ops import manipulation as m
+from asyncflow.ops.axes import normalize_axes
 from asyncflow.ops.datatypes import BROADCAST_TO, astype, broadcast_to
 from asyncflow.ops.derivatives.manipulation import SUM_TILES
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE, ENSURE_SHAPE, SUM_TO
 from asyncflow.ops.elementwise import abs, floor_divide
+from asyncflow.ops.indexing import getitem
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import RESHAPE, RESHAPE_TO, concat, expand_dims, reshape
+from asyncflow.ops.padding import PAD
+from asyncflow.ops.rows.axes import behind, flat
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, no_row_rule, row_rule
 from asyncflow.ops.searching import where
-from asyncflow.ops.shape import shape
+from asyncflow.ops.shape import RANK, SHAPE, SIZE, shape
 from asyncflow.ops.statistical import prod
 from asyncflow.ops.statistical import sum as sum_of
 
@@ -116,3 +124,74 @@ def _linspace(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Seque
 
 
 no_row_rule(creation.EYE, because="its inputs are sizes, and rows are alike")
+
+
+# -- shapes as values ------------------------------------------------------------------------------------------------
+
+
+@row_rule(SHAPE, alike=True)
+def _shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    (whole,) = apply(SHAPE, inputs[0].tensor)
+    return [getitem(whole, slice(1, None))]
+
+
+@row_rule(SIZE, alike=True)
+def _size(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    (whole,) = apply(SHAPE, inputs[0].tensor)
+    return [prod(getitem(whole, slice(1, None)))]
+
+
+@row_rule(RANK, alike=True)
+def _rank(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    return [constant(inputs[0].rank, int64)]
+
+
+# -- axes ------------------------------------------------------------------------------------------------------------
+
+
+@row_rule(m.ROLL)
+def _roll(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *by = inputs
+    axis = node.attrs["axis"]
+    if axis is None or any(each.has_rows for each in by):
+        return row_by_row(node, rows, inputs)
+    moved = tuple(map(behind, axis)) if isinstance(axis, tuple) else behind(axis)
+    return apply(node.op, x.tensor, *(each.tensor for each in by), **{**node.attrs, "axis": moved})
+
+
+@row_rule(m.REPEAT)
+def _repeat(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *counts = inputs
+    axis = node.attrs["axis"]
+    whole = flat(rows.spread(x)) if axis is None else rows.spread(x)
+    attrs = {**node.attrs, "axis": 1 if axis is None else behind(axis)}
+    return apply(node.op, whole, *fixed(node, counts, "numbers of repeats"), **attrs)
+
+
+@row_rule(m.TILE)
+def _tile(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    (x,) = inputs
+    given = node.attrs["repetitions"]
+    rank = max(x.rank, len(given))
+    return apply(node.op, rows.raised(x, rank), repetitions=(1,) * (1 + rank - len(given)) + given)
+
+
+@row_rule(PAD)
+def _pad(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, value = inputs
+    if value.has_rows:
+        return row_by_row(node, rows, inputs)
+    return apply(PAD, x.tensor, value.tensor, widths=((0, 0), *node.attrs["widths"]))
+
+
+@row_rule(m.PERMUTE_DIMS)
+def _permute_dims(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    axes = (0, *(1 + normalize_axis(axis, len(node.attrs["axes"])) for axis in node.attrs["axes"]))
+    return apply(node.op, inputs[0].tensor, axes=axes)
+
+
+@row_rule(m.EXPAND_DIMS)
+def _expand_dims(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    axis = node.attrs["axis"]
+    axes = tuple(1 + place for place in normalize_axes(axis, inputs[0].rank + len(axis)))
+    return apply(node.op, inputs[0].tensor, axis=axes)

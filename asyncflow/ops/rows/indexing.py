@@ -23,9 +23,7 @@ from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_
 from asyncflow.ops.keys import WHOLE, Key, along, place_of_positions
 from asyncflow.ops.logic import greater_equal, less_equal, logical_and
 from asyncflow.ops.manipulation import expand_dims, moveaxis, reshape
-from asyncflow.ops.nn import EMBEDDING
 from asyncflow.ops.rows.axes import behind
-from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.positions import positions_of_rows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, row_rule
@@ -89,11 +87,11 @@ def row_key(
         return RowKey((WHOLE, *key), [v.tensor for v in indices], joined, at, moves=False)
     numbers = arange(rows.count if rows.extent is None else rows.extent, dtype=int64) if places is None else places
     numbers = expand_dims(numbers, axis=tuple(range(1, 1 + joined))) if joined else numbers
-    tensors = _named(rows, indices, joined, axes=1)
+    tensors = named_rows(rows, indices, joined, axes=1)
     return RowKey((("input", len(indices)), *key), [*tensors, numbers], joined, at, moves=True)
 
 
-def _named(rows: RowAxis, indices: Sequence[LiftedValue], rank: int, *, axes: int) -> list[Tensor]:
+def named_rows(rows: RowAxis, indices: Sequence[LiftedValue], rank: int, *, axes: int) -> list[Tensor]:
     """Return indices of one rank in each row, which name their row if out of range."""
     return [positions_of_rows(rows, rows.raised(v, rank), axes=axes) if v.has_rows else v.tensor for v in indices]
 
@@ -128,7 +126,7 @@ def _take(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[
         return apply(TAKE, x.tensor, indices.tensor, axis=behind(axis))
     if x.has_rows:
         return [_indexed(node, rows, along(axis, ("input", 0)), x, [indices])]
-    (taken,) = apply(TAKE, x.tensor, *_named(rows, [indices], 0, axes=0), axis=axis)
+    (taken,) = apply(TAKE, x.tensor, *named_rows(rows, [indices], 0, axes=0), axis=axis)
     at = axis % x.rank
     return [moveaxis(taken, at, 0) if at else taken]
 
@@ -138,7 +136,7 @@ def _indexed(node: Node, rows: RowAxis, key: Key, x: LiftedValue, indices: Seque
         found = row_key(node, rows, key, x.shape, indices)
         return found.from_front(apply(GETITEM, x.tensor, *found.indices, key=found.key)[0])
     joined, at, apart = _positions(node, key, x.shape, indices)
-    (whole,) = apply(GETITEM, x.tensor, *_named(rows, indices, joined, axes=0), key=key)
+    (whole,) = apply(GETITEM, x.tensor, *named_rows(rows, indices, joined, axes=0), key=key)
     return whole if apart or not at else moveaxis(whole, at, 0)
 
 
@@ -196,7 +194,7 @@ def row_parts(
 @row_rule(TAKE_ALONG_AXIS)
 def _take_along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     x, indices = inputs
-    found = _named(rows, [indices], 0, axes=1) if indices.has_rows else [rows.spread(indices)]
+    found = named_rows(rows, [indices], 0, axes=1) if indices.has_rows else [rows.spread(indices)]
     return apply(node.op, rows.spread(x), *found, axis=behind(node.attrs["axis"]))
 
 
@@ -242,11 +240,3 @@ def _windows(starts: Sequence[LiftedValue], sizes: Sequence[int]) -> list[Lifted
         steps = reshape(arange(size, dtype=int64), [size if each == axis else 1 for each in range(rank)])
         found.append(start._replace(tensor=add(begin, steps)))
     return found
-
-
-@row_rule(EMBEDDING)
-def _embedding(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    table, ids = inputs
-    if table.has_rows:
-        return row_by_row(node, rows, inputs)
-    return apply(EMBEDDING, table.tensor, *_named(rows, [ids], 0, axes=0))

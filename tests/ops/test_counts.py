@@ -1,4 +1,4 @@
-"""Histograms, against NumPy's."""
+"""Counts of values, against NumPy's."""
 
 from __future__ import annotations
 

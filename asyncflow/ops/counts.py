@@ -1,4 +1,4 @@
-"""Counts of values by interval: `histogram`."""
+"""Counts of values: of those that are not zero, and by interval."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for
-from asyncflow.graph.dtypes import float32, float64, int64
+from asyncflow.graph.dtypes import bool_, float32, float64, int64
 from asyncflow.graph.ir import Tensor
+from asyncflow.ops.axes import Axes
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import clip, subtract
 from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
@@ -17,6 +18,18 @@ from asyncflow.ops.searching import searchsorted, where
 from asyncflow.ops.segments import segment_sum
 from asyncflow.ops.statistical import max as largest
 from asyncflow.ops.statistical import min as smallest
+from asyncflow.ops.statistical import sum
+
+
+def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """Number of nonzero (true, nonempty) elements, over `axis` or all axes, as int64.
+
+    Args:
+        x: any tensor.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
+    return sum(astype(x, bool_), axis=axis, keepdims=keepdims)
 
 
 def histogram(
