@@ -104,183 +104,183 @@ if _typing.TYPE_CHECKING:
     from asyncflow.lift.batched import batched as batched
     from asyncflow.lift.map_fn import map_fn as map_fn
     from asyncflow.lift.vmap import vmap as vmap
-    from asyncflow.ops import fft as fft
-    from asyncflow.ops import random as random
-    from asyncflow.ops.batch import Batch as Batch
-    from asyncflow.ops.batch import Pool as Pool
-    from asyncflow.ops.checks import assert_that as assert_that
-    from asyncflow.ops.checks import check_numerics as check_numerics
-    from asyncflow.ops.checks import print_ as _print
-    from asyncflow.ops.convolution import fftconvolve as fftconvolve
-    from asyncflow.ops.counts import count_nonzero as count_nonzero
-    from asyncflow.ops.counts import histogram as histogram
-    from asyncflow.ops.creation import arange as arange
-    from asyncflow.ops.creation import asarray as asarray
-    from asyncflow.ops.creation import empty as empty
-    from asyncflow.ops.creation import empty_like as empty_like
-    from asyncflow.ops.creation import eye as eye
-    from asyncflow.ops.creation import from_dlpack as from_dlpack
-    from asyncflow.ops.creation import full as full
-    from asyncflow.ops.creation import full_like as full_like
-    from asyncflow.ops.creation import linspace as linspace
-    from asyncflow.ops.creation import meshgrid as meshgrid
-    from asyncflow.ops.creation import ones as ones
-    from asyncflow.ops.creation import ones_like as ones_like
-    from asyncflow.ops.creation import tril as tril
-    from asyncflow.ops.creation import triu as triu
-    from asyncflow.ops.creation import zeros as zeros
-    from asyncflow.ops.creation import zeros_like as zeros_like
-    from asyncflow.ops.custom import op as op
-    from asyncflow.ops.datatypes import astype as astype
-    from asyncflow.ops.datatypes import broadcast_arrays as broadcast_arrays
-    from asyncflow.ops.datatypes import broadcast_to as broadcast_to
-    from asyncflow.ops.datatypes import can_cast as can_cast
-    from asyncflow.ops.datatypes import finfo as finfo
-    from asyncflow.ops.datatypes import iinfo as iinfo
-    from asyncflow.ops.datatypes import isdtype as isdtype
-    from asyncflow.ops.datatypes import result_type as result_type
-    from asyncflow.ops.diagonals import diag as diag
-    from asyncflow.ops.diagonals import trace as trace
-    from asyncflow.ops.dropout import dropout as dropout
-    from asyncflow.ops.elementwise import abs as abs
-    from asyncflow.ops.elementwise import acos as acos
-    from asyncflow.ops.elementwise import acosh as acosh
-    from asyncflow.ops.elementwise import add as add
-    from asyncflow.ops.elementwise import asin as asin
-    from asyncflow.ops.elementwise import asinh as asinh
-    from asyncflow.ops.elementwise import atan as atan
-    from asyncflow.ops.elementwise import atan2 as atan2
-    from asyncflow.ops.elementwise import atanh as atanh
-    from asyncflow.ops.elementwise import ceil as ceil
-    from asyncflow.ops.elementwise import clip as clip
-    from asyncflow.ops.elementwise import conj as conj
-    from asyncflow.ops.elementwise import copysign as copysign
-    from asyncflow.ops.elementwise import cos as cos
-    from asyncflow.ops.elementwise import cosh as cosh
-    from asyncflow.ops.elementwise import divide as divide
-    from asyncflow.ops.elementwise import exp as exp
-    from asyncflow.ops.elementwise import expm1 as expm1
-    from asyncflow.ops.elementwise import floor as floor
-    from asyncflow.ops.elementwise import floor_divide as floor_divide
-    from asyncflow.ops.elementwise import hypot as hypot
-    from asyncflow.ops.elementwise import imag as imag
-    from asyncflow.ops.elementwise import log as log
-    from asyncflow.ops.elementwise import log1p as log1p
-    from asyncflow.ops.elementwise import log2 as log2
-    from asyncflow.ops.elementwise import log10 as log10
-    from asyncflow.ops.elementwise import logaddexp as logaddexp
-    from asyncflow.ops.elementwise import maximum as maximum
-    from asyncflow.ops.elementwise import minimum as minimum
-    from asyncflow.ops.elementwise import multiply as multiply
-    from asyncflow.ops.elementwise import negative as negative
-    from asyncflow.ops.elementwise import nextafter as nextafter
-    from asyncflow.ops.elementwise import positive as positive
-    from asyncflow.ops.elementwise import pow as pow
-    from asyncflow.ops.elementwise import real as real
-    from asyncflow.ops.elementwise import reciprocal as reciprocal
-    from asyncflow.ops.elementwise import remainder as remainder
-    from asyncflow.ops.elementwise import round as round
-    from asyncflow.ops.elementwise import sign as sign
-    from asyncflow.ops.elementwise import sin as sin
-    from asyncflow.ops.elementwise import sinh as sinh
-    from asyncflow.ops.elementwise import sqrt as sqrt
-    from asyncflow.ops.elementwise import square as square
-    from asyncflow.ops.elementwise import subtract as subtract
-    from asyncflow.ops.elementwise import tan as tan
-    from asyncflow.ops.elementwise import tanh as tanh
-    from asyncflow.ops.elementwise import trunc as trunc
-    from asyncflow.ops.erf import erf as erf
-    from asyncflow.ops.from_torch import from_torch as from_torch
-    from asyncflow.ops.indexing import gather as gather
-    from asyncflow.ops.indexing import index_add as index_add
-    from asyncflow.ops.indexing import index_update as index_update
-    from asyncflow.ops.indexing import scatter_add as scatter_add
-    from asyncflow.ops.indexing import scatter_update as scatter_update
-    from asyncflow.ops.indexing import take as take
-    from asyncflow.ops.indexing import take_along_axis as take_along_axis
-    from asyncflow.ops.linalg import einsum as einsum
-    from asyncflow.ops.linalg import matmul as matmul
-    from asyncflow.ops.linalg import matrix_transpose as matrix_transpose
-    from asyncflow.ops.linalg import tensordot as tensordot
-    from asyncflow.ops.linalg import vecdot as vecdot
-    from asyncflow.ops.logic import bitwise_and as bitwise_and
-    from asyncflow.ops.logic import bitwise_invert as bitwise_invert
-    from asyncflow.ops.logic import bitwise_left_shift as bitwise_left_shift
-    from asyncflow.ops.logic import bitwise_or as bitwise_or
-    from asyncflow.ops.logic import bitwise_right_shift as bitwise_right_shift
-    from asyncflow.ops.logic import bitwise_xor as bitwise_xor
-    from asyncflow.ops.logic import equal as equal
-    from asyncflow.ops.logic import greater as greater
-    from asyncflow.ops.logic import greater_equal as greater_equal
-    from asyncflow.ops.logic import isfinite as isfinite
-    from asyncflow.ops.logic import isinf as isinf
-    from asyncflow.ops.logic import isnan as isnan
-    from asyncflow.ops.logic import less as less
-    from asyncflow.ops.logic import less_equal as less_equal
-    from asyncflow.ops.logic import logical_and as logical_and
-    from asyncflow.ops.logic import logical_not as logical_not
-    from asyncflow.ops.logic import logical_or as logical_or
-    from asyncflow.ops.logic import logical_xor as logical_xor
-    from asyncflow.ops.logic import not_equal as not_equal
-    from asyncflow.ops.logic import signbit as signbit
-    from asyncflow.ops.manipulation import concat as concat
-    from asyncflow.ops.manipulation import expand_dims as expand_dims
-    from asyncflow.ops.manipulation import flip as flip
-    from asyncflow.ops.manipulation import moveaxis as moveaxis
-    from asyncflow.ops.manipulation import permute_dims as permute_dims
-    from asyncflow.ops.manipulation import repeat as repeat
-    from asyncflow.ops.manipulation import reshape as reshape
-    from asyncflow.ops.manipulation import roll as roll
-    from asyncflow.ops.manipulation import squeeze as squeeze
-    from asyncflow.ops.manipulation import stack as stack
-    from asyncflow.ops.manipulation import tile as tile
-    from asyncflow.ops.manipulation import unstack as unstack
-    from asyncflow.ops.nn import embedding as embedding
-    from asyncflow.ops.nn import gelu as gelu
-    from asyncflow.ops.nn import layer_norm as layer_norm
-    from asyncflow.ops.nn import log_softmax as log_softmax
-    from asyncflow.ops.nn import logsumexp as logsumexp
-    from asyncflow.ops.nn import one_hot as one_hot
-    from asyncflow.ops.nn import relu as relu
-    from asyncflow.ops.nn import sigmoid as sigmoid
-    from asyncflow.ops.nn import silu as silu
-    from asyncflow.ops.nn import softmax as softmax
-    from asyncflow.ops.nn import softplus as softplus
-    from asyncflow.ops.norms import cdist as cdist
-    from asyncflow.ops.padding import pad as pad
-    from asyncflow.ops.quantile import quantile as quantile
-    from asyncflow.ops.searching import argmax as argmax
-    from asyncflow.ops.searching import argmin as argmin
-    from asyncflow.ops.searching import nonzero as nonzero
-    from asyncflow.ops.searching import searchsorted as searchsorted
-    from asyncflow.ops.searching import where as where
-    from asyncflow.ops.segments import bincount as bincount
-    from asyncflow.ops.segments import segment_sum as segment_sum
-    from asyncflow.ops.sets import unique_all as unique_all
-    from asyncflow.ops.sets import unique_counts as unique_counts
-    from asyncflow.ops.sets import unique_inverse as unique_inverse
-    from asyncflow.ops.sets import unique_values as unique_values
-    from asyncflow.ops.shape import rank as rank
-    from asyncflow.ops.shape import shape as shape
-    from asyncflow.ops.shape import size as size
-    from asyncflow.ops.sorting import argsort as argsort
-    from asyncflow.ops.sorting import sort as sort
-    from asyncflow.ops.sorting import top_k as top_k
-    from asyncflow.ops.splitting import split as split
-    from asyncflow.ops.statistical import cumulative_prod as cumulative_prod
-    from asyncflow.ops.statistical import cumulative_sum as cumulative_sum
-    from asyncflow.ops.statistical import max as max
-    from asyncflow.ops.statistical import mean as mean
-    from asyncflow.ops.statistical import min as min
-    from asyncflow.ops.statistical import prod as prod
-    from asyncflow.ops.statistical import std as std
-    from asyncflow.ops.statistical import sum as sum
-    from asyncflow.ops.statistical import var as var
-    from asyncflow.ops.utility import all as all
-    from asyncflow.ops.utility import any as any
-    from asyncflow.ops.utility import diff as diff
-    from asyncflow.ops.utility import nan_to_num as nan_to_num
-    from asyncflow.ops.windows import dynamic_slice as dynamic_slice
+    from asyncflow.ops.arithmetic.elementwise import abs as abs
+    from asyncflow.ops.arithmetic.elementwise import acos as acos
+    from asyncflow.ops.arithmetic.elementwise import acosh as acosh
+    from asyncflow.ops.arithmetic.elementwise import add as add
+    from asyncflow.ops.arithmetic.elementwise import asin as asin
+    from asyncflow.ops.arithmetic.elementwise import asinh as asinh
+    from asyncflow.ops.arithmetic.elementwise import atan as atan
+    from asyncflow.ops.arithmetic.elementwise import atan2 as atan2
+    from asyncflow.ops.arithmetic.elementwise import atanh as atanh
+    from asyncflow.ops.arithmetic.elementwise import ceil as ceil
+    from asyncflow.ops.arithmetic.elementwise import clip as clip
+    from asyncflow.ops.arithmetic.elementwise import conj as conj
+    from asyncflow.ops.arithmetic.elementwise import copysign as copysign
+    from asyncflow.ops.arithmetic.elementwise import cos as cos
+    from asyncflow.ops.arithmetic.elementwise import cosh as cosh
+    from asyncflow.ops.arithmetic.elementwise import divide as divide
+    from asyncflow.ops.arithmetic.elementwise import exp as exp
+    from asyncflow.ops.arithmetic.elementwise import expm1 as expm1
+    from asyncflow.ops.arithmetic.elementwise import floor as floor
+    from asyncflow.ops.arithmetic.elementwise import floor_divide as floor_divide
+    from asyncflow.ops.arithmetic.elementwise import hypot as hypot
+    from asyncflow.ops.arithmetic.elementwise import imag as imag
+    from asyncflow.ops.arithmetic.elementwise import log as log
+    from asyncflow.ops.arithmetic.elementwise import log1p as log1p
+    from asyncflow.ops.arithmetic.elementwise import log2 as log2
+    from asyncflow.ops.arithmetic.elementwise import log10 as log10
+    from asyncflow.ops.arithmetic.elementwise import logaddexp as logaddexp
+    from asyncflow.ops.arithmetic.elementwise import maximum as maximum
+    from asyncflow.ops.arithmetic.elementwise import minimum as minimum
+    from asyncflow.ops.arithmetic.elementwise import multiply as multiply
+    from asyncflow.ops.arithmetic.elementwise import negative as negative
+    from asyncflow.ops.arithmetic.elementwise import nextafter as nextafter
+    from asyncflow.ops.arithmetic.elementwise import positive as positive
+    from asyncflow.ops.arithmetic.elementwise import pow as pow
+    from asyncflow.ops.arithmetic.elementwise import real as real
+    from asyncflow.ops.arithmetic.elementwise import reciprocal as reciprocal
+    from asyncflow.ops.arithmetic.elementwise import remainder as remainder
+    from asyncflow.ops.arithmetic.elementwise import round as round
+    from asyncflow.ops.arithmetic.elementwise import sign as sign
+    from asyncflow.ops.arithmetic.elementwise import sin as sin
+    from asyncflow.ops.arithmetic.elementwise import sinh as sinh
+    from asyncflow.ops.arithmetic.elementwise import sqrt as sqrt
+    from asyncflow.ops.arithmetic.elementwise import square as square
+    from asyncflow.ops.arithmetic.elementwise import subtract as subtract
+    from asyncflow.ops.arithmetic.elementwise import tan as tan
+    from asyncflow.ops.arithmetic.elementwise import tanh as tanh
+    from asyncflow.ops.arithmetic.elementwise import trunc as trunc
+    from asyncflow.ops.arithmetic.logic import bitwise_and as bitwise_and
+    from asyncflow.ops.arithmetic.logic import bitwise_invert as bitwise_invert
+    from asyncflow.ops.arithmetic.logic import bitwise_left_shift as bitwise_left_shift
+    from asyncflow.ops.arithmetic.logic import bitwise_or as bitwise_or
+    from asyncflow.ops.arithmetic.logic import bitwise_right_shift as bitwise_right_shift
+    from asyncflow.ops.arithmetic.logic import bitwise_xor as bitwise_xor
+    from asyncflow.ops.arithmetic.logic import equal as equal
+    from asyncflow.ops.arithmetic.logic import greater as greater
+    from asyncflow.ops.arithmetic.logic import greater_equal as greater_equal
+    from asyncflow.ops.arithmetic.logic import isfinite as isfinite
+    from asyncflow.ops.arithmetic.logic import isinf as isinf
+    from asyncflow.ops.arithmetic.logic import isnan as isnan
+    from asyncflow.ops.arithmetic.logic import less as less
+    from asyncflow.ops.arithmetic.logic import less_equal as less_equal
+    from asyncflow.ops.arithmetic.logic import logical_and as logical_and
+    from asyncflow.ops.arithmetic.logic import logical_not as logical_not
+    from asyncflow.ops.arithmetic.logic import logical_or as logical_or
+    from asyncflow.ops.arithmetic.logic import logical_xor as logical_xor
+    from asyncflow.ops.arithmetic.logic import not_equal as not_equal
+    from asyncflow.ops.arithmetic.logic import signbit as signbit
+    from asyncflow.ops.arrays.creation import arange as arange
+    from asyncflow.ops.arrays.creation import asarray as asarray
+    from asyncflow.ops.arrays.creation import empty as empty
+    from asyncflow.ops.arrays.creation import empty_like as empty_like
+    from asyncflow.ops.arrays.creation import eye as eye
+    from asyncflow.ops.arrays.creation import from_dlpack as from_dlpack
+    from asyncflow.ops.arrays.creation import full as full
+    from asyncflow.ops.arrays.creation import full_like as full_like
+    from asyncflow.ops.arrays.creation import linspace as linspace
+    from asyncflow.ops.arrays.creation import meshgrid as meshgrid
+    from asyncflow.ops.arrays.creation import ones as ones
+    from asyncflow.ops.arrays.creation import ones_like as ones_like
+    from asyncflow.ops.arrays.creation import tril as tril
+    from asyncflow.ops.arrays.creation import triu as triu
+    from asyncflow.ops.arrays.creation import zeros as zeros
+    from asyncflow.ops.arrays.creation import zeros_like as zeros_like
+    from asyncflow.ops.arrays.datatypes import astype as astype
+    from asyncflow.ops.arrays.datatypes import broadcast_arrays as broadcast_arrays
+    from asyncflow.ops.arrays.datatypes import broadcast_to as broadcast_to
+    from asyncflow.ops.arrays.datatypes import can_cast as can_cast
+    from asyncflow.ops.arrays.datatypes import finfo as finfo
+    from asyncflow.ops.arrays.datatypes import iinfo as iinfo
+    from asyncflow.ops.arrays.datatypes import isdtype as isdtype
+    from asyncflow.ops.arrays.datatypes import result_type as result_type
+    from asyncflow.ops.arrays.manipulation import concat as concat
+    from asyncflow.ops.arrays.manipulation import expand_dims as expand_dims
+    from asyncflow.ops.arrays.manipulation import flip as flip
+    from asyncflow.ops.arrays.manipulation import moveaxis as moveaxis
+    from asyncflow.ops.arrays.manipulation import permute_dims as permute_dims
+    from asyncflow.ops.arrays.manipulation import repeat as repeat
+    from asyncflow.ops.arrays.manipulation import reshape as reshape
+    from asyncflow.ops.arrays.manipulation import roll as roll
+    from asyncflow.ops.arrays.manipulation import squeeze as squeeze
+    from asyncflow.ops.arrays.manipulation import stack as stack
+    from asyncflow.ops.arrays.manipulation import tile as tile
+    from asyncflow.ops.arrays.manipulation import unstack as unstack
+    from asyncflow.ops.arrays.padding import pad as pad
+    from asyncflow.ops.arrays.shape import rank as rank
+    from asyncflow.ops.arrays.shape import shape as shape
+    from asyncflow.ops.arrays.shape import size as size
+    from asyncflow.ops.arrays.splitting import split as split
+    from asyncflow.ops.checks.checks import assert_that as assert_that
+    from asyncflow.ops.checks.checks import check_numerics as check_numerics
+    from asyncflow.ops.checks.checks import print_ as _print
+    from asyncflow.ops.indexing.indexing import gather as gather
+    from asyncflow.ops.indexing.indexing import index_add as index_add
+    from asyncflow.ops.indexing.indexing import index_update as index_update
+    from asyncflow.ops.indexing.indexing import scatter_add as scatter_add
+    from asyncflow.ops.indexing.indexing import scatter_update as scatter_update
+    from asyncflow.ops.indexing.indexing import take as take
+    from asyncflow.ops.indexing.indexing import take_along_axis as take_along_axis
+    from asyncflow.ops.indexing.windows import dynamic_slice as dynamic_slice
+    from asyncflow.ops.layers.dropout import dropout as dropout
+    from asyncflow.ops.layers.erf import erf as erf
+    from asyncflow.ops.layers.nn import embedding as embedding
+    from asyncflow.ops.layers.nn import gelu as gelu
+    from asyncflow.ops.layers.nn import layer_norm as layer_norm
+    from asyncflow.ops.layers.nn import log_softmax as log_softmax
+    from asyncflow.ops.layers.nn import logsumexp as logsumexp
+    from asyncflow.ops.layers.nn import one_hot as one_hot
+    from asyncflow.ops.layers.nn import relu as relu
+    from asyncflow.ops.layers.nn import sigmoid as sigmoid
+    from asyncflow.ops.layers.nn import silu as silu
+    from asyncflow.ops.layers.nn import softmax as softmax
+    from asyncflow.ops.layers.nn import softplus as softplus
+    from asyncflow.ops.matrices.diagonals import diag as diag
+    from asyncflow.ops.matrices.diagonals import trace as trace
+    from asyncflow.ops.matrices.norms import cdist as cdist
+    from asyncflow.ops.matrices.products import einsum as einsum
+    from asyncflow.ops.matrices.products import matmul as matmul
+    from asyncflow.ops.matrices.products import matrix_transpose as matrix_transpose
+    from asyncflow.ops.matrices.products import tensordot as tensordot
+    from asyncflow.ops.matrices.products import vecdot as vecdot
+    from asyncflow.ops.random import random as random
+    from asyncflow.ops.reductions.counts import count_nonzero as count_nonzero
+    from asyncflow.ops.reductions.counts import histogram as histogram
+    from asyncflow.ops.reductions.quantile import quantile as quantile
+    from asyncflow.ops.reductions.segments import bincount as bincount
+    from asyncflow.ops.reductions.segments import segment_sum as segment_sum
+    from asyncflow.ops.reductions.statistical import cumulative_prod as cumulative_prod
+    from asyncflow.ops.reductions.statistical import cumulative_sum as cumulative_sum
+    from asyncflow.ops.reductions.statistical import max as max
+    from asyncflow.ops.reductions.statistical import mean as mean
+    from asyncflow.ops.reductions.statistical import min as min
+    from asyncflow.ops.reductions.statistical import prod as prod
+    from asyncflow.ops.reductions.statistical import std as std
+    from asyncflow.ops.reductions.statistical import sum as sum
+    from asyncflow.ops.reductions.statistical import var as var
+    from asyncflow.ops.reductions.utility import all as all
+    from asyncflow.ops.reductions.utility import any as any
+    from asyncflow.ops.reductions.utility import diff as diff
+    from asyncflow.ops.reductions.utility import nan_to_num as nan_to_num
+    from asyncflow.ops.searching.searching import argmax as argmax
+    from asyncflow.ops.searching.searching import argmin as argmin
+    from asyncflow.ops.searching.searching import nonzero as nonzero
+    from asyncflow.ops.searching.searching import searchsorted as searchsorted
+    from asyncflow.ops.searching.searching import where as where
+    from asyncflow.ops.searching.sets import unique_all as unique_all
+    from asyncflow.ops.searching.sets import unique_counts as unique_counts
+    from asyncflow.ops.searching.sets import unique_inverse as unique_inverse
+    from asyncflow.ops.searching.sets import unique_values as unique_values
+    from asyncflow.ops.searching.sorting import argsort as argsort
+    from asyncflow.ops.searching.sorting import sort as sort
+    from asyncflow.ops.searching.sorting import top_k as top_k
+    from asyncflow.ops.transforms import fft as fft
+    from asyncflow.ops.transforms.convolution import fftconvolve as fftconvolve
+    from asyncflow.ops.user.batch import Batch as Batch
+    from asyncflow.ops.user.batch import Pool as Pool
+    from asyncflow.ops.user.custom import op as op
+    from asyncflow.ops.user.from_torch import from_torch as from_torch
     from asyncflow.runtime.calls.calls import Prepared as Prepared
     from asyncflow.runtime.executor.kernels.limited_calls import LimitStatistics as LimitStatistics
     from asyncflow.runtime.gates.admission import SessionLoad as SessionLoad
@@ -363,60 +363,62 @@ _HOMES = {
     "lift.map_fn": "map_fn",
     "lift.pooled": "",  # tells `while_loop` of pools
     "lift.vmap": "vmap",
-    "ops": "fft random",
-    "ops.batch": "Batch Pool",
-    "ops.checks": "assert_that check_numerics print=print_",
-    "ops.convolution": "fftconvolve",
-    "ops.counts": "count_nonzero histogram",
-    "ops.creation": (
-        "arange asarray empty empty_like eye from_dlpack full full_like linspace meshgrid ones ones_like tril triu "
-        "zeros zeros_like"
-    ),
-    "ops.custom": "op",
-    "ops.datatypes": "astype broadcast_arrays broadcast_to can_cast finfo iinfo isdtype result_type",
-    "ops.diagonals": "diag trace",
-    "ops.dropout": "dropout",
-    "ops.elementwise": (
+    "ops.arithmetic.elementwise": (
         "abs acos acosh add asin asinh atan atan2 atanh ceil clip conj copysign cos cosh divide exp expm1 floor "
         "floor_divide hypot imag log log1p log2 log10 logaddexp maximum minimum multiply negative nextafter positive "
         "pow real reciprocal remainder round sign sin sinh sqrt square subtract tan tanh trunc"
     ),
-    "ops.erf": "erf",
-    "ops.from_torch": "from_torch",
-    "ops.indexing": "gather index_add index_update scatter_add scatter_update take take_along_axis",
-    "ops.linalg": "einsum matmul matrix_transpose tensordot vecdot",
-    "ops.logic": (
+    "ops.arithmetic.logic": (
         "bitwise_and bitwise_invert bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor equal greater "
         "greater_equal isfinite isinf isnan less less_equal logical_and logical_not logical_or logical_xor not_equal "
         "signbit"
     ),
-    "ops.manipulation": "concat expand_dims flip moveaxis permute_dims repeat reshape roll squeeze stack tile unstack",
-    "ops.nn": "embedding gelu layer_norm log_softmax logsumexp one_hot relu sigmoid silu softmax softplus",
-    "ops.norms": "cdist",
-    "ops.padding": "pad",
-    "ops.quantile": "quantile",
-    "ops.searching": "argmax argmin nonzero searchsorted where",
-    "ops.segments": "bincount segment_sum",
-    "ops.sets": "unique_all unique_counts unique_inverse unique_values",
-    "ops.shape": "rank shape size",
-    "ops.sorting": "argsort sort top_k",
-    "ops.splitting": "split",
-    "ops.statistical": "cumulative_prod cumulative_sum max mean min prod std sum var",
-    "ops.utility": "all any diff nan_to_num",
-    "ops.windows": "dynamic_slice",
-    "streams.loop": "run",
-    "runtime.gates.admission": "SessionLoad",
-    "runtime.shared.batches": "BatchStatistics",
-    "runtime.executor.kernels.limited_calls": "LimitStatistics",
+    "ops.arrays.creation": (
+        "arange asarray empty empty_like eye from_dlpack full full_like linspace meshgrid ones ones_like tril triu "
+        "zeros zeros_like"
+    ),
+    "ops.arrays.datatypes": "astype broadcast_arrays broadcast_to can_cast finfo iinfo isdtype result_type",
+    "ops.arrays.manipulation": (
+        "concat expand_dims flip moveaxis permute_dims repeat reshape roll squeeze stack tile unstack"
+    ),
+    "ops.arrays.padding": "pad",
+    "ops.arrays.shape": "rank shape size",
+    "ops.arrays.splitting": "split",
+    "ops.checks.checks": "assert_that check_numerics print=print_",
+    "ops.indexing.indexing": "gather index_add index_update scatter_add scatter_update take take_along_axis",
+    "ops.indexing.windows": "dynamic_slice",
+    "ops.layers.dropout": "dropout",
+    "ops.layers.erf": "erf",
+    "ops.layers.nn": "embedding gelu layer_norm log_softmax logsumexp one_hot relu sigmoid silu softmax softplus",
+    "ops.matrices.diagonals": "diag trace",
+    "ops.matrices.norms": "cdist",
+    "ops.matrices.products": "einsum matmul matrix_transpose tensordot vecdot",
+    "ops.random": "random",
+    "ops.reductions.counts": "count_nonzero histogram",
+    "ops.reductions.quantile": "quantile",
+    "ops.reductions.segments": "bincount segment_sum",
+    "ops.reductions.statistical": "cumulative_prod cumulative_sum max mean min prod std sum var",
+    "ops.reductions.utility": "all any diff nan_to_num",
+    "ops.searching.searching": "argmax argmin nonzero searchsorted where",
+    "ops.searching.sets": "unique_all unique_counts unique_inverse unique_values",
+    "ops.searching.sorting": "argsort sort top_k",
+    "ops.transforms": "fft",
+    "ops.transforms.convolution": "fftconvolve",
+    "ops.user.batch": "Batch Pool",
+    "ops.user.custom": "op",
+    "ops.user.from_torch": "from_torch",
     "runtime.calls.calls": "Prepared",
+    "runtime.executor.kernels.limited_calls": "LimitStatistics",
+    "runtime.gates.admission": "SessionLoad",
     "runtime.session.function": "Function function",
     "runtime.session.namespace_info": "__array_namespace_info__=NamespaceInfo",
     "runtime.session.replay": "replay",
     "runtime.session.session": "Session",
     "runtime.session.session_statistics": "DeviceMemory SessionStatistics",
     "runtime.session.value_and_grad": "value_and_grad",
-    "runtime.watch.trace": "Trace",
+    "runtime.shared.batches": "BatchStatistics",
     "runtime.values.fetches": "on_device",
+    "runtime.watch.trace": "Trace",
     "semantics.explore": "Exploration Outcome explore",
     "semantics.races": "Race allow_races find_races",
     "state.containers": "reset_container",
@@ -424,6 +426,7 @@ _HOMES = {
     "state.queues": "FIFOQueue PaddingQueue PriorityQueue Queue ShuffleQueue",
     "state.table": "Table",
     "state.variable": "Variable",
+    "streams.loop": "run",
     "vertex.function": "Vertex VertexFunction vertex_function",
     "vertex.input_graph": "InputGraph",
     "vertex.map": "vertex_map",

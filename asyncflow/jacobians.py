@@ -10,11 +10,11 @@ from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible, size_of
 from asyncflow.lift.vmap import vmap
-from asyncflow.ops.creation import eye
-from asyncflow.ops.datatypes import isdtype
+from asyncflow.ops.arrays.creation import eye
+from asyncflow.ops.arrays.datatypes import isdtype
+from asyncflow.ops.arrays.manipulation import reshape
+from asyncflow.ops.arrays.shape import extent_of, size
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.manipulation import reshape
-from asyncflow.ops.shape import extent_of, size
 from asyncflow.state.variable import Variable
 from asyncflow.values import Nest
 

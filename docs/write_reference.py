@@ -45,7 +45,7 @@ FAMILIES: Final = {
     "logic": "Comparisons and logic",
     "statistical": "Sums and statistics",
     "utility": "All, any, differences and NaNs",
-    "linalg": "Products of matrices",
+    "products": "Products of matrices",
     "norms": "Products of matrices",
     "diagonals": "Products of matrices",
     "manipulation": "Changing shapes",

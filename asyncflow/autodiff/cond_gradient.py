@@ -23,7 +23,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_subshape, relax
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode
-from asyncflow.ops.creation import zeros
+from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.state.variable import Variable
 

@@ -26,7 +26,7 @@ from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.derivatives.user_rules import input_gradients, output_gradients
+from asyncflow.ops.user.rules import input_gradients, output_gradients
 from asyncflow.state.variable import VARIABLE_READ, Variable
 from asyncflow.values import Kernel, Namespace, Nest
 

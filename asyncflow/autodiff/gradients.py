@@ -19,7 +19,7 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
-from asyncflow.ops.creation import ones
+from asyncflow.ops.arrays.creation import ones
 from asyncflow.ops.derivatives import all as _rules
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, shape_of, zeros_of
 from asyncflow.state.queue_ops import PUTS, TAKES

@@ -23,9 +23,9 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.datatypes import in_dtype
-from asyncflow.ops.derivatives.scatter import SCATTER_TO, parts_of, scatter_to
+from asyncflow.ops.arrays.datatypes import in_dtype
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
+from asyncflow.ops.indexing.scatter import SCATTER_TO, parts_of, scatter_to
 from asyncflow.state.variable import Variable
 
 

@@ -24,11 +24,11 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative
 from asyncflow.graph.shapes import Shape, size_of
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.extents import apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.cost import free
-from asyncflow.ops.derivatives import scatter
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_of
-from asyncflow.ops.extents import apply_to_shape, shape_reader, template_shape
-from asyncflow.ops.keys import (
+from asyncflow.ops.indexing import scatter
+from asyncflow.ops.indexing.keys import (
     ELLIPSIS,
     Key,
     compile_key,

@@ -1,7 +1,8 @@
 """Random numbers drawn a second time, with the same bits, elsewhere in a program: for example in the gradient of the
 node that drew them.
 
-A loop keeps the *key* of a firing, a few integers, in place of all that was drawn (`asyncflow.ops.random_again`).
+A loop keeps the *key* of a firing, a few integers, in place of all that was drawn
+(`asyncflow.ops.random.random_again`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op, derivative, derivative_of, find_op, not_differentiable
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.random import SEEDED
-from asyncflow.ops.random_again import RANDOM_AGAIN, RANDOM_KEY
+from asyncflow.ops.random.random import SEEDED
+from asyncflow.ops.random.random_again import RANDOM_AGAIN, RANDOM_KEY
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
 
 

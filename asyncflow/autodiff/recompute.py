@@ -36,7 +36,7 @@ from asyncflow.graph.scopes import device
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.random_again import random_key
+from asyncflow.ops.random.random_again import random_key
 from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:

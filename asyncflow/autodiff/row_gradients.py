@@ -31,8 +31,8 @@ from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
-from asyncflow.ops.derivatives.scatter import add_at_rows
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
+from asyncflow.ops.indexing.scatter import add_at_rows
 from asyncflow.values import Array, Kernel, Namespace
 
 _Added: TypeAlias = "tuple[int, slice | Array, Array]"

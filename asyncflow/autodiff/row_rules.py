@@ -26,10 +26,11 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.extents import template_shape
-from asyncflow.ops.manipulation import concat, moveaxis
-from asyncflow.ops.rows.extents import row_template
-from asyncflow.ops.rows.indexing import row_key, row_parts
+from asyncflow.ops.arrays.extents import template_shape
+from asyncflow.ops.arrays.manipulation import concat, moveaxis
+from asyncflow.ops.arrays.rows import row_template
+from asyncflow.ops.indexing.rows import row_key, row_parts
+from asyncflow.ops.reductions.statistical import sum as sum_of
 from asyncflow.ops.rows.rule import (
     CannotLift,
     LiftedValue,
@@ -39,7 +40,6 @@ from asyncflow.ops.rows.rule import (
     refuse_part,
     row_rule,
 )
-from asyncflow.ops.statistical import sum as sum_of
 
 
 @row_rule(saved_values.NEW_STORE, saved_values.MOVING_STORE, alike=True)

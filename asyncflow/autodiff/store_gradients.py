@@ -27,9 +27,9 @@ from asyncflow.graph.op import (
 )
 from asyncflow.graph.shapes import Shape, format_shape
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.extents import apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, shape_of
-from asyncflow.ops.extents import apply_to_shape, shape_reader, template_shape
 from asyncflow.values import Array, Kernel, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------

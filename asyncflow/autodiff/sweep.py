@@ -20,9 +20,9 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, derivative_of, why_not_differentiable
 from asyncflow.graph.scopes import device
-from asyncflow.ops.derivatives.scatter import sum_of_gradients
+from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.elementwise import add
+from asyncflow.ops.indexing.scatter import sum_of_gradients
 from asyncflow.state.variable import VARIABLE_READ, Variable
 
 SweepRule: TypeAlias = "Callable[..., Sequence[Tensor | None]]"

@@ -29,12 +29,12 @@ from asyncflow.graph.op import derivative_of
 from asyncflow.graph.scopes import colocate_with, device
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.arithmetic.elementwise import ADD, add, subtract
+from asyncflow.ops.arithmetic.logic import greater
+from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.cost import free
-from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
-from asyncflow.ops.elementwise import ADD, add, subtract
-from asyncflow.ops.indexing import GETITEM
-from asyncflow.ops.logic import greater
+from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.state.variable import Variable
 
 _COUNT = Spec(int64, ())

@@ -13,7 +13,7 @@ from asyncflow.graph.dtypes import VARIANT, promote
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
-from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.arrays.manipulation import reshape
 from asyncflow.values import Nest
 
 _WEAK = (bool, int, float, complex)

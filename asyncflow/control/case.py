@@ -19,9 +19,9 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, inputs_from
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.datatypes import astype
-from asyncflow.ops.logic import less
-from asyncflow.ops.searching import where
+from asyncflow.ops.arithmetic.logic import less
+from asyncflow.ops.arrays.datatypes import astype
+from asyncflow.ops.searching.searching import where
 
 if TYPE_CHECKING:
     from asyncflow.values import Array, Kernel, Namespace, Nest, Value

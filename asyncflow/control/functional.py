@@ -19,11 +19,11 @@ from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import format_shape, is_subshape
-from asyncflow.ops.checks import assert_that
-from asyncflow.ops.elementwise import add, subtract
-from asyncflow.ops.indexing import getitem
-from asyncflow.ops.logic import less
-from asyncflow.ops.shape import rank, shape
+from asyncflow.ops.arithmetic.elementwise import add, subtract
+from asyncflow.ops.arithmetic.logic import less
+from asyncflow.ops.arrays.shape import rank, shape
+from asyncflow.ops.checks.checks import assert_that
+from asyncflow.ops.indexing.indexing import getitem
 from asyncflow.values import Nest
 
 

@@ -21,9 +21,9 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import METADATA_UNCAPTURED, NEW_UNCAPTURED, READS_STORE, define
 from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.datatypes import astype
+from asyncflow.ops.arrays.known_values import KnownValues, assumed, conclusion, default_value
 from asyncflow.ops.cost import free, moving
-from asyncflow.ops.datatypes import astype
-from asyncflow.ops.known_values import KnownValues, assumed, conclusion, default_value
 from asyncflow.values import Kernel, Namespace
 
 _HANDLE = Spec(VARIANT, ())

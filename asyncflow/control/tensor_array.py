@@ -25,8 +25,8 @@ from asyncflow.graph.op import METADATA_UNCAPTURED, OPAQUE, Access, Effects, Op,
 from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.arrays.known_values import default_value, static_value
 from asyncflow.ops.cost import free
-from asyncflow.ops.known_values import default_value, static_value
 from asyncflow.values import Array, Kernel, Namespace
 
 ARRAY = Spec(VARIANT, ())

@@ -17,17 +17,17 @@ from asyncflow.graph.op import define
 from asyncflow.graph.shapes import as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.ops.arithmetic.elementwise import add
+from asyncflow.ops.arithmetic.logic import less, logical_and
+from asyncflow.ops.arrays.known_values import default_value
 from asyncflow.ops.axes import check_flag
-from asyncflow.ops.elementwise import add
-from asyncflow.ops.known_values import default_value
-from asyncflow.ops.logic import less, logical_and
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.control.nest_types import N
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.batch import Pool
+    from asyncflow.ops.user.batch import Pool
     from asyncflow.values import Nest
 
 

@@ -12,11 +12,11 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import Shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
+from asyncflow.ops.arrays.known_values import default_value
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
-from asyncflow.ops.elementwise import ADD, SUBTRACT
-from asyncflow.ops.indexing import GETITEM
-from asyncflow.ops.keys import Key, indexed_shape
-from asyncflow.ops.known_values import default_value
+from asyncflow.ops.indexing.indexing import GETITEM
+from asyncflow.ops.indexing.keys import Key, indexed_shape
 
 _OPEN = 1 << 40
 """Stands for an extent that is not known, and from which no window is cut too short."""

@@ -76,7 +76,7 @@ Rows: TypeAlias = Literal["elementwise", "axes", "axis", "matrices", "row by row
 
 CudaRule: TypeAlias = Callable[..., str | None]
 """``rule(attrs, inputs, output, operands)``: a CUDA C++ expression for one element of the output, of which
-`asyncflow.ops.cuda_source` tells; or None where there is none for these dtypes.
+`asyncflow.ops.cuda.source` tells; or None where there is none for these dtypes.
 """
 
 
@@ -108,7 +108,7 @@ class Op:
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
             None: one per output element.
         derivative: that of a user's op; the library's stand beside their ops, with `derivative` as decorator.
-        rows: how it is computed for many rows at once, where it has no row rule of its own in `asyncflow.ops.rows`:
+        rows: how it is computed for many rows at once, where it has no row rule of its own, in `rows.py` of its room:
             "elementwise": inputs broadcast, and each element of the output needs one of each.
             "axes": the attribute `axis` names axes of the only input, or with None all of them.
             "axis": the attribute `axis` names an axis of each input, or with None that of the flattened input.

@@ -9,11 +9,11 @@ from asyncflow.control import tensor_array as ta
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.creation import arange
-from asyncflow.ops.indexing import getitem
-from asyncflow.ops.manipulation import expand_dims, moveaxis
+from asyncflow.ops.arrays.creation import arange
+from asyncflow.ops.arrays.manipulation import expand_dims, moveaxis
+from asyncflow.ops.indexing.indexing import getitem
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, no_row_rule, refuse_part, row_rule
-from asyncflow.ops.sets import unique_inverse
+from asyncflow.ops.searching.sets import unique_inverse
 
 
 def _array(node: Node, rows: RowAxis, value: LiftedValue) -> Tensor:

@@ -32,12 +32,12 @@ from asyncflow.lift.keyed import capture_key, draws
 from asyncflow.lift.lifting import Lifting, lift, lift_one
 from asyncflow.lift.ragged import OpenExtent, RaggedRows
 from asyncflow.lift.single_rows import warn_of_single_rows
-from asyncflow.ops.batch import Batch
-from asyncflow.ops.custom import install_batching
-from asyncflow.ops.known_values import static_value
-from asyncflow.ops.random_again import RANDOM_AGAIN, draws_numbers
+from asyncflow.ops.arrays.known_values import static_value
+from asyncflow.ops.arrays.shape import shape
+from asyncflow.ops.random.random_again import RANDOM_AGAIN, draws_numbers
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
-from asyncflow.ops.shape import shape
+from asyncflow.ops.user.batch import Batch
+from asyncflow.ops.user.custom import install_batching
 from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 P = ParamSpec("P")

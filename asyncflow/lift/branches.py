@@ -16,14 +16,14 @@ from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode
 from asyncflow.lift.flow import branches_with_rows
 from asyncflow.lift.parted import parting
+from asyncflow.ops.arithmetic.logic import equal, greater, logical_or
+from asyncflow.ops.arrays.creation import zeros
+from asyncflow.ops.arrays.manipulation import reshape
+from asyncflow.ops.arrays.shape import shape, size
 from asyncflow.ops.cost import moving, per_input_element
-from asyncflow.ops.creation import zeros
 from asyncflow.ops.derivatives.shapes import ensure_shape
-from asyncflow.ops.indexing import gather
-from asyncflow.ops.logic import equal, greater, logical_or
-from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.indexing.indexing import gather
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, is_new, is_saved
-from asyncflow.ops.shape import shape, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,11 +11,11 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, derivative_of, not_differentiable, why_not_differentiable
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import lift
-from asyncflow.ops.known_values import empty_body
+from asyncflow.ops.arrays.known_values import empty_body
+from asyncflow.ops.arrays.shape import shape
+from asyncflow.ops.reductions.statistical import sum as sum_of
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN, BY_ROW_OPS, op_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
-from asyncflow.ops.shape import shape
-from asyncflow.ops.statistical import sum as sum_of
 
 not_differentiable(BY_ROW_DRAWN, because="nothing flows back through random draws")
 

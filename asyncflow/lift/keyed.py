@@ -1,8 +1,8 @@
 """Random draws of a body that several runs compute together: each row draws by a key of its own.
 
 A draw depends on the seed, the run and the iteration of its firing. Rows of a call come from other runs and iterations
-than the call itself, so these numbers are a column: the *key* (`asyncflow.ops.random_again`). A row then draws the bits
-that its run would draw by itself. In a pooled loop the last number of a key counts the iterations of its row.
+than the call itself, so these numbers are a column: the *key* (`asyncflow.ops.random.random_again`). A row then draws
+the bits that its run would draw by itself. In a pooled loop the last number of a key counts the iterations of its row.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from asyncflow.graph.graph import Graph, Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter
-from asyncflow.ops.elementwise import add
-from asyncflow.ops.manipulation import concat
-from asyncflow.ops.random_again import draw_by_key, draws_numbers, random_key
+from asyncflow.ops.arithmetic.elementwise import add
+from asyncflow.ops.arrays.manipulation import concat
+from asyncflow.ops.random.random_again import draw_by_key, draws_numbers, random_key
 from asyncflow.ops.rows.rule import CannotLift
 
 

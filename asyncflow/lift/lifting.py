@@ -21,9 +21,9 @@ from asyncflow.lift.flow import find_rows
 from asyncflow.lift.loops import lift_while
 from asyncflow.lift.parted import PartedRows, parted_at
 from asyncflow.lift.zeros import without_zeros
-from asyncflow.ops.creation import arange
-from asyncflow.ops.derivatives.extents import extents
-from asyncflow.ops.manipulation import expand_dims
+from asyncflow.ops.arrays.creation import arange
+from asyncflow.ops.arrays.manipulation import expand_dims
+from asyncflow.ops.derivatives.open_extents import extents
 from asyncflow.ops.rows import all as _rules
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.folded import FoldedRows

@@ -15,17 +15,17 @@ from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 from asyncflow.lift.branches import some_rows, split_rows, taken
 from asyncflow.lift.flow import decided_by_row, variables_with_rows
 from asyncflow.lift.parted import parting
-from asyncflow.ops.creation import arange, zeros
+from asyncflow.ops.arithmetic.elementwise import SUBTRACT, add, minimum, subtract
+from asyncflow.ops.arithmetic.logic import GREATER, greater, greater_equal
+from asyncflow.ops.arrays.creation import arange, zeros
+from asyncflow.ops.arrays.manipulation import concat
+from asyncflow.ops.arrays.shape import size
 from asyncflow.ops.derivatives.shapes import ensure_shape
-from asyncflow.ops.elementwise import SUBTRACT, add, minimum, subtract
-from asyncflow.ops.indexing import gather, scatter_update
-from asyncflow.ops.logic import GREATER, greater, greater_equal
-from asyncflow.ops.manipulation import concat
+from asyncflow.ops.indexing.indexing import gather, scatter_update
+from asyncflow.ops.reductions.statistical import max as max_of
+from asyncflow.ops.reductions.utility import all as all_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, is_saved
-from asyncflow.ops.shape import size
-from asyncflow.ops.sorting import argsort
-from asyncflow.ops.statistical import max as max_of
-from asyncflow.ops.utility import all as all_of
+from asyncflow.ops.searching.sorting import argsort
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,9 +24,9 @@ from asyncflow.lift import by_row_gradient
 from asyncflow.lift.lifting import in_rows
 from asyncflow.lift.lifting import lift as lift_body
 from asyncflow.lift.single_rows import warn_of_single_rows
-from asyncflow.ops.elementwise import add
-from asyncflow.ops.known_values import empty_body
-from asyncflow.ops.logic import less
+from asyncflow.ops.arithmetic.elementwise import add
+from asyncflow.ops.arithmetic.logic import less
+from asyncflow.ops.arrays.known_values import empty_body
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.values import Nest
 

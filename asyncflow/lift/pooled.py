@@ -39,13 +39,13 @@ from asyncflow.lift.batched import (
 from asyncflow.lift.keyed import carry_key, draws, left_as_written
 from asyncflow.lift.lifting import lift, lift_one
 from asyncflow.lift.single_rows import warn_of_single_rows
-from asyncflow.ops.batch import Pool
-from asyncflow.ops.indexing import take
-from asyncflow.ops.manipulation import concat, expand_dims
+from asyncflow.ops.arrays.manipulation import concat, expand_dims
+from asyncflow.ops.arrays.shape import shape
+from asyncflow.ops.indexing.indexing import take
+from asyncflow.ops.reductions.utility import all as all_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule
-from asyncflow.ops.searching import where
-from asyncflow.ops.shape import shape
-from asyncflow.ops.utility import all as all_of
+from asyncflow.ops.searching.searching import where
+from asyncflow.ops.user.batch import Pool
 
 SEVERAL = 8
 """Number of steps in one launch while no activation joins or leaves."""

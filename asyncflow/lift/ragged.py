@@ -13,10 +13,10 @@ from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.batch import Batch
-from asyncflow.ops.manipulation import stack
+from asyncflow.ops.arrays.manipulation import stack
+from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.rows.rule import LiftedValue
-from asyncflow.ops.shape import shape
+from asyncflow.ops.user.batch import Batch
 from asyncflow.values import Array, Namespace
 
 _SIDE_BY_SIDE = -1

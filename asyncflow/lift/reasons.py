@@ -19,7 +19,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT, NO_OP, PARAMETER, PLACEHOLDER
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.lift.branches import JOIN_ROWS, SPLIT_ROWS
-from asyncflow.ops.checks import PRINT
+from asyncflow.ops.checks.checks import PRINT
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.state import mutex, queue_ops, table, variable

@@ -14,11 +14,11 @@ from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import in_rows, lift
+from asyncflow.ops.arrays.known_values import empty_body
+from asyncflow.ops.arrays.manipulation import moveaxis
+from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.axes import static_int
-from asyncflow.ops.known_values import empty_body
-from asyncflow.ops.manipulation import moveaxis
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
-from asyncflow.ops.shape import shape
 from asyncflow.values import Nest
 
 InAxes: TypeAlias = "int | Sequence[InAxes] | dict[str, InAxes] | None"

@@ -11,14 +11,14 @@ from typing import Final
 
 from asyncflow.graph.ir import Node
 from asyncflow.graph.shapes import is_static
+from asyncflow.ops.arithmetic.elementwise import ADD, MULTIPLY, NEGATIVE, SUBTRACT, TANH
+from asyncflow.ops.arrays.manipulation import CONCAT, EXPAND_DIMS, RESHAPE, SQUEEZE
 from asyncflow.ops.derivatives.shapes import zeros_of
-from asyncflow.ops.elementwise import ADD, MULTIPLY, NEGATIVE, SUBTRACT, TANH
-from asyncflow.ops.indexing import GETITEM
-from asyncflow.ops.linalg import MATMUL
-from asyncflow.ops.manipulation import CONCAT, EXPAND_DIMS, RESHAPE, SQUEEZE
-from asyncflow.ops.nn import RELU
+from asyncflow.ops.indexing.indexing import GETITEM
+from asyncflow.ops.layers.nn import RELU
+from asyncflow.ops.matrices.products import MATMUL
+from asyncflow.ops.reductions.statistical import SUM
 from asyncflow.ops.rows.rule import LiftedValue
-from asyncflow.ops.statistical import SUM
 
 _OF_ZEROS: Final = frozenset({CONCAT, EXPAND_DIMS, GETITEM, NEGATIVE, RELU, RESHAPE, SQUEEZE, SUM, TANH})
 """Ops that give zeros where all of their inputs are."""

@@ -18,11 +18,11 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.nn.packing import Packing, first_rows, packing, place_rows, reshaped
-from asyncflow.ops.elementwise import add
-from asyncflow.ops.indexing import gather, getitem
-from asyncflow.ops.logic import less
-from asyncflow.ops.manipulation import concat
-from asyncflow.ops.shape import extent_of
+from asyncflow.ops.arithmetic.elementwise import add
+from asyncflow.ops.arithmetic.logic import less
+from asyncflow.ops.arrays.manipulation import concat
+from asyncflow.ops.arrays.shape import extent_of
+from asyncflow.ops.indexing.indexing import gather, getitem
 from asyncflow.values import Nest
 
 _COUNTER = Spec(int64, ())

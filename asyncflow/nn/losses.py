@@ -9,14 +9,14 @@ from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.ops.arithmetic.elementwise import multiply, negative, square, subtract
+from asyncflow.ops.arrays.datatypes import astype
+from asyncflow.ops.arrays.manipulation import expand_dims, squeeze
 from asyncflow.ops.axes import Axes
-from asyncflow.ops.datatypes import astype
-from asyncflow.ops.elementwise import multiply, negative, square, subtract
-from asyncflow.ops.indexing import take_along_axis
-from asyncflow.ops.manipulation import expand_dims, squeeze
-from asyncflow.ops.nn import log_softmax, softplus
+from asyncflow.ops.indexing.indexing import take_along_axis
+from asyncflow.ops.layers.nn import log_softmax, softplus
 from asyncflow.ops.promotion import is_weak, kind_of, same
-from asyncflow.ops.statistical import mean, sum
+from asyncflow.ops.reductions.statistical import mean, sum
 from asyncflow.values import Array, Kernel, Namespace
 
 

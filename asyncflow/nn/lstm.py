@@ -12,9 +12,9 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.nn.cell_arguments import Weight, cell_arguments, check_weights, pair
 from asyncflow.nn.gates import plus, split_gates
 from asyncflow.nn.initializers import glorot_uniform, orthogonal
-from asyncflow.ops.elementwise import tanh
-from asyncflow.ops.linalg import matmul
-from asyncflow.ops.nn import sigmoid
+from asyncflow.ops.arithmetic.elementwise import tanh
+from asyncflow.ops.layers.nn import sigmoid
+from asyncflow.ops.matrices.products import matmul
 from asyncflow.state.variable import Variable
 
 

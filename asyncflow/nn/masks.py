@@ -6,16 +6,16 @@ from asyncflow.errors import DTypeError
 from asyncflow.graph.build import TensorLike, as_tensor
 from asyncflow.graph.dtypes import dtype_name, int64, summed_in
 from asyncflow.graph.ir import Tensor
-from asyncflow.ops.counts import count_nonzero
-from asyncflow.ops.creation import arange
-from asyncflow.ops.datatypes import astype, broadcast_to, in_dtype
+from asyncflow.ops.arithmetic.elementwise import maximum
+from asyncflow.ops.arithmetic.logic import less
+from asyncflow.ops.arrays.creation import arange
+from asyncflow.ops.arrays.datatypes import astype, broadcast_to, in_dtype
+from asyncflow.ops.arrays.extents import Extent
+from asyncflow.ops.arrays.manipulation import expand_dims
 from asyncflow.ops.derivatives.shapes import shape_of
-from asyncflow.ops.elementwise import maximum
-from asyncflow.ops.extents import Extent
-from asyncflow.ops.logic import less
-from asyncflow.ops.manipulation import expand_dims
-from asyncflow.ops.searching import where
-from asyncflow.ops.statistical import sum
+from asyncflow.ops.reductions.counts import count_nonzero
+from asyncflow.ops.reductions.statistical import sum
+from asyncflow.ops.searching.searching import where
 
 
 def sequence_mask(lengths: TensorLike, steps: Extent) -> Tensor:

@@ -17,22 +17,22 @@ from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.nn.masks import as_lengths, sequence_mask
-from asyncflow.ops.checks import assert_that
+from asyncflow.ops.arithmetic.logic import equal, greater_equal, less_equal, logical_and
+from asyncflow.ops.arrays.extents import Extent, shape_reader, split_extents, template_shape
+from asyncflow.ops.arrays.manipulation import reshape
+from asyncflow.ops.arrays.shape import extent_of
+from asyncflow.ops.checks.checks import assert_that
 from asyncflow.ops.cost import free, moving
-from asyncflow.ops.counts import count_nonzero
-from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import ensure_shape
-from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
-from asyncflow.ops.indexing import gather, getitem
-from asyncflow.ops.keys import along
-from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
-from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.indexing.indexing import gather, getitem
+from asyncflow.ops.indexing.keys import along
+from asyncflow.ops.indexing.scatter import scatter_to
+from asyncflow.ops.reductions.counts import count_nonzero
+from asyncflow.ops.reductions.utility import all
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import row_rule
-from asyncflow.ops.searching import nonzero
-from asyncflow.ops.shape import extent_of
-from asyncflow.ops.sorting import argsort
-from asyncflow.ops.utility import all
+from asyncflow.ops.searching.searching import nonzero
+from asyncflow.ops.searching.sorting import argsort
 from asyncflow.values import Array, Kernel, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, register
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.cuda_source import Writer, function, of_ufunc
+from asyncflow.ops.cuda.source import Writer, function, of_ufunc
 from asyncflow.values import Kernel
 
 WeakScalar: TypeAlias = bool | int | float | complex

@@ -11,11 +11,11 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor
 from asyncflow.graph.dtypes import float32, float64
 from asyncflow.graph.ir import Tensor
-from asyncflow.ops.elementwise import add, clip, maximum, sqrt, square
-from asyncflow.ops.logic import isfinite
+from asyncflow.ops.arithmetic.elementwise import add, clip, maximum, sqrt, square
+from asyncflow.ops.arithmetic.logic import isfinite
 from asyncflow.ops.promotion import kind_of, promoted_dtype
-from asyncflow.ops.searching import where
-from asyncflow.ops.statistical import sum
+from asyncflow.ops.reductions.statistical import sum
+from asyncflow.ops.searching.searching import where
 from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number
 from asyncflow.values import Nest
 

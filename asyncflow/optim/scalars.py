@@ -9,7 +9,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph.build import TensorLike, as_tensor, constant
 from asyncflow.graph.dtypes import DType
 from asyncflow.graph.ir import Tensor
-from asyncflow.ops.datatypes import astype
+from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.promotion import is_weak, kind_of
 
 

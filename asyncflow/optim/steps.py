@@ -19,8 +19,8 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.scopes import name_scope
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static
-from asyncflow.ops.datatypes import astype
-from asyncflow.ops.elementwise import sqrt, square
+from asyncflow.ops.arithmetic.elementwise import sqrt, square
+from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.promotion import kind_of
 from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number, share
 from asyncflow.state.variable import Variable

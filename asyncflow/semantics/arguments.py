@@ -9,7 +9,7 @@ from asyncflow.graph.build import TensorLike, as_array
 from asyncflow.graph.feeds import Feeds, as_feeds, fed_array, feed_targets
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
-from asyncflow.ops.known_values import assumptions_about, refuse_contradictions
+from asyncflow.ops.arrays.known_values import assumptions_about, refuse_contradictions
 from asyncflow.state.variable import Variable
 from asyncflow.state.variable_state import VariableState
 from asyncflow.values import Array, Value

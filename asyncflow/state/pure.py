@@ -12,7 +12,7 @@ from asyncflow.graph.graph import Subgraph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode
-from asyncflow.ops.shape import RANK, SHAPE, SIZE
+from asyncflow.ops.arrays.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.straight_line import LineStep, straight_line
 from asyncflow.state.immutable import sealed
 from asyncflow.values import Kernel, Namespace, Value

@@ -20,10 +20,10 @@ from asyncflow.graph.op import Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import Shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import moving, moving_in
 from asyncflow.ops.draws import Drawing, seed_of_name
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.state.table_state import TableState
 from asyncflow.values import Kernel, Namespace, Nest
 

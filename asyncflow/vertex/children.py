@@ -18,17 +18,17 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import NEW, NEW_UNCAPTURED, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
-from asyncflow.ops.add_at import add_at
+from asyncflow.ops.arithmetic.elementwise import divide, maximum, multiply, subtract
+from asyncflow.ops.arithmetic.logic import equal
+from asyncflow.ops.arrays.creation import arange, zeros
+from asyncflow.ops.arrays.datatypes import astype, broadcast_to, in_dtype
+from asyncflow.ops.arrays.manipulation import concat, expand_dims, reshape
+from asyncflow.ops.arrays.shape import size
 from asyncflow.ops.cost import moving, per_input_element
-from asyncflow.ops.creation import arange, zeros
-from asyncflow.ops.datatypes import astype, broadcast_to, in_dtype
 from asyncflow.ops.derivatives.shapes import ensure_shape
-from asyncflow.ops.elementwise import divide, maximum, multiply, subtract
-from asyncflow.ops.indexing import gather, take
-from asyncflow.ops.logic import equal
-from asyncflow.ops.manipulation import concat, expand_dims, reshape
+from asyncflow.ops.indexing.add_at import add_at
+from asyncflow.ops.indexing.indexing import gather, take
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
-from asyncflow.ops.shape import size
 from asyncflow.values import Array, Kernel, Namespace, Nest
 from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction, VertexFunction
 

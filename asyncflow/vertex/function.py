@@ -17,10 +17,10 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.axes import static_int
-from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import kind_of
-from asyncflow.ops.statistical import accumulator_dtype
+from asyncflow.ops.reductions.statistical import accumulator_dtype
 from asyncflow.state.variable import VARIABLE_READ
 from asyncflow.values import Nest
 

@@ -27,18 +27,18 @@ from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.batched import why_not_shareable
 from asyncflow.lift.lifting import Lifting
+from asyncflow.ops.arithmetic.elementwise import add, minimum, multiply, subtract
+from asyncflow.ops.arithmetic.logic import equal, less
+from asyncflow.ops.arrays.creation import arange, zeros
+from asyncflow.ops.arrays.datatypes import astype
+from asyncflow.ops.arrays.manipulation import concat, expand_dims, stack
+from asyncflow.ops.arrays.shape import size
 from asyncflow.ops.axes import check_flag, static_int
-from asyncflow.ops.creation import arange, zeros
-from asyncflow.ops.datatypes import astype
-from asyncflow.ops.elementwise import add, minimum, multiply, subtract
-from asyncflow.ops.indexing import gather, scatter_update
-from asyncflow.ops.logic import equal, less
-from asyncflow.ops.manipulation import concat, expand_dims, stack
+from asyncflow.ops.indexing.indexing import gather, scatter_update
+from asyncflow.ops.reductions.statistical import cumulative_sum
+from asyncflow.ops.reductions.utility import all as all_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
-from asyncflow.ops.searching import nonzero, searchsorted
-from asyncflow.ops.shape import size
-from asyncflow.ops.statistical import cumulative_sum
-from asyncflow.ops.utility import all as all_of
+from asyncflow.ops.searching.searching import nonzero, searchsorted
 from asyncflow.values import Nest
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis, initial_state
 from asyncflow.vertex.function import TracedFunction, VertexFunction

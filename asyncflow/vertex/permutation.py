@@ -9,7 +9,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import NEW, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import moving
-from asyncflow.ops.indexing import take
+from asyncflow.ops.indexing.indexing import take
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 
 

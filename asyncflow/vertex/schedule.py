@@ -19,8 +19,8 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define, inputs_from, not_differentiable
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.rows.rule import no_row_rule
-from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace
 from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first

@@ -31,10 +31,10 @@ from asyncflow.lift.batched import (
 from asyncflow.lift.keyed import draw_by_parameter, draws
 from asyncflow.lift.lifting import Lifting
 from asyncflow.lift.single_rows import warn_of_single_rows
-from asyncflow.ops.manipulation import concat
-from asyncflow.ops.random_again import random_key
+from asyncflow.ops.arrays.manipulation import concat
+from asyncflow.ops.arrays.shape import shape
+from asyncflow.ops.random.random_again import random_key
 from asyncflow.ops.rows.rule import SPREAD_ROWS, CannotLift, LiftedValue, no_row_rule
-from asyncflow.ops.shape import shape
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
 from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction
 from asyncflow.vertex.input_graph import InputGraph, named_parts

@@ -15,9 +15,9 @@ from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.elementwise import ADD, add
-from asyncflow.ops.linalg import MATMUL, matmul
-from asyncflow.ops.manipulation import concat
+from asyncflow.ops.arithmetic.elementwise import ADD, add
+from asyncflow.ops.arrays.manipulation import concat
+from asyncflow.ops.matrices.products import MATMUL, matmul
 from asyncflow.vertex.function import TracedFunction
 
 

@@ -19,8 +19,8 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, Op, derivative_of, not_differentiable, why_not_differentiable
 from asyncflow.graph.shapes import is_compatible
+from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.ops.elementwise import add
 from asyncflow.ops.promotion import kind_of
 
 if TYPE_CHECKING:

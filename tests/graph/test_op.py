@@ -13,7 +13,7 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import IDENTITY
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import NEW, OPAQUE, VIEW, Memory, Op, Traits, registered_ops
-from asyncflow.ops.elementwise import add
+from asyncflow.ops.arithmetic.elementwise import add
 from tests.ops.test_host_inputs import PROGRAMS, run_here, traced
 
 LOOKING = (Memory.VIEW, Memory.WHOLE_VIEW)

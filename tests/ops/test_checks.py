@@ -9,7 +9,7 @@ from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.graph import Graph, has_side_effect, node_effects
 from asyncflow.graph.op import Access
-from asyncflow.ops.checks import assert_that, check_numerics, print_
+from asyncflow.ops.checks.checks import assert_that, check_numerics, print_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

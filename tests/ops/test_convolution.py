@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.ops.convolution import _fast
+from asyncflow.ops.transforms.convolution import _fast
 from tests.autodiff.sweep import assert_derivatives
 
 RNG = np.random.default_rng(0)

@@ -10,8 +10,8 @@ import pytest
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import creation
-from asyncflow.ops.shape import shape
+from asyncflow.ops.arrays import creation
+from asyncflow.ops.arrays.shape import shape
 
 DTYPES = ["bool", "int8", "uint64", "float16", "float32", "float64", "complex64", "bfloat16"]
 

@@ -16,9 +16,9 @@ from asyncflow.compiler.program.fused import Chain, Member, kernel_source
 from asyncflow.errors import GraphError
 from asyncflow.graph.op import Op, find_op, registered_ops
 from asyncflow.graph.spec import Spec
-from asyncflow.ops import cuda_source
 from asyncflow.ops.cost import free
-from asyncflow.ops.cuda_functions import helpers
+from asyncflow.ops.cuda import source as cuda_source
+from asyncflow.ops.cuda.functions import helpers
 from tests.compiler.elementwise_kernel import compile_as_cuda, compiled
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def test_every_elementwise_op_has_source_or_a_reason() -> None:
         for op in elementwise
         if op.cuda is None and op.flops is not free  # gives a view: there is nothing to launch
     ]
-    assert not missing, f"{missing}: define them with cuda=, a rule of asyncflow.ops.cuda_source or why they have none"
+    assert not missing, f"{missing}: define them with cuda=, a rule of asyncflow.ops.cuda.source or why they have none"
     # These cannot be tried without attributes.
     assert all(callable(find_op(name).cuda) for name in ("astype", "clip"))
 

@@ -15,7 +15,7 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import Access, find_op
-from asyncflow.ops.custom import CustomOp
+from asyncflow.ops.user.custom import CustomOp
 from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
 

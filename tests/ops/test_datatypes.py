@@ -10,8 +10,17 @@ from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
-from asyncflow.ops.datatypes import astype, broadcast_arrays, broadcast_to, can_cast, finfo, iinfo, isdtype, result_type
-from asyncflow.ops.shape import shape
+from asyncflow.ops.arrays.datatypes import (
+    astype,
+    broadcast_arrays,
+    broadcast_to,
+    can_cast,
+    finfo,
+    iinfo,
+    isdtype,
+    result_type,
+)
+from asyncflow.ops.arrays.shape import shape
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(c) for c in "?bhilBHILefdFD"] + [BFLOAT16]

@@ -10,9 +10,9 @@ from asyncflow.control.tensor_array import TensorArray
 from asyncflow.graph.build import identity, placeholder
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
-from asyncflow.ops.derivatives.datatypes import in_dtype_of
+from asyncflow.ops.arrays.shape import shape
+from asyncflow.ops.derivatives.dtypes import in_dtype_of
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to, sum_to_like
-from asyncflow.ops.shape import shape
 from tests.autodiff.sweep import KNOWN, assert_derivatives, gradients_at
 
 

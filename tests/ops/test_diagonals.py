@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.ops.diagonals import diag, diagonal, diagonal_matrix, trace
+from asyncflow.ops.matrices.diagonals import diag, diagonal, diagonal_matrix, trace
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import NUMBERS, compare, sample
 

@@ -115,6 +115,6 @@ def test_noise_of_a_zero_is_finite() -> None:
     """A category that is never drawn is not, whatever number comes."""
     zeros = lambda rng, out: out.fill(0.0)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncflow.ops.random._uniforms", lambda rng, out: (zeros(rng, out), out)[1])
+        patch.setattr("asyncflow.ops.random.random._uniforms", lambda rng, out: (zeros(rng, out), out)[1])
         draw = kernel_of("random_categorical", axis=-1)
         assert draw(KernelContext(1, 1, ()), np.array([-np.inf, 0.0, -np.inf])) == 1

@@ -19,7 +19,7 @@ from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import find_op
-from asyncflow.ops import elementwise, logic
+from asyncflow.ops.arithmetic import elementwise, logic
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(c) for c in "?bhilBHILefdFD"] + [BFLOAT16]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.ops.erf import erf
+from asyncflow.ops.layers.erf import erf
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import compare
 

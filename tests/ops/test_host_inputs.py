@@ -26,10 +26,10 @@ from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, register
 from asyncflow.lift.branches import JOIN_ROWS, split_rows
 from asyncflow.nn.losses import softmax_cross_entropy
 from asyncflow.nn.packing import first_rows, place_rows
-from asyncflow.ops import nn as ops_nn
-from asyncflow.ops.derivatives.linalg import fit_to
-from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
+from asyncflow.ops.indexing.scatter import scatter_along_axis, scatter_to
+from asyncflow.ops.layers import nn as ops_nn
+from asyncflow.ops.matrices.derivatives import fit_to
 from asyncflow.vertex.children import REDUCE_SEGMENTS
 from asyncflow.vertex.permutation import permuted
 from asyncflow.vertex.schedule import schedules

@@ -14,7 +14,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import indexing
+from asyncflow.ops.indexing import indexing
 from tests.ops.against_numpy import NUMBERS, compare, kernel_of, sample
 from tests.ops.conftest import _evaluate
 

@@ -12,7 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.text import print_graph
-from asyncflow.ops.known_values import default_value, static_value
+from asyncflow.ops.arrays.known_values import default_value, static_value
 from asyncflow.semantics.explore import explore
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.ops.limits import CallLimits
+from asyncflow.ops.user.limits import CallLimits
 
 SCALAR = af.spec("float64", ())
 

@@ -12,8 +12,8 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import manipulation as m
-from asyncflow.ops import shape as shapes
+from asyncflow.ops.arrays import manipulation as m
+from asyncflow.ops.arrays import shape as shapes
 from tests.ops.against_numpy import NUMBERS, compare, sample
 from tests.ops.conftest import _evaluate
 

@@ -10,7 +10,7 @@ import pytest
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import placeholder
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import nn
+from asyncflow.ops.layers import nn
 
 FLOATS = [np.dtype("f2"), np.dtype("f4"), np.dtype("f8"), np.dtype(ml_dtypes.bfloat16)]
 TOLERANCE = {"float16": 2e-3, "float32": 2e-6, "float64": 1e-14, "bfloat16": 1.6e-2}

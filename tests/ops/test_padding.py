@@ -8,7 +8,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.graph.dtypes import string
-from asyncflow.ops.padding import pad
+from asyncflow.ops.arrays.padding import pad
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import NUMBERS, compare, sample
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.ops.quantile import quantile
+from asyncflow.ops.reductions.quantile import quantile
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import compare, sample
 

@@ -12,8 +12,8 @@ from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext
 from asyncflow.graph.scopes import name_scope
-from asyncflow.ops import random
-from asyncflow.ops.shape import shape
+from asyncflow.ops.arrays.shape import shape
+from asyncflow.ops.random import random
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

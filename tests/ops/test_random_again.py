@@ -7,9 +7,10 @@ import pytest
 
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, find_op
-from asyncflow.ops import random, utility
 from asyncflow.ops.draws import RowContexts
-from asyncflow.ops.random_again import RANDOM_AGAIN, RANDOM_KEY, draw_by_key, draws_numbers, random_key
+from asyncflow.ops.random import random
+from asyncflow.ops.random.random_again import RANDOM_AGAIN, RANDOM_KEY, draw_by_key, draws_numbers, random_key
+from asyncflow.ops.reductions import utility
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
 
 

@@ -10,9 +10,10 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import counts, searching, sorting
-from asyncflow.ops.datatypes import astype
-from asyncflow.ops.elementwise import square
+from asyncflow.ops.arithmetic.elementwise import square
+from asyncflow.ops.arrays.datatypes import astype
+from asyncflow.ops.reductions import counts
+from asyncflow.ops.searching import searching, sorting
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import NUMBERS, compare, sample
 

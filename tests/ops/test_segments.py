@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.ops.segments import bincount, segment_sum
+from asyncflow.ops.reductions.segments import bincount, segment_sum
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import compare, sample
 

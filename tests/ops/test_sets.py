@@ -9,7 +9,7 @@ import pytest
 from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import sets
+from asyncflow.ops.searching import sets
 from tests.ops.against_numpy import NUMBERS, compare, sample
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.graph.dtypes import string
-from asyncflow.ops.splitting import split
+from asyncflow.ops.arrays.splitting import split
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import NUMBERS, compare, sample
 

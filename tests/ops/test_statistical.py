@@ -9,7 +9,9 @@ import pytest
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.graph import Graph
-from asyncflow.ops import counts, indexing, searching, statistical, utility
+from asyncflow.ops.indexing import indexing
+from asyncflow.ops.reductions import counts, statistical, utility
+from asyncflow.ops.searching import searching
 from tests.ops.against_numpy import NUMBERS, compare, sample
 
 FLOAT: Any = 1.0

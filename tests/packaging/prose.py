@@ -144,18 +144,18 @@ _UNCOMMENTED: Final = """
     lift/batched.py
     lift/lifting.py
     lift/pooled.py
-    ops/creation.py
-    ops/custom.py
-    ops/decompositions.py
-    ops/derivatives/scatter.py
-    ops/elementwise.py
-    ops/fft.py
-    ops/from_torch.py
-    ops/indexing.py
-    ops/keys.py
-    ops/manipulation.py
-    ops/nn.py
-    ops/random.py
+    ops/arrays/creation.py
+    ops/user/custom.py
+    ops/matrices/decompositions.py
+    ops/indexing/scatter.py
+    ops/arithmetic/elementwise.py
+    ops/transforms/fft.py
+    ops/user/from_torch.py
+    ops/indexing/indexing.py
+    ops/indexing/keys.py
+    ops/arrays/manipulation.py
+    ops/layers/nn.py
+    ops/random/random.py
     ops/rows/by_row.py
     ops/rows/rule.py
     profiler/picture.py

@@ -23,10 +23,10 @@ from asyncflow.graph.op import Memory, Op
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.ops.arithmetic.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
 from asyncflow.ops.cost import free
-from asyncflow.ops.indexing import GETITEM
-from asyncflow.ops.linalg import MATMUL
-from asyncflow.ops.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
+from asyncflow.ops.indexing.indexing import GETITEM
+from asyncflow.ops.matrices.products import MATMUL
 
 FAST = frozenset({"float32", "float64", "complex64", "complex128"})
 """Dtypes that have a matrix product in BLAS."""

@@ -24,9 +24,9 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.ops.arithmetic.elementwise import ADD
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
-from asyncflow.ops.elementwise import ADD
-from asyncflow.ops.linalg import MATMUL
+from asyncflow.ops.matrices.products import MATMUL
 
 
 def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tuple[list[Node], list[Node]]:

@@ -25,8 +25,8 @@ from asyncflow.graph.op import OPAQUE, Op, find_op
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements, free
-from asyncflow.ops.indexing import GETITEM
-from asyncflow.ops.linalg import MATMUL
+from asyncflow.ops.indexing.indexing import GETITEM
+from asyncflow.ops.matrices.products import MATMUL
 from asyncflow.ops.straight_line import LineStep, straight_line
 from asyncflow.values import Array, Kernel, Namespace, Value
 

@@ -23,12 +23,12 @@ from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
-from asyncflow.ops.derivatives.scatter import sliced_axis
-from asyncflow.ops.elementwise import ADD
-from asyncflow.ops.indexing import GETITEM
-from asyncflow.ops.keys import ELLIPSIS
-from asyncflow.ops.linalg import MATMUL
-from asyncflow.ops.manipulation import CONCAT
+from asyncflow.ops.arithmetic.elementwise import ADD
+from asyncflow.ops.arrays.manipulation import CONCAT
+from asyncflow.ops.indexing.indexing import GETITEM
+from asyncflow.ops.indexing.keys import ELLIPSIS
+from asyncflow.ops.indexing.scatter import sliced_axis
+from asyncflow.ops.matrices.products import MATMUL
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from asyncflow.compiler.plan import Kind, Partition, PlanNode
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.structured import WhileNode
-from asyncflow.ops.random_again import RANDOM_KEY
+from asyncflow.ops.random.random_again import RANDOM_KEY
 from asyncflow.values import Kernel, Value
 
 

@@ -36,8 +36,8 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
-from asyncflow.ops.datatypes import ASTYPE
-from asyncflow.ops.elementwise import ADD
+from asyncflow.ops.arithmetic.elementwise import ADD
+from asyncflow.ops.arrays.datatypes import ASTYPE
 
 KERNEL = 256
 """Price of a kernel that runs again, in bytes: so few are made and kept in the time that a call takes."""

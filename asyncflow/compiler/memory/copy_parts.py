@@ -17,7 +17,7 @@ from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.structured import CondNode, WhileNode
-from asyncflow.ops.elementwise import POSITIVE
+from asyncflow.ops.arithmetic.elementwise import POSITIVE
 
 _LEAST = 4096
 """Bytes of an array that must go with a copy: it takes a kernel of its own."""

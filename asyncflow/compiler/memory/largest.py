@@ -21,8 +21,8 @@ from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
-from asyncflow.ops.elementwise import ADD, SUBTRACT
-from asyncflow.ops.logic import LESS, LESS_EQUAL
+from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
+from asyncflow.ops.arithmetic.logic import LESS, LESS_EQUAL
 
 _DEPTH = 6
 """Maximum number of nodes looked at behind a value, each of which may have several inputs."""

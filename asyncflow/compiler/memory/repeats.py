@@ -31,7 +31,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, KernelContext, Memory, Op, find_op
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
-from asyncflow.ops.indexing import GETITEM
+from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.state.variable import VARIABLE_READ
 from asyncflow.values import Kernel, Namespace, Value
 

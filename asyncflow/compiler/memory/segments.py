@@ -52,9 +52,9 @@ from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
-from asyncflow.ops.datatypes import ASTYPE
-from asyncflow.ops.elementwise import ADD, SUBTRACT
-from asyncflow.ops.logic import GREATER, LESS, LESS_EQUAL
+from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
+from asyncflow.ops.arithmetic.logic import GREATER, LESS, LESS_EQUAL
+from asyncflow.ops.arrays.datatypes import ASTYPE
 
 _NUMBER = Spec(int64, ())
 

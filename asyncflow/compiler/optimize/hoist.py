@@ -22,7 +22,7 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import VIEW
 from asyncflow.graph.structured import WhileNode
-from asyncflow.ops.linalg import MATMUL, MATRIX_TRANSPOSE
+from asyncflow.ops.matrices.products import MATMUL, MATRIX_TRANSPOSE
 from asyncflow.values import Array, Kernel, Namespace
 
 _SMALL = 1024

@@ -20,12 +20,12 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import is_static
-from asyncflow.ops.datatypes import ASTYPE, BROADCAST_TO
-from asyncflow.ops.elementwise import ADD, DIVIDE, FLOOR_DIVIDE, MULTIPLY, NEGATIVE, POSITIVE, SUBTRACT
-from asyncflow.ops.linalg import MATRIX_TRANSPOSE
-from asyncflow.ops.logic import BITWISE_INVERT, BITWISE_OR, BITWISE_XOR, LOGICAL_NOT
-from asyncflow.ops.manipulation import PERMUTE_DIMS, RESHAPE
-from asyncflow.ops.searching import WHERE
+from asyncflow.ops.arithmetic.elementwise import ADD, DIVIDE, FLOOR_DIVIDE, MULTIPLY, NEGATIVE, POSITIVE, SUBTRACT
+from asyncflow.ops.arithmetic.logic import BITWISE_INVERT, BITWISE_OR, BITWISE_XOR, LOGICAL_NOT
+from asyncflow.ops.arrays.datatypes import ASTYPE, BROADCAST_TO
+from asyncflow.ops.arrays.manipulation import PERMUTE_DIMS, RESHAPE
+from asyncflow.ops.matrices.products import MATRIX_TRANSPOSE
+from asyncflow.ops.searching.searching import WHERE
 
 
 def simplify(graph: Graph) -> None:

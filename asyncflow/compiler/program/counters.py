@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import WhileNode
-from asyncflow.ops.elementwise import ADD, SUBTRACT
+from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
 
 
 def counters(loop: WhileNode) -> list[tuple[int, int]]:

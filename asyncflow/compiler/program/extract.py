@@ -24,8 +24,8 @@ from asyncflow.graph.op import Access, Op
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import PooledNode, StructuredNode, WhileNode, bodies_in
+from asyncflow.ops.arrays.shape import SHAPE
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
-from asyncflow.ops.shape import SHAPE
 from asyncflow.state.mutex import LOCK
 
 FEED = Op("feed", lambda *, spec, index, is_lent=False: spec)

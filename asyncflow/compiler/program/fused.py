@@ -21,8 +21,8 @@ from asyncflow.graph.op import KERNELS, Op, bound_kernel
 from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
-from asyncflow.ops.cuda_functions import helpers
-from asyncflow.ops.cuda_source import HALVES, c_type, expression
+from asyncflow.ops.cuda.functions import helpers
+from asyncflow.ops.cuda.source import HALVES, c_type, expression
 from asyncflow.ops.straight_line import LineStep, straight_line
 from asyncflow.values import Kernel, Namespace, Value
 

@@ -29,7 +29,7 @@ from asyncflow.graph.builtin import IDENTITY
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.ops.logic import LOGICAL_NOT
+from asyncflow.ops.arithmetic.logic import LOGICAL_NOT
 
 Side: TypeAlias = "tuple[Tensor, bool]"
 """A predicate, and the value that it has on this side."""

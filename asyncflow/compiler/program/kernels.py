@@ -29,7 +29,7 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import KnownSpec, Spec
 from asyncflow.graph.structured import PooledNode
-from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
+from asyncflow.ops.arithmetic.elementwise import FLOOR_DIVIDE, REMAINDER
 from asyncflow.ops.rows.by_row import PausingKernel, called_op
 from asyncflow.state.waiting.awaiting import granted
 from asyncflow.state.waiting.lines import ToldPlace

@@ -20,7 +20,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import StructuredNode, WhileNode
-from asyncflow.ops.indexing import GETITEM
+from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.values import Kernel, Namespace
 
 _COPIES_A_LAUNCH = 2

@@ -54,7 +54,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KernelContext, Memory
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
-from asyncflow.ops.in_place import OwnBuffer
+from asyncflow.ops.indexing.in_place import OwnBuffer
 from asyncflow.ops.rows.by_row import Paused, PausingKernel
 from asyncflow.state.waiting.lines import PlaceInLine, claimed
 from asyncflow.values import Kernel, Value

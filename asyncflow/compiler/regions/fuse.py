@@ -23,7 +23,7 @@ from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import Shape
-from asyncflow.ops.cuda_source import expression
+from asyncflow.ops.cuda.source import expression
 
 _MOST_PARAMETERS = 20
 """Inputs and outputs of a kernel."""

@@ -27,8 +27,8 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.manipulation import CONCAT
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
-from asyncflow.ops.manipulation import CONCAT
 from asyncflow.state.variable import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, UPDATE, USER_UPDATE, VARIABLE_READ
 
 _KEEPING = (ACCUMULATE, ADD_PARTS, ADD_ROWS)

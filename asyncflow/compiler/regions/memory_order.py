@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode, WhileNode
-from asyncflow.ops.linalg import EINSUM, MATMUL, MATRIX_TRANSPOSE
-from asyncflow.ops.manipulation import PERMUTE_DIMS
+from asyncflow.ops.arrays.manipulation import PERMUTE_DIMS
+from asyncflow.ops.matrices.products import EINSUM, MATMUL, MATRIX_TRANSPOSE
 
 _TURNING = (EINSUM, MATRIX_TRANSPOSE, PERMUTE_DIMS)
 

@@ -1,11 +1,7 @@
-"""Imports every module of derivatives, which installs the rules."""
+"""Imports every module of derivatives, which installs the rules: that of each room of ops, and those here."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
+from asyncflow.ops.rules import import_rules
 
-from asyncflow.ops import derivatives
-
-for _module in iter_modules(derivatives.__path__, f"{derivatives.__name__}."):
-    import_module(_module.name)
+import_rules("derivatives")

@@ -13,10 +13,9 @@ from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, gradient
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.cost import elements, free
-from asyncflow.ops.creation import zeros
-from asyncflow.ops.datatypes import broadcast_to
-from asyncflow.ops.extents import (
+from asyncflow.ops.arrays.creation import zeros
+from asyncflow.ops.arrays.datatypes import broadcast_to
+from asyncflow.ops.arrays.extents import (
     ExtentsLike,
     apply_to_shape,
     brought_to_shape,
@@ -24,7 +23,8 @@ from asyncflow.ops.extents import (
     shape_reader,
     template_shape,
 )
-from asyncflow.ops.shape import shape
+from asyncflow.ops.arrays.shape import shape
+from asyncflow.ops.cost import elements, free
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 Extents: TypeAlias = "tuple[int, ...] | Tensor"

@@ -1,11 +1,7 @@
-"""Imports every module of row rules, which installs them."""
+"""Imports every module of row rules, which installs them: that of each room of ops, and those here."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
+from asyncflow.ops.rules import import_rules
 
-from asyncflow.ops import rows
-
-for _module in iter_modules(rows.__path__, f"{rows.__name__}."):
-    import_module(_module.name)
+import_rules("rows")

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
-from asyncflow.ops import manipulation as m
+from asyncflow.ops.arrays import manipulation as m
+from asyncflow.ops.arrays.datatypes import BROADCAST_ARRAYS
+from asyncflow.ops.arrays.manipulation import expand_dims, reshape
+from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.axes import normalize_axes
-from asyncflow.ops.datatypes import BROADCAST_ARRAYS
-from asyncflow.ops.manipulation import expand_dims, reshape
+from asyncflow.ops.reductions.statistical import prod
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, row_rule
-from asyncflow.ops.shape import shape
-from asyncflow.ops.statistical import prod
 
 
 def behind(axis: int) -> int:

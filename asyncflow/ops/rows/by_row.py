@@ -36,12 +36,12 @@ from asyncflow.graph.op import (
 )
 from asyncflow.graph.shapes import Shape, format_shape, is_static, merge
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.cost import elements
-from asyncflow.ops.custom import require_rows
 from asyncflow.ops.draws import RowContexts
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
-from asyncflow.ops.shape import shape
+from asyncflow.ops.user.custom import require_rows
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 Number = TypeVar("Number")

@@ -17,10 +17,10 @@ from asyncflow.errors import in_row
 from asyncflow.graph.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import VIEW, bound_kernel, define, not_differentiable
+from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.cost import free
 from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
-from asyncflow.ops.shape import shape
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 

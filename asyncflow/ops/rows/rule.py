@@ -21,9 +21,9 @@ from asyncflow.graph.op import VIEW, Op, Rows, define, derivative
 from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec, known_int
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.arrays.manipulation import expand_dims, permute_dims
 from asyncflow.ops.cost import free
-from asyncflow.ops.manipulation import expand_dims, permute_dims
-from asyncflow.ops.statistical import sum as sum_of
+from asyncflow.ops.reductions.statistical import sum as sum_of
 from asyncflow.values import Array, Kernel, Namespace
 
 

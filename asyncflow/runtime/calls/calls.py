@@ -13,7 +13,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.feeds import Feeds, as_feeds, feed_targets
 from asyncflow.graph.ir import Tensor
-from asyncflow.ops.known_values import assumptions_about, refuse_contradictions
+from asyncflow.ops.arrays.known_values import assumptions_about, refuse_contradictions
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.values.feeds import comparable, feed_value
 from asyncflow.runtime.values.fetches import (

@@ -12,7 +12,7 @@ from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, Spans
 from asyncflow.devices.swapping import SwapCopy, memory_sample
-from asyncflow.ops.recorded_calls import in_log
+from asyncflow.ops.user.recorded_calls import in_log
 from asyncflow.runtime.executor.kernels.limited_calls import Attempt
 from asyncflow.runtime.executor.kernels.provenance import describe
 from asyncflow.runtime.executor.kernels.sliced_region import SlicedRegion

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import DeadlineExceeded, InternalError, OutOfMemoryError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
-from asyncflow.ops.recorded_calls import call_log
+from asyncflow.ops.user.recorded_calls import call_log
 from asyncflow.runtime.executor.executor import Executor
 from asyncflow.runtime.executor.kernels.limited_calls import attempts_of
 from asyncflow.runtime.executor.lone_firing import LoneFiring

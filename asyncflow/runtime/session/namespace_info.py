@@ -6,7 +6,7 @@ from typing import Final
 
 from asyncflow.devices.registry import available_devices
 from asyncflow.graph.dtypes import DType, as_dtype, complex128, float64, int64
-from asyncflow.ops.datatypes import isdtype
+from asyncflow.ops.arrays.datatypes import isdtype
 
 _NAMES: Final = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

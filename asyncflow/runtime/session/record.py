@@ -2,7 +2,7 @@
 
 A record is one JSON file. It has the text of the graph, the feeds, the variables and tables as they were before, the
 options of the session, and the order in which nodes were taken. It also has the answers of other runs (`PickLog`) and
-of user functions (`asyncflow.ops.recorded_calls`), and the end of the run.
+of user functions (`asyncflow.ops.user.recorded_calls`), and the end of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncflow.graph.parse import parse_value
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.text import Printer, print_graph
-from asyncflow.ops.recorded_calls import IN_CARD, CallLog, Outcome, Raised
+from asyncflow.ops.user.recorded_calls import IN_CARD, CallLog, Outcome, Raised
 from asyncflow.runtime.calls.calls import Call
 from asyncflow.runtime.calls.session_options import SessionOptions
 from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd, checksum

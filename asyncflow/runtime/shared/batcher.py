@@ -47,7 +47,7 @@ from math import inf
 from random import Random
 from typing import Generic, Protocol, TypeVar
 
-from asyncflow.ops.batch import Batch
+from asyncflow.ops.user.batch import Batch
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
 from asyncflow.runtime.shared.call_costs import EXPLORE, CallCosts
 from asyncflow.runtime.shared.call_sizes import size_under_overload

@@ -23,7 +23,7 @@ from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of, waits_in_line
-from asyncflow.ops.recorded_calls import CallLog, CallReplay
+from asyncflow.ops.user.recorded_calls import CallLog, CallReplay
 from asyncflow.state.table import Table
 from asyncflow.state.variable import Variable
 from asyncflow.streams.futures import resolve

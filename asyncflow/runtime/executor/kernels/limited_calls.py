@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from asyncflow.errors import in_attempt
-from asyncflow.ops.limits import CallLimits, install_limited_calls
+from asyncflow.ops.user.limits import CallLimits, install_limited_calls
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
 from asyncflow.runtime.watch.observer import note_retry
 from asyncflow.state.waiting.awaiting import wake_on

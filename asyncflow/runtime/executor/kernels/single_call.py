@@ -17,8 +17,8 @@ from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.graph.op import KernelContext
-from asyncflow.ops.recorded_calls import call_log
 from asyncflow.ops.rows.by_row import Paused
+from asyncflow.ops.user.recorded_calls import call_log
 from asyncflow.runtime.executor.kernels.first_guess import first_guess
 from asyncflow.runtime.executor.kernels.provenance import as_kernel_error
 from asyncflow.runtime.executor.kernels.sliced_region import RegionGenerator, in_parts, size_of

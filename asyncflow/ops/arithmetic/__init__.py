@@ -1,0 +1,1 @@
+"""Functions of elements: arithmetic, mathematics, comparisons, bits."""

@@ -1,0 +1,1 @@
+"""Making arrays, their dtypes and shapes, and other arrangements of their elements."""

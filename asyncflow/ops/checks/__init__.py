@@ -1,0 +1,1 @@
+"""Looking at values while a graph runs."""

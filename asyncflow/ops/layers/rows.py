@@ -1,0 +1,31 @@
+"""Row rules of layers: normalisations, and looking up rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.ops.axes import normalize_axes
+from asyncflow.ops.indexing.rows import named_rows
+from asyncflow.ops.layers import nn
+from asyncflow.ops.layers.nn import EMBEDDING
+from asyncflow.ops.rows.axes import all_spread, along_with_size
+from asyncflow.ops.rows.by_row import row_by_row
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
+
+row_rule(nn.ONE_HOT)(along_with_size)
+
+
+@row_rule(nn.LAYER_NORM)
+def _layer_norm(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    axes = tuple(1 + axis for axis in normalize_axes(node.attrs["axis"], inputs[0].rank))
+    return apply(node.op, *rows.aligned(all_spread(rows, inputs)), **{**node.attrs, "axis": axes})
+
+
+@row_rule(EMBEDDING)
+def _embedding(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    table, ids = inputs
+    if table.has_rows:
+        return row_by_row(node, rows, inputs)
+    return apply(EMBEDDING, table.tensor, *named_rows(rows, [ids], 0, axes=0))

@@ -1,0 +1,1 @@
+"""Many elements become few: sums, extremes, counts, quantiles; running sums."""

@@ -1,0 +1,1 @@
+"""Positions of elements, their order, and which are distinct."""

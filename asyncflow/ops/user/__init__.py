@@ -1,0 +1,1 @@
+"""Operations of users' own: functions, and modules of PyTorch."""
