@@ -58,39 +58,39 @@ if _typing.TYPE_CHECKING:
     from asyncflow.errors import ReplayError as ReplayError
     from asyncflow.errors import SessionClosedError as SessionClosedError
     from asyncflow.errors import ShapeError as ShapeError
-    from asyncflow.graph.build import constant as constant
-    from asyncflow.graph.build import group as group
-    from asyncflow.graph.build import identity as identity
-    from asyncflow.graph.build import placeholder as placeholder
-    from asyncflow.graph.dtypes import DType as DType
-    from asyncflow.graph.dtypes import bool_ as _bool
-    from asyncflow.graph.dtypes import complex64 as complex64
-    from asyncflow.graph.dtypes import complex128 as complex128
-    from asyncflow.graph.dtypes import float16 as float16
-    from asyncflow.graph.dtypes import float32 as float32
-    from asyncflow.graph.dtypes import float64 as float64
-    from asyncflow.graph.dtypes import int8 as int8
-    from asyncflow.graph.dtypes import int16 as int16
-    from asyncflow.graph.dtypes import int32 as int32
-    from asyncflow.graph.dtypes import int64 as int64
-    from asyncflow.graph.dtypes import string as string
-    from asyncflow.graph.dtypes import uint8 as uint8
-    from asyncflow.graph.dtypes import uint16 as uint16
-    from asyncflow.graph.dtypes import uint32 as uint32
-    from asyncflow.graph.dtypes import uint64 as uint64
+    from asyncflow.graph.building.build import constant as constant
+    from asyncflow.graph.building.build import group as group
+    from asyncflow.graph.building.build import identity as identity
+    from asyncflow.graph.building.build import placeholder as placeholder
+    from asyncflow.graph.building.scopes import colocate_with as colocate_with
+    from asyncflow.graph.building.scopes import control_dependencies as control_dependencies
+    from asyncflow.graph.building.scopes import device as device
+    from asyncflow.graph.building.scopes import name_scope as name_scope
     from asyncflow.graph.files import load_graph as load_graph
     from asyncflow.graph.files import save_graph as save_graph
     from asyncflow.graph.graph import Graph as Graph
     from asyncflow.graph.ir import Node as Node
     from asyncflow.graph.ir import Tensor as Tensor
-    from asyncflow.graph.parse import parse_graph as parse_graph
-    from asyncflow.graph.scopes import colocate_with as colocate_with
-    from asyncflow.graph.scopes import control_dependencies as control_dependencies
-    from asyncflow.graph.scopes import device as device
-    from asyncflow.graph.scopes import name_scope as name_scope
-    from asyncflow.graph.spec import Spec as Spec
-    from asyncflow.graph.spec import spec as spec
-    from asyncflow.graph.text import print_graph as print_graph
+    from asyncflow.graph.text.parse import parse_graph as parse_graph
+    from asyncflow.graph.text.text import print_graph as print_graph
+    from asyncflow.graph.values.dtypes import DType as DType
+    from asyncflow.graph.values.dtypes import bool_ as _bool
+    from asyncflow.graph.values.dtypes import complex64 as complex64
+    from asyncflow.graph.values.dtypes import complex128 as complex128
+    from asyncflow.graph.values.dtypes import float16 as float16
+    from asyncflow.graph.values.dtypes import float32 as float32
+    from asyncflow.graph.values.dtypes import float64 as float64
+    from asyncflow.graph.values.dtypes import int8 as int8
+    from asyncflow.graph.values.dtypes import int16 as int16
+    from asyncflow.graph.values.dtypes import int32 as int32
+    from asyncflow.graph.values.dtypes import int64 as int64
+    from asyncflow.graph.values.dtypes import string as string
+    from asyncflow.graph.values.dtypes import uint8 as uint8
+    from asyncflow.graph.values.dtypes import uint16 as uint16
+    from asyncflow.graph.values.dtypes import uint32 as uint32
+    from asyncflow.graph.values.dtypes import uint64 as uint64
+    from asyncflow.graph.values.spec import Spec as Spec
+    from asyncflow.graph.values.spec import spec as spec
     from asyncflow.graph.verify import verify as verify
     from asyncflow.inputs.files import read_arrays as read_arrays
     from asyncflow.inputs.files import read_lines as read_lines
@@ -341,18 +341,18 @@ _HOMES = {
         "EndOfInput FeedError FetchError GraphError InternalError KernelError OutOfMemoryError OverloadedError "
         "PlacementError QueueClosedError RaceWarning ReplayError SessionClosedError ShapeError"
     ),
-    "graph.build": "constant group identity placeholder",
-    "graph.dtypes": (
-        "DType bool=bool_ complex64 complex128 float16 float32 float64 int8 int16 int32 int64 string uint8 uint16 "
-        "uint32 uint64"
-    ),
+    "graph.building.build": "constant group identity placeholder",
+    "graph.building.scopes": "colocate_with control_dependencies device name_scope",
     "graph.files": "load_graph save_graph",
     "graph.graph": "Graph",
     "graph.ir": "Node Tensor",
-    "graph.parse": "parse_graph",
-    "graph.scopes": "colocate_with control_dependencies device name_scope",
-    "graph.spec": "Spec spec",
-    "graph.text": "print_graph",
+    "graph.text.parse": "parse_graph",
+    "graph.text.text": "print_graph",
+    "graph.values.dtypes": (
+        "DType bool=bool_ complex64 complex128 float16 float32 float64 int8 int16 int32 int64 string uint8 uint16 "
+        "uint32 uint64"
+    ),
+    "graph.values.spec": "Spec spec",
     "graph.verify": "verify",
     "inputs.files": "read_arrays read_lines read_records",
     "inputs.generators": "from_async_generator",

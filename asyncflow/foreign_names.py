@@ -1,7 +1,7 @@
 """The names that NumPy, TensorFlow, PyTorch and JAX have for what asyncflow calls otherwise.
 
 Whoever types one is told ours: as a function of a module (`public_names`), as a method of a tensor, and as a function
-of NumPy's that is called with one (`asyncflow.graph.no_value`).
+of NumPy's that is called with one (`asyncflow.graph.values.no_value`).
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for, symbolic
-from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, symbolic
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import format_shape, is_compatible, size_of
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name
+from asyncflow.graph.values.shapes import format_shape, is_compatible, size_of
 from asyncflow.lift.vmap import vmap
 from asyncflow.ops.arrays.creation import eye
 from asyncflow.ops.arrays.datatypes import isdtype

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import asyncflow as af
-from asyncflow.graph import nest
+from asyncflow.graph.values import nest
 from asyncflow.vertex.schedule import SCHEDULE
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, NUMPY, TORCH, Peers

@@ -336,7 +336,7 @@ FAULTS = (
     ),
     Fault(
         "an extent that is not known broadcasts to 1",
-        "graph/shapes.py",
+        "graph/values/shapes.py",
         "return None if None in dims else 1",
         "return 1",
         "graph/test_shapes",

@@ -18,9 +18,9 @@ from math import isqrt
 import numpy as np
 
 from asyncflow.autodiff.stores import STORE, SavedValues
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.op import OPAQUE, Op
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.values import Kernel, Namespace, Value
 

@@ -15,14 +15,14 @@ from asyncflow.autodiff.saved_values import new_store, store_node
 from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.autodiff.sweep import Sweep, sweep_rule, value_of
 from asyncflow.control.cond import COND, add_cond
-from asyncflow.graph.build import constant, graph_for
+from asyncflow.graph.building.build import constant, graph_for
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph, reopened
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import is_subshape, relax
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import is_subshape, relax
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.state.variable import Variable

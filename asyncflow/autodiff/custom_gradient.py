@@ -16,15 +16,15 @@ from typing import NamedTuple, TypeAlias
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.autodiff.sweep import Sweep, sweep_rule, value_of
 from asyncflow.errors import GraphError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
+from asyncflow.graph.building.build import apply, as_tensor, graph_for, identity, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.user.rules import input_gradients, output_gradients
 from asyncflow.state.variable import VARIABLE_READ, Variable

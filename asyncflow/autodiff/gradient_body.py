@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.autodiff.sweep import value_of
+from asyncflow.graph.building.scopes import device
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.scopes import device
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.derivatives.shapes import zeros_of
 from asyncflow.state.variable import Variable
 

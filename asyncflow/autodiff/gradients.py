@@ -13,12 +13,12 @@ from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.sweep import Sweep, add_gradients, value_of
 from asyncflow.control.nest_types import AttrsLike, DataclassLike, NamedTupleLike
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for, is_symbolic, symbolic
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, is_symbolic, symbolic
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import format_shape, is_compatible
 from asyncflow.ops.arrays.creation import ones
 from asyncflow.ops.derivatives import all as _rules
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, shape_of, zeros_of

@@ -16,13 +16,13 @@ from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
 from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.autodiff.stores import STORE
 from asyncflow.autodiff.sweep import add_gradients, sum_gradients, value_of
-from asyncflow.graph.build import constant
+from asyncflow.graph.building.build import constant
+from asyncflow.graph.building.scopes import device
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.dtypes import summed_in
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.scopes import device
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import summed_in
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.datatypes import in_dtype
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
 from asyncflow.ops.indexing.scatter import SCATTER_TO, parts_of, scatter_to

@@ -18,12 +18,12 @@ import numpy as np
 
 from asyncflow.autodiff.store_gradients import merge_gradients, no_gradient
 from asyncflow.autodiff.stores import STORE, StoreLog, StoreVersion
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import DType, summed_in
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative
-from asyncflow.graph.shapes import Shape, size_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DType, summed_in
+from asyncflow.graph.values.shapes import Shape, size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.extents import apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_of

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op, derivative, derivative_of, find_op, not_differentiable

@@ -26,14 +26,14 @@ from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.cond import add_cond
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
-from asyncflow.graph import nest
-from asyncflow.graph.build import apply, as_tensor, graph_for, identity, is_symbolic, refuse_coroutines
+from asyncflow.graph.building.build import apply, as_tensor, graph_for, identity, is_symbolic, refuse_coroutines
+from asyncflow.graph.building.scopes import device
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import OPAQUE, Access, define, derivative
-from asyncflow.graph.scopes import device
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.random.random_again import random_key
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
+    from asyncflow.graph.values.spec import Spec
     from asyncflow.values import Kernel, Namespace, Nest
 
 P = ParamSpec("P")

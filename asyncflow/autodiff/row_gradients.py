@@ -22,14 +22,14 @@ from asyncflow.autodiff.store_gradients import ADDERS, no_gradient
 from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
 from asyncflow.control.row_block import RowKind, even_rows
 from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, RowStore, kind_of
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import summed_in
+from asyncflow.graph.building.build import apply
+from asyncflow.graph.building.scopes import device
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, not_differentiable
-from asyncflow.graph.scopes import device
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import summed_in
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free, moving
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.ops.indexing.scatter import add_at_rows

@@ -22,10 +22,10 @@ from asyncflow.autodiff.custom_gradient import (
 )
 from asyncflow.autodiff.recompute import BARRIER, RECOMPUTED
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.extents import template_shape
 from asyncflow.ops.arrays.manipulation import concat, moveaxis
 from asyncflow.ops.arrays.rows import row_template

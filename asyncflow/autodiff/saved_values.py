@@ -13,11 +13,11 @@ from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_wri
 from asyncflow.autodiff.stores import STORE, MovingLog, SavedValues, StoreLog, store_op
 from asyncflow.devices.swap import Moves
 from asyncflow.devices.swapping import Swapping
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, KernelContext, define, derivative, not_differentiable
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.values import Kernel, Namespace
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncflow.graph import nest
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import IDENTITY
 from asyncflow.graph.op import KERNELS, not_differentiable, register
+from asyncflow.graph.values import nest
 from asyncflow.values import Nest
 
 STOP_GRADIENT = register(replace(IDENTITY, name="stop_gradient", traits=KERNELS))

@@ -13,8 +13,7 @@ from itertools import accumulate, pairwise
 
 from asyncflow.autodiff.stores import STORE, Grad, StoreGradient, store_op
 from asyncflow.control import tensor_array
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT, DType
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import (
     OPAQUE,
@@ -25,8 +24,9 @@ from asyncflow.graph.op import (
     inputs_from,
     not_differentiable,
 )
-from asyncflow.graph.shapes import Shape, format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, DType
+from asyncflow.graph.values.shapes import Shape, format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.extents import apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, shape_of

@@ -16,10 +16,10 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from asyncflow.devices.swap import Moves
 from asyncflow.devices.swapping import SavedEntry, Swapping
-from asyncflow.graph.dtypes import VARIANT, summed_in
 from asyncflow.graph.op import OPAQUE, HostInputs, Op, define
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, summed_in
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.values import Array, Kernel, Namespace, Value
 

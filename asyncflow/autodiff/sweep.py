@@ -14,12 +14,12 @@ from asyncflow.autodiff.dependencies import Dependencies
 from asyncflow.autodiff.part_sums import are_parts, joined_parts
 from asyncflow.autodiff.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
-from asyncflow.graph.build import graph_for
+from asyncflow.graph.building.build import graph_for
+from asyncflow.graph.building.scopes import device
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, derivative_of, why_not_differentiable
-from asyncflow.graph.scopes import device
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.indexing.scatter import sum_of_gradients

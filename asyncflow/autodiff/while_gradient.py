@@ -20,15 +20,15 @@ from asyncflow.autodiff.loop_sums import LoopSums
 from asyncflow.autodiff.saved_values import new_store, save, saved_value, store_node
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.while_loop import WHILE, add_loop
-from asyncflow.graph.build import constant, graph_for
+from asyncflow.graph.building.build import constant, graph_for
+from asyncflow.graph.building.scopes import colocate_with, device
 from asyncflow.graph.builtin import PARAMETER, is_constant
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative_of
-from asyncflow.graph.scopes import colocate_with, device
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD, add, subtract
 from asyncflow.ops.arithmetic.logic import greater
 from asyncflow.ops.arrays.datatypes import astype

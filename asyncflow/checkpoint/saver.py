@@ -14,12 +14,12 @@ from typing import Final, overload
 from asyncflow.checkpoint.checkpoints import Checkpoints, Restored, SessionSnapshot
 from asyncflow.checkpoint.directory import step_of, steps
 from asyncflow.errors import AsyncflowError, CheckpointError, GraphError, brief, user_location
-from asyncflow.graph.build import as_tensor, graph_for, is_symbolic
+from asyncflow.graph.building.build import as_tensor, graph_for, is_symbolic
 from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Kernel, Namespace, Value
 

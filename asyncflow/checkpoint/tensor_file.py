@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from asyncflow.errors import CheckpointError
-from asyncflow.graph.dtypes import as_dtype, string
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import as_dtype, string
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array
 
 _CODES = {

@@ -23,7 +23,7 @@ from asyncflow.checkpoint.directory import begin_step, drop, keep_latest, next_s
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, StateRecord, file_of, library_versions
 from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, header, laid_out
 from asyncflow.errors import CheckpointError
-from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.values.dtypes import dtype_name
 from asyncflow.streams.beside import giving_way
 from asyncflow.values import Array
 

@@ -12,7 +12,7 @@ from difflib import unified_diff
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.compiler.regions.regions import REGION
-from asyncflow.graph.text import Printer
+from asyncflow.graph.text.text import Printer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

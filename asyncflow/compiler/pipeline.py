@@ -45,10 +45,10 @@ from asyncflow.compiler.regions.join_regions import region_costs
 from asyncflow.compiler.regions.loop_drivers import explain_loops
 from asyncflow.compiler.regions.regions import make_regions
 from asyncflow.foreign_names import close_names
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.verify import verify
 from asyncflow.semantics.report import warn_of_races
 

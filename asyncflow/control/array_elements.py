@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 from asyncflow.control.array_store import Common, widen
 from asyncflow.graph.builtin import IDENTITY, PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import Shape, merge
 from asyncflow.graph.structured import CondNode, PooledNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import Shape, merge
 
 ElementRule: TypeAlias = "Callable[[Node], Shape]"
 """The shape of the elements that a node writes into an array."""

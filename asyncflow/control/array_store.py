@@ -24,8 +24,8 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from asyncflow.graph.dtypes import DType, dtype_name
-from asyncflow.graph.shapes import Shape, format_shape, merge, relax
+from asyncflow.graph.values.dtypes import DType, dtype_name
+from asyncflow.graph.values.shapes import Shape, format_shape, merge, relax
 from asyncflow.values import Array, Namespace
 
 Common: TypeAlias = "tuple[Shape] | None"

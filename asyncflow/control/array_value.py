@@ -19,8 +19,8 @@ from asyncflow.control.array_store import (
     item,
     widen,
 )
-from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.shapes import Shape, format_shape, is_compatible, is_static
+from asyncflow.graph.values.dtypes import dtype_name
+from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, is_static
 from asyncflow.values import Array, Namespace
 
 

@@ -7,12 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from asyncflow.errors import DTypeError, GraphError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, add_control_input, as_tensor, constant, identity, refuse_coroutines
-from asyncflow.graph.dtypes import VARIANT, promote
+from asyncflow.graph.building.build import (
+    TensorLike,
+    add_control_input,
+    as_tensor,
+    constant,
+    identity,
+    refuse_coroutines,
+)
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import size_of
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, promote
+from asyncflow.graph.values.shapes import size_of
 from asyncflow.ops.arrays.manipulation import reshape
 from asyncflow.values import Nest
 

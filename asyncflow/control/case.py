@@ -11,14 +11,14 @@ from asyncflow.control.body import as_predicate, result_tensor, user_functions
 from asyncflow.control.cond import cond, effects_advice
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, group, identity, is_symbolic
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, group, identity, is_symbolic
+from asyncflow.graph.building.scopes import control_dependencies
 from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, inputs_from
-from asyncflow.graph.scopes import control_dependencies
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name, int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.logic import less
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.searching.searching import where

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, overload
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, graph_for
-from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.building.build import TensorLike, graph_for
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import define
-from asyncflow.graph.shapes import relax
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name
+from asyncflow.graph.values.shapes import relax
+from asyncflow.graph.values.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

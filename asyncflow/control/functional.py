@@ -12,13 +12,13 @@ from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.control.windows import of_whole_windows
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, constant, graph_for
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.building.build import as_tensor, constant, graph_for
+from asyncflow.graph.building.scopes import control_dependencies
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.scopes import control_dependencies
-from asyncflow.graph.shapes import format_shape, is_subshape
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name, int64
+from asyncflow.graph.values.shapes import format_shape, is_subshape
 from asyncflow.ops.arithmetic.elementwise import add, subtract
 from asyncflow.ops.arithmetic.logic import less
 from asyncflow.ops.arrays.shape import rank, shape

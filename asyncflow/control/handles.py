@@ -6,10 +6,10 @@ from typing import Any, Self
 from weakref import ref
 
 from asyncflow.errors import SourceLocation, user_location, warn_user
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op
+from asyncflow.graph.values.dtypes import int64
 
 
 class Handle:

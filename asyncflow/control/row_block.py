@@ -15,8 +15,8 @@ from typing import Final, final
 
 import numpy as np
 
-from asyncflow.graph.dtypes import DType, dtype_name
-from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.values.dtypes import DType, dtype_name
+from asyncflow.graph.values.shapes import format_shape
 from asyncflow.values import Array, Namespace
 
 

@@ -14,13 +14,13 @@ import numpy as np
 from asyncflow.control.handles import Handle
 from asyncflow.control.row_block import RowBlock, RowKind, RowState
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import METADATA_UNCAPTURED, NEW_UNCAPTURED, READS_STORE, define
-from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64, string, uint64
+from asyncflow.graph.values.shapes import ShapeLike, as_shape, format_shape, is_compatible, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.arrays.known_values import KnownValues, assumed, conclusion, default_value
 from asyncflow.ops.cost import free, moving

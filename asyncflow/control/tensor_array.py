@@ -17,14 +17,14 @@ from asyncflow.control.array_store import ArrayKind, Common, element_shape, wide
 from asyncflow.control.array_value import ArrayValue
 from asyncflow.control.handles import Handle
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
-from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64
+from asyncflow.graph.building.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import METADATA_UNCAPTURED, OPAQUE, Access, Effects, Op, Traits, define
-from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible, merge
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64
+from asyncflow.graph.values.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible, merge
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.known_values import default_value, static_value
 from asyncflow.ops.cost import free
 from asyncflow.values import Array, Kernel, Namespace

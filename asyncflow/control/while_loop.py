@@ -9,14 +9,14 @@ from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.control.windows import of_whole_windows
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import define
-from asyncflow.graph.shapes import as_shape, format_shape, is_subshape
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name, int64
+from asyncflow.graph.values.shapes import as_shape, format_shape, is_subshape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.arithmetic.logic import less, logical_and
 from asyncflow.ops.arrays.known_values import default_value

@@ -7,11 +7,11 @@ open. A loop variable of a known shape takes it all the same: the run checks tha
 from __future__ import annotations
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import Shape, is_static, is_subshape, merge
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import Shape, is_static, is_subshape, merge
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
 from asyncflow.ops.arrays.known_values import default_value
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE

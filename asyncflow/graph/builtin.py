@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, define
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array, Kernel, Namespace
 
 

@@ -13,10 +13,10 @@ from typing import Final
 from asyncflow.errors import GraphError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import Op
-from asyncflow.graph.parse import NOTHING_GIVEN, HasOp, parse_graph
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.text import print_graph
-from asyncflow.graph.tokens import DEFINITION
+from asyncflow.graph.text.parse import NOTHING_GIVEN, HasOp, parse_graph
+from asyncflow.graph.text.text import print_graph
+from asyncflow.graph.text.tokens import DEFINITION
 from asyncflow.graph.verify import verify
 
 FORMAT: Final = "# asyncflow graph, format 1"

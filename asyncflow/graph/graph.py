@@ -19,8 +19,8 @@ from asyncflow.graph.home import Home
 from asyncflow.graph.ir import PICKLE_GRAPHS, Attrs, Node, NodeId, Tensor, is_name
 from asyncflow.graph.op import Access, Effects, Op
 from asyncflow.graph.resource import Resource, resources_of
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, levels
+from asyncflow.graph.values.spec import Spec
 from asyncflow.pickling import NotPickled
 
 

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 from asyncflow.errors import GraphError, SourceLocation
-from asyncflow.graph.operators import Operators, _call
+from asyncflow.graph.values.operators import Operators, _call
 from asyncflow.pickling import NotPickled
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.op import Op
-    from asyncflow.graph.spec import Spec
+    from asyncflow.graph.values.spec import Spec
 
 NodeId = NewType("NodeId", int)
 """Position of a node in the order in which its root graph was built."""
@@ -95,7 +95,7 @@ class Tensor(NotPickled, Operators):
 
 
 class Node(NotPickled):
-    """An op applied to inputs. Built by `asyncflow.graph.build.apply`; never changed by users.
+    """An op applied to inputs. Built by `asyncflow.graph.building.build.apply`; never changed by users.
 
     Of ops with bodies it is a `CondNode` or `WhileNode` (`asyncflow.graph.structured`).
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Attrs, Node, Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Kernel, Namespace
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph, Subgraph
-    from asyncflow.graph.spec import Spec
+    from asyncflow.graph.values.spec import Spec
 
 
 class PooledNode(Node):

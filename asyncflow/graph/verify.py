@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError, ShapeError, told
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.dtypes import bool_
 from asyncflow.graph.graph import Graph, Subgraph
-from asyncflow.graph.shapes import is_compatible
-from asyncflow.graph.spec import show_specs, specs_agree
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
-from asyncflow.graph.text import neighbourhood
+from asyncflow.graph.text.text import neighbourhood
+from asyncflow.graph.values.dtypes import bool_
+from asyncflow.graph.values.shapes import is_compatible
+from asyncflow.graph.values.spec import show_specs, specs_agree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

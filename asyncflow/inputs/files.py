@@ -10,10 +10,10 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph import nest
-from asyncflow.graph.dtypes import string
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import string
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.inputs.input import Input, new_input
 from asyncflow.inputs.stages import Element, Stacked, as_value
 from asyncflow.values import Array, Nest

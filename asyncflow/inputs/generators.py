@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph import nest
+from asyncflow.graph.values import nest
 from asyncflow.inputs.input import Input, new_input
 from asyncflow.inputs.stages import Element, as_value
 from asyncflow.state.immutable import LARGE_BYTES, immutable

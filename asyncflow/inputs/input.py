@@ -11,14 +11,14 @@ from typing import ClassVar
 import numpy as np
 
 from asyncflow.errors import CheckpointError, GraphError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import bool_
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.nest import Structure
 from asyncflow.graph.op import Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import bool_
+from asyncflow.graph.values.nest import Structure
+from asyncflow.graph.values.spec import Spec
 from asyncflow.inputs.read_ahead import ReadAhead, Source
 from asyncflow.inputs.stages import Batched, Element, Repetition, Shuffle, Stage, check_batch
 from asyncflow.ops.axes import static_int

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import GraphError
-from asyncflow.graph import nest
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values import nest
 from asyncflow.inputs.input import Input
 from asyncflow.values import Nest
 

@@ -14,10 +14,10 @@ from typing import Protocol, TypeAlias, overload
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.dtypes import dtype_name, int64
-from asyncflow.graph.nest import Structure
-from asyncflow.graph.shapes import format_shape, is_static, is_subshape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import dtype_name, int64
+from asyncflow.graph.values.nest import Structure
+from asyncflow.graph.values.shapes import format_shape, is_static, is_subshape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.queue_arrays import open_axes, stacked
 from asyncflow.values import Array, Nest
 

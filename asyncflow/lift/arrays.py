@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from asyncflow.control import row_store
 from asyncflow.control import tensor_array as ta
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import arange
 from asyncflow.ops.arrays.manipulation import expand_dims, moveaxis
 from asyncflow.ops.indexing.indexing import getitem

@@ -18,16 +18,23 @@ from weakref import WeakValueDictionary
 
 from asyncflow.control.body import refuse_handles, result_tensor
 from asyncflow.errors import GraphError, user_location
-from asyncflow.graph import nest
-from asyncflow.graph.build import add_control_input, as_tensor, graph_for, is_symbolic, placeholder, refuse_coroutines
+from asyncflow.graph.building.build import (
+    add_control_input,
+    as_tensor,
+    graph_for,
+    is_symbolic,
+    placeholder,
+    refuse_coroutines,
+)
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, derivative
 from asyncflow.graph.resource import Resource, resources_of
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.keyed import capture_key, draws
 from asyncflow.lift.lifting import Lifting, lift, lift_one
 from asyncflow.lift.ragged import OpenExtent, RaggedRows

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.control.cond import cond
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT, int64, string
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.op import OPAQUE, define, derivative, not_differentiable
-from asyncflow.graph.shapes import format_shape, is_compatible, is_static, relax, size_of
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode
+from asyncflow.graph.values.dtypes import VARIANT, int64, string
+from asyncflow.graph.values.shapes import format_shape, is_compatible, is_static, relax, size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.flow import branches_with_rows
 from asyncflow.lift.parted import parting
 from asyncflow.ops.arithmetic.logic import equal, greater, logical_or

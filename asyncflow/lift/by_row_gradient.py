@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import graph_for
+from asyncflow.graph.building.build import graph_for
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, derivative_of, not_differentiable, why_not_differentiable
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.lifting import lift
 from asyncflow.ops.arrays.known_values import empty_body
 from asyncflow.ops.arrays.shape import shape

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.lift.parted import parted_at
 from asyncflow.ops.rows.rule import has_rows_on_demand, outputs_with_rows
 

@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph, reopened
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode, add_parameter
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.arrays.manipulation import concat
 from asyncflow.ops.random.random_again import draw_by_key, draws_numbers, random_key

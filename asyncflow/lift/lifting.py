@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.errors import user_location
-from asyncflow.graph.build import as_tensor, graph_for, identity
-from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.building.build import as_tensor, graph_for, identity
+from asyncflow.graph.building.scopes import control_dependencies
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
 from asyncflow.graph.resource import resources_of
-from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.lift import arrays, reasons
 from asyncflow.lift.branches import lift_cond
 from asyncflow.lift.flow import find_rows

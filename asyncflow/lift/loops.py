@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from asyncflow.control.cond import cond
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
-from asyncflow.graph.build import constant
+from asyncflow.graph.building.build import constant
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.dtypes import VARIANT, int64
-from asyncflow.graph.shapes import is_static, relax
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
+from asyncflow.graph.values.dtypes import VARIANT, int64
+from asyncflow.graph.values.shapes import is_static, relax
 from asyncflow.lift.branches import some_rows, split_rows, taken
 from asyncflow.lift.flow import decided_by_row, variables_with_rows
 from asyncflow.lift.parted import parting

@@ -12,14 +12,14 @@ from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
-from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, graph_for
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import as_tensor, graph_for
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, WhileNode
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift import by_row_gradient
 from asyncflow.lift.lifting import in_rows
 from asyncflow.lift.lifting import lift as lift_body

@@ -15,14 +15,14 @@ from asyncflow.control.body import join_captures
 from asyncflow.control.row_store import SLICE
 from asyncflow.control.while_loop import install_pooling, while_loop
 from asyncflow.errors import GraphError, LoopIdentity, user_location, warn_user
-from asyncflow.graph.build import apply, as_tensor, placeholder
+from asyncflow.graph.building.build import apply, as_tensor, placeholder
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, PLACEHOLDER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, PooledNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,

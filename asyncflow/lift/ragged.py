@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.manipulation import stack
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.rows.rule import LiftedValue

@@ -15,7 +15,7 @@ from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.control.while_loop import WHILE
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import CONSTANT, NO_OP, PARAMETER, PLACEHOLDER
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.lift.branches import JOIN_ROWS, SPLIT_ROWS

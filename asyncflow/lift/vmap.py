@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from asyncflow.control.body import refuse_handles, result_tensor, user_function
 from asyncflow.errors import GraphError, ShapeError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, graph_for
+from asyncflow.graph.building.build import as_tensor, graph_for
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.lifting import in_rows, lift
 from asyncflow.ops.arrays.known_values import empty_body
 from asyncflow.ops.arrays.manipulation import moveaxis

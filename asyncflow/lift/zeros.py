@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncflow.graph.ir import Node
-from asyncflow.graph.shapes import is_static
+from asyncflow.graph.values.shapes import is_static
 from asyncflow.ops.arithmetic.elementwise import ADD, MULTIPLY, NEGATIVE, SUBTRACT, TANH
 from asyncflow.ops.arrays.manipulation import CONCAT, EXPAND_DIMS, RESHAPE, SQUEEZE
 from asyncflow.ops.derivatives.shapes import zeros_of

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor
-from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.building.build import TensorLike, as_tensor
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name
+from asyncflow.graph.values.shapes import format_shape
 from asyncflow.ops.promotion import kind_of
 
 Weight: TypeAlias = Any

@@ -10,13 +10,13 @@ from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name, int64
+from asyncflow.graph.values.shapes import Shape, format_shape, is_static, is_subshape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.nn.packing import Packing, first_rows, packing, place_rows, reshaped
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.arithmetic.logic import less

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import Shape, format_shape
+from asyncflow.graph.values.shapes import Shape, format_shape
 
 
 def plus(gates: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
+from asyncflow.graph.values.dtypes import DTypeLike, as_dtype, float32
 from asyncflow.values import Array
 
 

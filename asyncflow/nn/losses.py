@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define, not_differentiable
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.values.shapes import format_shape, is_compatible
 from asyncflow.ops.arithmetic.elementwise import multiply, negative, square, subtract
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.arrays.manipulation import expand_dims, squeeze

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.dtypes import DTypeLike, as_dtype, float32
 from asyncflow.nn.cell_arguments import Weight, cell_arguments, check_weights, pair
 from asyncflow.nn.gates import plus, split_gates
 from asyncflow.nn.initializers import glorot_uniform, orthogonal

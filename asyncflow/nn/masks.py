@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from asyncflow.errors import DTypeError
-from asyncflow.graph.build import TensorLike, as_tensor
-from asyncflow.graph.dtypes import dtype_name, int64, summed_in
+from asyncflow.graph.building.build import TensorLike, as_tensor
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.dtypes import dtype_name, int64, summed_in
 from asyncflow.ops.arithmetic.elementwise import maximum
 from asyncflow.ops.arithmetic.logic import less
 from asyncflow.ops.arrays.creation import arange

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.build import TensorLike, apply, identity
+from asyncflow.graph.building.build import TensorLike, apply, identity
+from asyncflow.graph.building.scopes import control_dependencies
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
-from asyncflow.graph.scopes import control_dependencies
-from asyncflow.graph.shapes import Shape, format_shape, is_compatible
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible
+from asyncflow.graph.values.spec import Spec
 from asyncflow.nn.masks import as_lengths, sequence_mask
 from asyncflow.ops.arithmetic.logic import equal, greater_equal, less_equal, logical_and
 from asyncflow.ops.arrays.extents import Extent, shape_reader, split_extents, template_shape

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from asyncflow.errors import AxisError, GraphError, ShapeError, brief
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
+from asyncflow.graph.values.shapes import Shape, format_shape, normalize_axis
 
 Axes: TypeAlias = int | tuple[int, ...] | None
 """One axis, several, or None for all; negative numbers count from the back."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from asyncflow.graph.shapes import Shape
+from asyncflow.graph.values.shapes import Shape
 
 PASS = 10.0
 """Operations of a matrix product in the time in which NumPy passes over one element of an array."""

@@ -15,12 +15,12 @@ from typing import TypeAlias, TypeGuard, TypeVar
 import numpy as np
 
 from asyncflow.errors import DTypeError, brief
-from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
-from asyncflow.graph.dtypes import VARIANT, DType, bool_, dtype_name, promote, string
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, register
-from asyncflow.graph.shapes import broadcast
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, DType, bool_, dtype_name, promote, string
+from asyncflow.graph.values.shapes import broadcast
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cuda.source import Writer, function, of_ufunc
 from asyncflow.values import Kernel
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import reduce
 
 from asyncflow.errors import DTypeError, GraphError
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor
-from asyncflow.graph.dtypes import float32, float64
+from asyncflow.graph.building.build import TensorLike, as_tensor
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import float32, float64
 from asyncflow.ops.arithmetic.elementwise import add, clip, maximum, sqrt, square
 from asyncflow.ops.arithmetic.logic import isfinite
 from asyncflow.ops.promotion import kind_of, promoted_dtype

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor
+from asyncflow.graph.building.build import as_tensor
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values import nest
 from asyncflow.ops.promotion import kind_of
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.body import user_function
-from asyncflow.graph import nest
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.values import nest
 from asyncflow.optim.loss import as_loss
 from asyncflow.state.variable import Variable
 from asyncflow.values import Nest

@@ -6,9 +6,9 @@ from numbers import Real
 from typing import TypeGuard
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
-from asyncflow.graph.build import TensorLike, as_tensor, constant
-from asyncflow.graph.dtypes import DType
+from asyncflow.graph.building.build import TensorLike, as_tensor, constant
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.dtypes import DType
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.promotion import is_weak, kind_of
 

@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for, group
-from asyncflow.graph.dtypes import DTypeLike, dtype_name, float32, float64, int64
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, group
+from asyncflow.graph.building.scopes import name_scope
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.scopes import name_scope
-from asyncflow.graph.shapes import format_shape, is_compatible, is_static
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import DTypeLike, dtype_name, float32, float64, int64
+from asyncflow.graph.values.shapes import format_shape, is_compatible, is_static
 from asyncflow.ops.arithmetic.elementwise import sqrt, square
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.promotion import kind_of

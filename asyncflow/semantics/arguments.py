@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 
 from asyncflow.errors import FeedError, GraphError
-from asyncflow.graph.build import TensorLike, as_array
-from asyncflow.graph.feeds import Feeds, as_feeds, fed_array, feed_targets
+from asyncflow.graph.building.build import TensorLike, as_array
+from asyncflow.graph.building.feeds import Feeds, as_feeds, fed_array, feed_targets
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.arrays.known_values import assumptions_about, refuse_contradictions

@@ -16,9 +16,9 @@ from time import monotonic
 from typing import TypeAlias, cast
 
 from asyncflow.errors import FetchError
-from asyncflow.graph.build import TensorLike
+from asyncflow.graph.building.build import TensorLike
+from asyncflow.graph.building.feeds import Feeds
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.feeds import Feeds
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.resource import Resource
 from asyncflow.semantics.arguments import fed_arrays, initial_values

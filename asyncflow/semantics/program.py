@@ -13,13 +13,13 @@ from itertools import chain
 from typing import TypeAlias
 
 from asyncflow.errors import FetchError, GraphError
-from asyncflow.graph import nest
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
+from asyncflow.graph.values import nest
 from asyncflow.semantics.arguments import targets_in
 from asyncflow.state.mutex import LOCK
 from asyncflow.values import Nest

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import graph_for
+from asyncflow.graph.building.build import graph_for
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import Access, KernelContext, define, not_differentiable

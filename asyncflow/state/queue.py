@@ -27,8 +27,8 @@ from typing import ClassVar, NamedTuple, NoReturn, cast
 import numpy as np
 
 from asyncflow.errors import CheckpointError, QueueClosedError
-from asyncflow.graph.shapes import size_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.immutable import LARGE_BYTES
 from asyncflow.state.queue_arrays import as_arrays, as_elements
 from asyncflow.state.queue_places import CopyingPlace, QueuePlace, Stage

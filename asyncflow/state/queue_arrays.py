@@ -11,8 +11,8 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncflow.errors import CheckpointError, ShapeError
-from asyncflow.graph.shapes import format_shape, is_subshape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import format_shape, is_subshape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.waiting.element_orders import Element
 from asyncflow.values import Array
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.op import Access, Effects, define, inputs_from, not_differentiable
-from asyncflow.graph.shapes import format_shape, is_subshape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import format_shape, is_subshape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.immutable import LARGE_BYTES, immutable, is_immutable, lock
 from asyncflow.state.queue_arrays import Pads, open_axes, stacked
 from asyncflow.state.waiting.taken import current_taken

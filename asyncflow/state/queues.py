@@ -19,15 +19,23 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, told_at
 from asyncflow.foreign_names import close_names
-from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, TensorLike, as_array, as_tensor, constant, graph_for, is_symbolic
-from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.building.build import (
+    SupportsTensor,
+    TensorLike,
+    as_array,
+    as_tensor,
+    constant,
+    graph_for,
+    is_symbolic,
+)
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import is_compatible, is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, int64
+from asyncflow.graph.values.shapes import is_compatible, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.containers import HasState, find_state
 from asyncflow.state.mutex import whole_number
 from asyncflow.state.queue import QueueState

@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, told_at
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
-from asyncflow.graph.dtypes import VARIANT, dtype_name, int64, string
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, define, not_differentiable
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import Shape, format_shape, is_compatible, is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, dtype_name, int64, string
+from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import moving, moving_in

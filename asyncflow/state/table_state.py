@@ -18,9 +18,9 @@ from weakref import ref
 import numpy as np
 
 from asyncflow.errors import AsyncflowError, CheckpointError, ShapeError
-from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import dtype_name
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array
 
 PAGE_BYTES = 1 << 16

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import (
+from asyncflow.graph.building.build import (
     TensorLike,
     add_control_input,
     apply,
@@ -24,14 +24,14 @@ from asyncflow.graph.build import (
     graph_for,
     is_symbolic,
 )
-from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, register
-from asyncflow.graph.operators import Operators
 from asyncflow.graph.resource import Resource, revives
-from asyncflow.graph.shapes import ShapeLike, as_shape, broadcast, format_shape, is_compatible, merge
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
+from asyncflow.graph.values.operators import Operators
+from asyncflow.graph.values.shapes import ShapeLike, as_shape, broadcast, format_shape, is_compatible, merge
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
 from asyncflow.state.immutable import sealed
 from asyncflow.state.pure import check_pure, compile_pure, needs_host, stays_on_host

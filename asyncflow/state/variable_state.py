@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from asyncflow.errors import AsyncflowError, CheckpointError, DeviceLostError, DTypeError, ShapeError
-from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.shapes import format_shape, is_static, is_subshape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import dtype_name
+from asyncflow.graph.values.shapes import format_shape, is_static, is_subshape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.held import HeldValue, Holder, as_host_value, holder_of
 from asyncflow.state.immutable import immutable
 from asyncflow.values import Array, Kernel, Namespace, Value

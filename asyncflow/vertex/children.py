@@ -10,13 +10,13 @@ import numpy as np
 
 from asyncflow.control.row_store import RowStore
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph import nest
-from asyncflow.graph.build import apply, as_tensor, constant, is_symbolic
-from asyncflow.graph.dtypes import bool_, dtype_name, int64, summed_in
+from asyncflow.graph.building.build import apply, as_tensor, constant, is_symbolic
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import NEW, NEW_UNCAPTURED, define, derivative
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import bool_, dtype_name, int64, summed_in
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.arithmetic.elementwise import divide, maximum, multiply, subtract
 from asyncflow.ops.arithmetic.logic import equal

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.values.shapes import format_shape, is_compatible
 from asyncflow.values import Array
 
 _INT64 = np.dtype(np.int64)

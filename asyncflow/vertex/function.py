@@ -9,14 +9,14 @@ from typing import Final, Never, NoReturn
 from asyncflow.autodiff.recompute import RECOMPUTED
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.errors import DTypeError, GraphError, ShapeError, located_at
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, refuse_coroutines
-from asyncflow.graph.dtypes import bool_, dtype_name, float64
+from asyncflow.graph.building.build import TensorLike, refuse_coroutines
 from asyncflow.graph.graph import Graph, Subgraph, current_graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define, not_differentiable
-from asyncflow.graph.shapes import format_shape, is_static, is_subshape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import bool_, dtype_name, float64
+from asyncflow.graph.values.shapes import format_shape, is_static, is_subshape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.promotion import kind_of

@@ -9,10 +9,10 @@ from typing import Final, Protocol, TypeAlias, Union, cast
 import numpy as np
 
 from asyncflow.errors import GraphError, brief
-from asyncflow.graph.build import placeholder
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import placeholder
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.values import Array
 from asyncflow.vertex.edges import integers, read_edges, roots

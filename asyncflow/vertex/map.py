@@ -18,13 +18,13 @@ from asyncflow.control.cond import cond
 from asyncflow.control.row_store import RowStore
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import GraphError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, identity
-from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.building.build import TensorLike, as_tensor, constant, graph_for, identity
+from asyncflow.graph.building.scopes import control_dependencies, name_scope
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.scopes import control_dependencies, name_scope
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, int64
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.batched import why_not_shareable
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.arithmetic.elementwise import add, minimum, multiply, subtract

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import NEW, define, derivative
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import moving
 from asyncflow.ops.indexing.indexing import take
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule

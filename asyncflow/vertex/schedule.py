@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import apply, as_tensor
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import apply, as_tensor
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define, inputs_from, not_differentiable
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.rows.rule import no_row_rule
 from asyncflow.values import Array, Kernel, Namespace

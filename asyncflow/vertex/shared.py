@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from asyncflow.graph.build import apply, as_tensor, graph_for, identity, placeholder
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import apply, as_tensor, graph_for, identity, placeholder
+from asyncflow.graph.building.scopes import control_dependencies
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.scopes import control_dependencies
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.batched import (
     NO_TEXT,
     BodyProgram,

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import reduce
 
-from asyncflow.graph.dtypes import DType
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import size_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DType
+from asyncflow.graph.values.shapes import size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD, add
 from asyncflow.ops.arrays.manipulation import concat
 from asyncflow.ops.matrices.products import MATMUL, matmul

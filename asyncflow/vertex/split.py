@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
-from asyncflow.graph.shapes import size_of
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import size_of
 from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.graph.build import apply, constant, placeholder
+from asyncflow.graph.building.build import apply, constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, Op, derivative_of, not_differentiable, why_not_differentiable
-from asyncflow.graph.shapes import is_compatible
+from asyncflow.graph.values.shapes import is_compatible
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.promotion import kind_of

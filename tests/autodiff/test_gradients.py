@@ -12,7 +12,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.optimize.simplify import simplify
-from asyncflow.graph.dtypes import bfloat16
+from asyncflow.graph.values.dtypes import bfloat16
 
 Run = Callable[..., Awaitable[Any]]
 

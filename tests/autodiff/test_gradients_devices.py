@@ -12,7 +12,7 @@ import asyncflow as af
 from asyncflow.autodiff.saved_values import MOVING_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.program.transfers import SEND
 from asyncflow.graph.builtin import PLACEHOLDER
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.checkpoint.tensor_file import TensorRecord, as_bytes, from_strings
 from asyncflow.errors import CheckpointError
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.values.dtypes import string
 from tests.checkpoint.steps import read, write
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from asyncflow.compiler.placement.place import Placement, place
 from asyncflow.compiler.program.extract import extract
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.devices.protocol import Capabilities
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.op import OPAQUE, Op
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.spec import Spec
+    from asyncflow.graph.values.spec import Spec
     from asyncflow.values import Kernel
 
 MS = 1e6

@@ -22,12 +22,12 @@ from asyncflow.compiler.program.kernels import bind_kernel
 from asyncflow.compiler.regions.codegen import RegionGenerator
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.ir import is_name
 from asyncflow.graph.op import KernelContext
-from asyncflow.graph.parse import parse_graph
-from asyncflow.graph.text import print_graph
+from asyncflow.graph.text.parse import parse_graph
+from asyncflow.graph.text.text import print_graph
 from asyncflow.state.containers import StateStore
 from tests.compiler.stages import golden, regions_made
 from tests.conformance.gates import Gate

@@ -9,7 +9,7 @@ import asyncflow as af
 from asyncflow.streams.virtual import VirtualClockLoop
 
 if TYPE_CHECKING:
-    from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.building.build import TensorLike
 
 
 class Gate:

@@ -9,7 +9,7 @@ import numpy as np
 import asyncflow as af
 
 if TYPE_CHECKING:
-    from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.building.build import TensorLike
 
 
 class Journal:

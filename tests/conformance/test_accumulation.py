@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import as_dtype
+from asyncflow.graph.values.dtypes import as_dtype
 from asyncflow.vertex.children import REDUCE_SEGMENTS
 
 COUNTS = {"float16": 2_100, "bfloat16": 300}

@@ -18,7 +18,7 @@ import asyncflow as af
 from asyncflow import serving
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.cpu import lanes
-from asyncflow.graph.text import print_graph
+from asyncflow.graph.text.text import print_graph
 from asyncflow.runtime.shared.batcher import BatchCall, Batcher
 from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.bodies import Bodies

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import as_dtype
+from asyncflow.graph.values.dtypes import as_dtype
 from tests.conftest import OpenSession
 from tests.faults.kernels import until
 

@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cost import MeasuredCost
-from asyncflow.graph import nest
+from asyncflow.graph.values import nest
 from asyncflow.runtime.executor.turn import BURST_NS
 from asyncflow.runtime.shared import vertex_pools
 from asyncflow.runtime.shared.batches import Batches

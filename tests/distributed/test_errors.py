@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.testing import virtual_clock
 from tests.conftest import AuditedRun, assert_baseline

@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import TooManyIterations
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.op import OPAQUE, Op
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, CoroutineGate, ThreadGate, in_flight, raising, ticks, until

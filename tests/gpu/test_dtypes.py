@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.values.dtypes import VARIANT
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import on_loop

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import DTypeError
-from asyncflow.graph.build import apply, constant, placeholder
-from asyncflow.graph.dtypes import bool_, int32, promote
+from asyncflow.graph.building.build import apply, constant, placeholder
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import broadcast, relax
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, WhileNode
+from asyncflow.graph.values.dtypes import bool_, int32, promote
+from asyncflow.graph.values.shapes import broadcast, relax
+from asyncflow.graph.values.spec import Spec
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor

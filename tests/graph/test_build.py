@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import build
-from asyncflow.graph.build import apply, as_tensor, constant, group, identity, placeholder
+from asyncflow.graph.building import build
+from asyncflow.graph.building.build import apply, as_tensor, constant, group, identity, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from tests.graph.programs import ADD, LESS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError
-from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, is_supported, promote, string
+from asyncflow.graph.values.dtypes import VARIANT, as_dtype, dtype_name, is_supported, promote, string
 
 NAMES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

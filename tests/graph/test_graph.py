@@ -9,10 +9,10 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import add_control_input, apply, constant, group, identity, placeholder
+from asyncflow.graph.building.build import add_control_input, apply, constant, group, identity, placeholder
+from asyncflow.graph.building.scopes import colocate_with, control_dependencies, device, name_scope
 from asyncflow.graph.graph import Graph, Subgraph, current_graph, encloses, has_side_effect, node_effects
 from asyncflow.graph.op import Access, Op, find_op, register
-from asyncflow.graph.scopes import colocate_with, control_dependencies, device, name_scope
 from tests.graph.programs import COND, OPS, branching, counting_loop
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.graph import nest
+from asyncflow.graph.values import nest
 from tests.texts import texts
 
 Point = namedtuple("Point", ["x", "y"])

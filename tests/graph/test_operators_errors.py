@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow
-from asyncflow.graph import dtypes
+from asyncflow.graph.values import dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

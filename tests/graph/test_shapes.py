@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph import shapes
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec, spec
+from asyncflow.graph.values import shapes
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec, spec
 
 FULL = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 PARTIAL = st.none() | st.lists(st.none() | st.integers(0, 3), max_size=4).map(tuple)

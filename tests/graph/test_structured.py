@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
-from asyncflow.graph.text import print_graph
+from asyncflow.graph.text.parse import parse_graph
+from asyncflow.graph.text.text import print_graph
 from asyncflow.graph.verify import verify
 from tests.graph.programs import OPS, branching, counting_loop
 

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import apply, constant, group, identity, placeholder
+from asyncflow.graph.building.build import apply, constant, group, identity, placeholder
+from asyncflow.graph.building.scopes import colocate_with, control_dependencies, device, name_scope
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import is_name
 from asyncflow.graph.op import Op
-from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.scopes import colocate_with, control_dependencies, device, name_scope
-from asyncflow.graph.spec import Spec, spec
-from asyncflow.graph.text import neighbourhood, print_graph
+from asyncflow.graph.text.parse import parse_graph
+from asyncflow.graph.text.text import neighbourhood, print_graph
+from asyncflow.graph.values.spec import Spec, spec
 from asyncflow.graph.verify import verify
 from tests.graph.programs import HOLD, OPS, add, branching, counting_loop, handwritten_loop, hold
 from tests.texts import texts

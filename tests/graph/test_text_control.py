@@ -7,10 +7,10 @@ import pytest
 from asyncflow.control.cond import cond
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import constant, identity, placeholder
+from asyncflow.graph.building.build import constant, identity, placeholder
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.parse import parse_graph
-from asyncflow.graph.text import print_graph
+from asyncflow.graph.text.parse import parse_graph
+from asyncflow.graph.text.text import print_graph
 from asyncflow.graph.verify import verify
 
 

@@ -9,10 +9,10 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import apply, constant, group, identity, placeholder
+from asyncflow.graph.building.build import apply, constant, group, identity, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import NodeId, Tensor
-from asyncflow.graph.spec import spec
+from asyncflow.graph.values.spec import spec
 from asyncflow.graph.verify import verify
 from tests.graph.programs import MERGE, add, branching, counting_loop, handwritten_loop
 

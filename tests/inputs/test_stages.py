@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.graph import nest
+from asyncflow.graph.values import nest
 from asyncflow.inputs.stages import Batched, Element, Passes, Repetition, Shuffle, Stacked, Stage, as_value
 
 INT = af.spec("int64", ())

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.graph.build import placeholder
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import placeholder
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import registered_ops
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.lifting import lift
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, row_rule_of, why_no_row_rule
 from tests.ops.test_host_inputs import PROGRAMS, run_here, traced

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.graph.build import placeholder
+from asyncflow.graph.building.build import placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 

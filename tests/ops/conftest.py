@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from asyncflow.graph.shapes import is_compatible
+from asyncflow.graph.values.shapes import is_compatible
 from tests.ops.device_arrays import check_on_device
 
 if TYPE_CHECKING:

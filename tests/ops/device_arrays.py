@@ -15,8 +15,8 @@ import numpy as np
 
 from asyncflow.devices.cuda.namespace import CudaNamespace
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.values.dtypes import VARIANT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import bfloat16
+from asyncflow.graph.values.dtypes import bfloat16
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values
 
 if TYPE_CHECKING:

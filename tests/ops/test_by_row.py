@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import RowByRow
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.op import Op
 from asyncflow.ops.rows.by_row import BY_ROW_OPS, Paused, RowKernel
 from asyncflow.ops.user.recorded_calls import recorded

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, GraphError
-from asyncflow.graph.build import constant, placeholder
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph, has_side_effect, node_effects
 from asyncflow.graph.op import Access
 from asyncflow.ops.checks.checks import assert_that, check_numerics, print_

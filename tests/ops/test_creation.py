@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import constant, placeholder
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.ops.arrays import creation
 from asyncflow.ops.arrays.shape import shape

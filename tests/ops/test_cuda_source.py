@@ -15,7 +15,7 @@ import asyncflow
 from asyncflow.compiler.program.fused import Chain, Member, kernel_source
 from asyncflow.errors import GraphError
 from asyncflow.graph.op import Op, find_op, registered_ops
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.cuda import source as cuda_source
 from asyncflow.ops.cuda.functions import helpers
@@ -24,7 +24,7 @@ from tests.compiler.elementwise_kernel import compile_as_cuda, compiled
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from asyncflow.graph.dtypes import DType
+    from asyncflow.graph.values.dtypes import DType
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(char) for char in "?bhilBHILefd"] + [BFLOAT16]

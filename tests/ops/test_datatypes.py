@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import constant, placeholder
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.arrays.datatypes import (
     astype,
     broadcast_arrays,

@@ -15,7 +15,7 @@ from asyncflow.control.primitives.enter import enter
 from asyncflow.control.primitives.exit import exit
 from asyncflow.control.primitives.loop_cond import loop_cond
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import apply, constant, placeholder
+from asyncflow.graph.building.build import apply, constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, derivative_of, find_op, registered_ops, why_not_differentiable

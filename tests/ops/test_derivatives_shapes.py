@@ -7,9 +7,9 @@ import pytest
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.tensor_array import TensorArray
-from asyncflow.graph.build import identity, placeholder
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import identity, placeholder
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.derivatives.dtypes import in_dtype_of
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to, sum_to_like

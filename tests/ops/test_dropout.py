@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import as_dtype
+from asyncflow.graph.values.dtypes import as_dtype
 
 
 async def values(rate: Any, x: Any, *, feeds: bool = False) -> tuple[np.ndarray, np.ndarray]:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import constant, placeholder
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import find_op
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.arithmetic import elementwise, logic
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -19,10 +19,10 @@ from asyncflow.autodiff import part_sums, saved_values, store_gradients
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.case import CASE_INDEX
 from asyncflow.control.tensor_array import ELEMENT_SHAPE, PEEK
-from asyncflow.graph.build import apply, constant, placeholder
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import apply, constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.lift.branches import JOIN_ROWS, split_rows
 from asyncflow.nn.losses import softmax_cross_entropy
 from asyncflow.nn.packing import first_rows, place_rows

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import constant, placeholder
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.indexing import indexing
 from tests.ops.against_numpy import NUMBERS, compare, kernel_of, sample
 from tests.ops.conftest import _evaluate

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.parse import parse_graph
-from asyncflow.graph.text import print_graph
+from asyncflow.graph.text.parse import parse_graph
+from asyncflow.graph.text.text import print_graph
 from asyncflow.ops.arrays.known_values import default_value, static_value
 from asyncflow.semantics.explore import explore
 

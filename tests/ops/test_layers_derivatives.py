@@ -10,8 +10,8 @@ import pytest
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import GraphError
-from asyncflow.graph.dtypes import bfloat16
 from asyncflow.graph.op import derivative_of, why_not_differentiable
+from asyncflow.graph.values.dtypes import bfloat16
 from asyncflow.ops.layers import nn
 from asyncflow.ops.random import random
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import constant, placeholder
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.arrays import manipulation as m
 from asyncflow.ops.arrays import shape as shapes
 from tests.ops.against_numpy import NUMBERS, compare, sample

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import bfloat16
 from asyncflow.graph.op import derivative_of
+from asyncflow.graph.values.dtypes import bfloat16
 from asyncflow.ops.matrices import products as linalg
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import placeholder
+from asyncflow.graph.building.build import placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.ops.layers import nn
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.arrays.padding import pad
 from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import NUMBERS, compare, sample

@@ -10,7 +10,7 @@ import pytest
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import constant, placeholder
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import Op
 from asyncflow.ops.indexing import indexing

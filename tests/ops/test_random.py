@@ -8,10 +8,10 @@ import pytest
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import constant, placeholder
+from asyncflow.graph.building.build import constant, placeholder
+from asyncflow.graph.building.scopes import name_scope
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext
-from asyncflow.graph.scopes import name_scope
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.random import random
 

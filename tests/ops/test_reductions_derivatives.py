@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.dtypes import bfloat16
 from asyncflow.graph.op import derivative_of
+from asyncflow.graph.values.dtypes import bfloat16
 from asyncflow.ops.reductions.recurrence import linear_recurrence
 from asyncflow.ops.reductions.statistical import STD
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import placeholder
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.building.build import placeholder
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.arithmetic.elementwise import square
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.reductions import counts

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncflow.graph.build import placeholder
-from asyncflow.graph.dtypes import string
+from asyncflow.graph.building.build import placeholder
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.searching import sets
 from tests.ops.against_numpy import NUMBERS, compare, sample
 

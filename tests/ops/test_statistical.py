@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import constant, placeholder
+from asyncflow.graph.building.build import constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.ops.indexing import indexing
 from asyncflow.ops.reductions import counts, statistical, utility

@@ -139,8 +139,8 @@ _UNCOMMENTED: Final = """
     errors.py
     graph/graph.py
     graph/op.py
-    graph/parse.py
-    graph/text.py
+    graph/text/parse.py
+    graph/text/text.py
     lift/batched.py
     lift/lifting.py
     lift/pooled.py

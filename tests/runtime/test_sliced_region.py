@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.runtime.executor.kernels import sliced_region
 from asyncflow.runtime.executor.kernels.sliced_region import SlicedRegion, Stopped

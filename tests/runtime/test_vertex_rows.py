@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import ShapeError
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.vertex.shared import InputCounts
 from tests.vertex.evaluation import forest, in_order

@@ -11,7 +11,7 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import Access
-from asyncflow.graph.text import print_graph
+from asyncflow.graph.text.text import print_graph
 from asyncflow.state.containers import StateStore, reset_container
 
 if TYPE_CHECKING:

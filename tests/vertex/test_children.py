@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.structured import WhileNode
 from asyncflow.state.variable import VARIABLE_READ
 from asyncflow.vertex.children import REDUCE_SEGMENTS, SPREAD_SEGMENTS

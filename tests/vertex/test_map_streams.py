@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.errors import GraphError, KernelError
-from asyncflow.graph import nest
+from asyncflow.graph.values import nest
 from asyncflow.testing import virtual_clock
 from tests.conftest import OpenSession, small_cards
 from tests.vertex.evaluation import H, child_sum, forest, phrase, slotted, slotted_alone, word

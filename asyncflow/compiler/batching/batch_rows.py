@@ -17,12 +17,12 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
 from asyncflow.control.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory, Op
-from asyncflow.graph.shapes import size_of
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
 from asyncflow.ops.cost import free
 from asyncflow.ops.indexing.indexing import GETITEM

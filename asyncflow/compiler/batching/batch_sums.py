@@ -19,11 +19,11 @@ from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUM
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import is_compatible, is_static
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import is_compatible, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
 from asyncflow.ops.matrices.products import MATMUL

@@ -18,10 +18,10 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.batching.products_ahead import most_at_once
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import elements, free
 from asyncflow.values import Array, Kernel, Namespace, Value
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.graph.dtypes import VARIANT, DType
 from asyncflow.graph.op import OPAQUE, Op, find_op
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, DType
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import elements, free
 from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.ops.matrices.products import MATMUL

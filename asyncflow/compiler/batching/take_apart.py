@@ -20,9 +20,9 @@ from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op
-from asyncflow.graph.shapes import format_shape, is_static
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.shapes import format_shape, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD
 from asyncflow.ops.arrays.manipulation import CONCAT
 from asyncflow.ops.indexing.indexing import GETITEM

@@ -38,13 +38,13 @@ from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
 from asyncflow.devices.protocol import Device, is_coroutine_kernel
 from asyncflow.devices.told import ToldAccount
 from asyncflow.devices.working_set import WorkingSet
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import FramePath
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.resource import waits_in_line
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.values import Kernel, Namespace, Value
 
 _SPARE = 16

@@ -20,11 +20,11 @@ from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
-from asyncflow.graph.dtypes import bool_, float32, int32, uint16
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import bool_, float32, int32, uint16
+from asyncflow.graph.values.spec import Spec
 
 Device: TypeAlias = str | None
 """A full name; None for the only device of a plan that was not placed."""

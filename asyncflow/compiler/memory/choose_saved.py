@@ -31,11 +31,11 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
-from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.dtypes import VARIANT, int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD
 from asyncflow.ops.arrays.datatypes import ASTYPE
 

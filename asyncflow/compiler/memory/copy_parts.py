@@ -15,8 +15,8 @@ from asyncflow.compiler.memory.store_paths import stores_of
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import size_of
 from asyncflow.graph.structured import CondNode, WhileNode
+from asyncflow.graph.values.shapes import size_of
 from asyncflow.ops.arithmetic.elementwise import POSITIVE
 
 _LEAST = 4096

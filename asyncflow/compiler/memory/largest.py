@@ -14,13 +14,13 @@ from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.compiler.program.counters import counters
 from asyncflow.control.tensor_array import STACK, array_node
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Memory
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
 from asyncflow.ops.arithmetic.logic import LESS, LESS_EQUAL
 

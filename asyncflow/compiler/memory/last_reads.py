@@ -22,11 +22,11 @@ from asyncflow.autodiff.checkpoints import CHECKPOINT
 from asyncflow.autodiff.row_gradients import ADD_ROWS, READ_ROWS
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.autodiff.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
 
 
 def mark_last_reads(graph: Graph) -> None:

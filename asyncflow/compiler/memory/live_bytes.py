@@ -15,12 +15,12 @@ from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.control.tensor_array import STACK, array_node
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec
 
 
 def standing_bytes(loops: Iterable[WhileNode]) -> int:

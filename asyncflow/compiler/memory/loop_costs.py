@@ -16,10 +16,10 @@ from asyncflow.compiler.program.kernels import is_host_spec
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
 
 
 class LoopCosts:

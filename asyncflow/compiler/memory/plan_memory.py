@@ -40,11 +40,11 @@ from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import Device
 from asyncflow.devices.swap import FULL
 from asyncflow.errors import SourceLocation
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import CondNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import is_static
 
 _PRICES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """Nanoseconds of computing again that a byte held in all iterations is worth: one cut is tried for each."""

@@ -25,12 +25,12 @@ from asyncflow.control.tensor_array import (
     WRITE,
 )
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, KernelContext, Memory, Op, find_op
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.state.variable import VARIABLE_READ
 from asyncflow.values import Kernel, Namespace, Value

@@ -9,13 +9,13 @@ from asyncflow.autodiff.checkpoints import CHECKPOINT
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.errors import SourceLocation
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, node_effects
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Memory
-from asyncflow.graph.shapes import size_of
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.state.variable import VARIABLE_READ
 
 

@@ -46,12 +46,12 @@ from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import ADD, SUBTRACT
 from asyncflow.ops.arithmetic.logic import GREATER, LESS, LESS_EQUAL
 from asyncflow.ops.arrays.datatypes import ASTYPE

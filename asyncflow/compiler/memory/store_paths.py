@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.autodiff.stores import STORE
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
+from asyncflow.graph.values.dtypes import VARIANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import numpy as np
 
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.replacements import Replacements, join_inputs
-from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.values.dtypes import string
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array
 
 _LARGEST = 64 * 1024

@@ -19,7 +19,7 @@ from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import is_static
+from asyncflow.graph.values.shapes import is_static
 from asyncflow.ops.arithmetic.elementwise import ADD, DIVIDE, FLOOR_DIVIDE, MULTIPLY, NEGATIVE, POSITIVE, SUBTRACT
 from asyncflow.ops.arithmetic.logic import BITWISE_INVERT, BITWISE_OR, BITWISE_XOR, LOGICAL_NOT
 from asyncflow.ops.arrays.datatypes import ASTYPE, BROADCAST_TO

@@ -11,8 +11,8 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
+from asyncflow.graph.values.spec import Spec
 
 
 class Choices:

@@ -20,13 +20,13 @@ from asyncflow.compiler.program.hand_written import HandWritten
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.devices.protocol import Device
 from asyncflow.errors import PlacementError
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import runs_on_host
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
+from asyncflow.graph.values.dtypes import VARIANT
 
 
 def needs_all_kernels(node: Node) -> bool:

@@ -16,8 +16,8 @@ from asyncflow.devices.cost import NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import Shape, is_static, size_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import Shape, is_static, size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Value
 
 NS_PER_ELEMENT = 1.0

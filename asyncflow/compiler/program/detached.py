@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 
 
 def detached_node(

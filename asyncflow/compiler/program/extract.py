@@ -15,15 +15,15 @@ from asyncflow.compiler.program.request import structured_nodes_around
 from asyncflow.compiler.program.shape_rules import SHAPE_BY_RULE, rule_of, shape_sources
 from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
 from asyncflow.errors import FeedError, FetchError
-from asyncflow.graph.build import SupportsTensor
+from asyncflow.graph.building.build import SupportsTensor
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Op
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import PooledNode, StructuredNode, WhileNode, bodies_in
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.shape import SHAPE
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.state.mutex import LOCK

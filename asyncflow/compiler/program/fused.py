@@ -18,8 +18,8 @@ import numpy as np
 from asyncflow.errors import InternalError
 from asyncflow.graph.ir import Attrs, Node
 from asyncflow.graph.op import KERNELS, Op, bound_kernel
-from asyncflow.graph.shapes import Shape, is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import Shape, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.cuda.functions import helpers
 from asyncflow.ops.cuda.source import HALVES, c_type, expression

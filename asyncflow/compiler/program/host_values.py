@@ -19,12 +19,12 @@ from asyncflow.autodiff.saved_values import MOVING_STORE, NEW_STORE, READ_SAVED,
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.spec import Spec
 
 _STORES = frozenset({NEW_STORE, MOVING_STORE, SAVE, CHECKPOINT, SAVE_FIRST, SEGMENT_STORE, READ_SAVED})
 """Ops of stores, which return saved values unchanged: a number that the host has counted stays there."""

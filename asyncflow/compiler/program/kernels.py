@@ -23,12 +23,12 @@ from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, KernelInfo
 from asyncflow.devices.values import as_scalar
 from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on_host
 from asyncflow.graph.resource import Resource, resources_of
-from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
-from asyncflow.graph.spec import KnownSpec, Spec
 from asyncflow.graph.structured import PooledNode
+from asyncflow.graph.values.dtypes import VARIANT, dtype_name
+from asyncflow.graph.values.shapes import format_shape, is_compatible, is_static, size_of
+from asyncflow.graph.values.spec import KnownSpec, Spec
 from asyncflow.ops.arithmetic.elementwise import FLOOR_DIVIDE, REMAINDER
 from asyncflow.ops.rows.by_row import PausingKernel, called_op
 from asyncflow.state.waiting.awaiting import granted

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from asyncflow.compiler.program.frames import assign_frames, has_primitives
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
-from asyncflow.graph.build import constant, identity
+from asyncflow.graph.building.build import constant, identity
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
 from asyncflow.graph.ir import Node, Tensor

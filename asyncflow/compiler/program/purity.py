@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
-from asyncflow.graph.shapes import size_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import size_of
+from asyncflow.graph.values.spec import Spec
 
 
 def nbytes(spec: Spec) -> int | None:

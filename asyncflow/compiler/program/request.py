@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from asyncflow.graph.build import SupportsTensor
+from asyncflow.graph.building.build import SupportsTensor
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.home import Home
 from asyncflow.graph.ir import Node, Tensor

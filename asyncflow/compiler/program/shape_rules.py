@@ -13,11 +13,11 @@ import numpy as np
 
 from asyncflow.control.tensor_array import READ
 from asyncflow.errors import GraphError
-from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import METADATA_UNCAPTURED, Op, host_inputs, inputs_from, runs_on_host
-from asyncflow.graph.shapes import Shape, is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, int64
+from asyncflow.graph.values.shapes import Shape, is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 

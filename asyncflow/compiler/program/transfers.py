@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from asyncflow.graph.dtypes import float32, uint16
 from asyncflow.graph.op import OPAQUE, Op
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import float32, uint16
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Kernel, Namespace, Value
 
 SEND = Op("send", lambda *values, transfer, target, is_acknowledged: ())

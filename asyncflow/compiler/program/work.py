@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asyncflow.errors import told
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import host_inputs
-from asyncflow.graph.shapes import Shape, is_static
+from asyncflow.graph.values.shapes import Shape, is_static
 
 ASSUMED_EXTENT = 256
 

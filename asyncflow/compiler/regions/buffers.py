@@ -15,12 +15,12 @@ import numpy as np
 
 from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Kernel
 
 

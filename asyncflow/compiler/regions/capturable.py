@@ -18,8 +18,8 @@ from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
-from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values.shapes import is_static
 from asyncflow.ops.indexing.indexing import GETITEM
 from asyncflow.values import Kernel, Namespace
 

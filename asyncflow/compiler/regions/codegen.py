@@ -52,8 +52,8 @@ from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KernelContext, Memory
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.indexing.in_place import OwnBuffer
 from asyncflow.ops.rows.by_row import Paused, PausingKernel
 from asyncflow.state.waiting.lines import PlaceInLine, claimed

@@ -22,7 +22,7 @@ from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import Shape
+from asyncflow.graph.values.shapes import Shape
 from asyncflow.ops.cuda.source import expression
 
 _MOST_PARAMETERS = 20

@@ -22,11 +22,11 @@ from asyncflow.autodiff.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_
 from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.compiler.program.kernels import SAVES, is_small_spec
 from asyncflow.control import row_store, tensor_array
-from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.manipulation import CONCAT
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
 from asyncflow.state.variable import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, UPDATE, USER_UPDATE, VARIABLE_READ

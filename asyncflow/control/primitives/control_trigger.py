@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncflow.graph.build import graph_for
+from asyncflow.graph.building.build import graph_for
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import define
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from types import EllipsisType
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor, is_name
 from asyncflow.graph.op import define
-from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_subshape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import Shape, ShapeLike, as_shape, format_shape, is_subshape
+from asyncflow.graph.values.spec import Spec
 
 
 def _infer(

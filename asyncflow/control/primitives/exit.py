@@ -6,7 +6,7 @@ if a live one came.
 
 from __future__ import annotations
 
-from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define
 

@@ -6,10 +6,10 @@ It is where partitions that share a loop learn whether the next iteration runs. 
 from __future__ import annotations
 
 from asyncflow.control.primitives.switch import check_predicate
-from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 
 
 def _infer(pred: Spec) -> Spec:

@@ -10,13 +10,13 @@ from functools import reduce
 
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply
-from asyncflow.graph.dtypes import int32
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.frames import format_frame
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define
-from asyncflow.graph.shapes import format_shape, is_subshape, relax
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int32
+from asyncflow.graph.values.shapes import format_shape, is_subshape, relax
+from asyncflow.graph.values.spec import Spec
 
 
 def _infer(*inputs: Spec) -> tuple[Spec, Spec]:

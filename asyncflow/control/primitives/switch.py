@@ -7,12 +7,12 @@ dtype passes, and no copy is made.
 from __future__ import annotations
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import TensorLike, apply
-from asyncflow.graph.dtypes import bool_
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import bool_
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 
 
 def check_predicate(pred: Spec) -> None:

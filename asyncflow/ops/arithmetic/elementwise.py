@@ -12,13 +12,13 @@ from functools import partial
 import numpy as np
 
 from asyncflow.errors import DTypeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
-from asyncflow.graph.dtypes import DType
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, identity
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KERNELS, Op, define
-from asyncflow.graph.operators import install
-from asyncflow.graph.shapes import broadcast
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DType
+from asyncflow.graph.values.operators import install
+from asyncflow.graph.values.shapes import broadcast
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import zeros_like
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.cuda import source as cuda

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from asyncflow.graph.build import TensorLike, is_symbolic
+from asyncflow.graph.building.build import TensorLike, is_symbolic
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, define
-from asyncflow.graph.operators import install
+from asyncflow.graph.values.operators import install
 from asyncflow.ops.cuda.source import UfuncLoop, Writer, compared, of_ufunc
 from asyncflow.ops.promotion import BinaryFunction, binary_op, comparison, predicate, published, unary_op
 from asyncflow.values import Kernel

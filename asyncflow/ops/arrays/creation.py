@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
-from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
+from asyncflow.graph.building.scopes import placed_on
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, define, inputs_from
-from asyncflow.graph.operators import install
-from asyncflow.graph.scopes import placed_on
-from asyncflow.graph.shapes import Shape, is_static
-from asyncflow.graph.spec import Spec, known_value
+from asyncflow.graph.values.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
+from asyncflow.graph.values.operators import install
+from asyncflow.graph.values.shapes import Shape, is_static
+from asyncflow.graph.values.spec import Spec, known_value
 from asyncflow.ops.arrays.datatypes import astype, broadcast_arrays
 from asyncflow.ops.arrays.extents import Extent, ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.arrays.known_values import KnownValues, assumed, conclusion, default_value

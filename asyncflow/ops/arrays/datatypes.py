@@ -7,13 +7,13 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity, symbolic
-from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16, dtype_name, float32, string
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, identity, symbolic
+from asyncflow.graph.building.scopes import placed_on
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, VIEW, Memory, Traits, define, inputs_from
-from asyncflow.graph.scopes import placed_on
-from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16, dtype_name, float32, string
+from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, is_compatible
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.extents import ExtentsLike, apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.cuda.source import convert
 from asyncflow.ops.promotion import is_weak, kind_of, promoted_dtype

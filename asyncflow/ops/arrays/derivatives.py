@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER, PLACEHOLDER
-from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from, not_differentiable
-from asyncflow.graph.shapes import Shape, normalize_axis
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import Shape, normalize_axis
 from asyncflow.ops.arithmetic.elementwise import negative
 from asyncflow.ops.arrays import manipulation as m
 from asyncflow.ops.arrays.creation import (

@@ -13,11 +13,11 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError, brief
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, is_symbolic
+from asyncflow.graph.building.build import SupportsTensor, TensorLike, apply, as_tensor, is_symbolic
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import Shape, is_static
-from asyncflow.graph.spec import Spec, known_int, known_value
+from asyncflow.graph.values.shapes import Shape, is_static
+from asyncflow.graph.values.spec import Spec, known_int, known_value
 from asyncflow.ops.arrays.known_values import static_value
 from asyncflow.values import Array
 

@@ -18,7 +18,7 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import bound_kernel
-from asyncflow.graph.shapes import is_static, size_of
+from asyncflow.graph.values.shapes import is_static, size_of
 from asyncflow.ops.arrays.shape import SHAPE
 from asyncflow.values import Array
 

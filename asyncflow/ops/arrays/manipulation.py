@@ -11,12 +11,12 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, WHOLE_VIEW, Memory, Op, Traits, define, inputs_from
-from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
-from asyncflow.graph.spec import Spec, known_value
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import Shape, format_shape, normalize_axis
+from asyncflow.graph.values.spec import Spec, known_value
 from asyncflow.ops.arrays.known_values import static_value
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
 from asyncflow.ops.cost import free

@@ -8,11 +8,11 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.values import Array, Kernel, Namespace
 

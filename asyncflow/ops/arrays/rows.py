@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import apply, constant
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import apply, constant
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import Shape, is_static, normalize_axis, size_of
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import Shape, is_static, normalize_axis, size_of
 from asyncflow.ops.arithmetic.elementwise import abs, floor_divide
 from asyncflow.ops.arithmetic.logic import equal
 from asyncflow.ops.arrays import creation

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncflow.graph.build import TensorLike, apply
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import METADATA, define
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.values import Kernel, Namespace
 

@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import PARTS, define
-from asyncflow.graph.shapes import format_shape, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import format_shape, normalize_axis
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import free
 from asyncflow.values import Array, Kernel, Namespace

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, identity
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, define
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.promotion import kind_of, require_kind, same
 from asyncflow.values import Array, Kernel, Namespace
 

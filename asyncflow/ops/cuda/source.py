@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from asyncflow.graph.dtypes import DType, bool_
 from asyncflow.graph.ir import Attrs
 from asyncflow.graph.op import CudaRule, Op
+from asyncflow.graph.values.dtypes import DType, bool_
 
 _C_TYPES = {
     "bool": "bool",

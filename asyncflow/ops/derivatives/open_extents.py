@@ -12,7 +12,7 @@ from random import Random
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.spec import Spec
 
 _LEAST = 1 << 40
 

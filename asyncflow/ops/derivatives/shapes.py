@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT, summed_in
+from asyncflow.graph.building.build import apply
+from asyncflow.graph.building.scopes import device
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, gradient_of_first, inputs_from
-from asyncflow.graph.scopes import device
-from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, summed_in
+from asyncflow.graph.values.shapes import Shape, format_shape, is_static, is_subshape, merge
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.arrays.datatypes import broadcast_to
 from asyncflow.ops.arrays.extents import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncflow.graph.dtypes import DType, summed_in
+from asyncflow.graph.values.dtypes import DType, summed_in
 from asyncflow.values import Array, Index, Namespace
 
 _ATOMIC = frozenset("fdiILQ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import apply, constant
+from asyncflow.graph.building.build import apply, constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative
 from asyncflow.ops.arithmetic.logic import equal

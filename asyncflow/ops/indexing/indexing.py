@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph import operators
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import uint64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KERNELS, NEW, NEW_UNCAPTURED, VIEW, Op, define
-from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import operators
+from asyncflow.graph.values.dtypes import uint64
+from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, normalize_axis
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import PASS, elements, free, moving
 from asyncflow.ops.indexing.add_at import add_at

@@ -23,11 +23,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, as_tensor, is_symbolic
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.building.build import TensorLike, as_tensor, is_symbolic
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible
-from asyncflow.graph.spec import Spec, known_int
+from asyncflow.graph.values.dtypes import dtype_name, int64
+from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, is_compatible
+from asyncflow.graph.values.spec import Spec, known_int
 from asyncflow.values import Array, Index, Namespace
 
 Entry: TypeAlias = tuple[Any, ...]

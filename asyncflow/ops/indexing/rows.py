@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asyncflow.graph.build import apply, constant
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import apply, constant
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import Shape, merge
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import Shape, merge
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.arithmetic.logic import greater_equal, less_equal, logical_and
 from asyncflow.ops.arrays.creation import arange

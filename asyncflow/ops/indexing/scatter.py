@@ -14,12 +14,12 @@ from typing import TypeVar
 import numpy as np
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import summed_in
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
-from asyncflow.graph.shapes import Shape, format_shape, is_compatible, merge
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import summed_in
+from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, merge
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.arrays.creation import arange
 from asyncflow.ops.arrays.datatypes import astype

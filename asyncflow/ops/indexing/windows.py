@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import PARTS, define, inputs_from
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import free
 from asyncflow.ops.indexing.indexing import getitem

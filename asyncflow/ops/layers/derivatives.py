@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from asyncflow.graph.dtypes import DType, float32
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
+from asyncflow.graph.values.dtypes import DType, float32
 from asyncflow.ops.arithmetic.elementwise import abs, clip, exp, negative, sqrt, square, tanh
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.arrays.manipulation import expand_dims

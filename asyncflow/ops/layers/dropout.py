@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.dtypes import float32
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.dtypes import float32
 from asyncflow.ops.arithmetic.elementwise import maximum
 from asyncflow.ops.arrays.datatypes import astype, finfo
 from asyncflow.ops.arrays.known_values import default_value

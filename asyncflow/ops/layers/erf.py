@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
-from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.cuda.source import function
 from asyncflow.ops.layers.nn import activation

@@ -12,12 +12,12 @@ from functools import partial
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor
-from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, Op, define, inputs_from
-from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32
+from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.extents import Extent, shape_reader, split_extents, template_shape
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
 from asyncflow.ops.cost import PASS, elements, several_passes

@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, Op, define
-from asyncflow.graph.shapes import Shape, broadcast, format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import dtype_name, int64
+from asyncflow.graph.values.shapes import Shape, broadcast, format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add, conj
 from asyncflow.ops.arrays.creation import eye, zeros_like
 from asyncflow.ops.arrays.datatypes import astype

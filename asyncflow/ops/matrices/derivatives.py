@@ -14,10 +14,10 @@ from functools import partial
 from string import ascii_letters
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import apply, as_tensor
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import apply, as_tensor
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
+from asyncflow.graph.values.dtypes import int64
 from asyncflow.ops.arithmetic.derivatives import reaching
 from asyncflow.ops.arithmetic.elementwise import imag, maximum, negative, reciprocal, square
 from asyncflow.ops.arithmetic.logic import equal

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import DTypeLike
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, PARTS, define, inputs_from
-from asyncflow.graph.shapes import Shape, format_shape, is_compatible
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DTypeLike
+from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.extents import Extent, apply_to_shape, shape_reader, template_shape
 from asyncflow.ops.arrays.shape import extent_of
 from asyncflow.ops.axes import static_int

@@ -6,10 +6,10 @@ import math
 from typing import Literal
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.dtypes import float64, summed_in
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.shapes import format_shape, normalize_axis
+from asyncflow.graph.values.dtypes import float64, summed_in
+from asyncflow.graph.values.shapes import format_shape, normalize_axis
 from asyncflow.ops.arithmetic.elementwise import abs, multiply, pow, sqrt, square, subtract
 from asyncflow.ops.arithmetic.logic import equal, not_equal
 from asyncflow.ops.arrays.datatypes import astype

@@ -9,13 +9,13 @@ from string import ascii_letters
 from typing import Any, TypeAlias
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph import operators
-from asyncflow.graph.build import TensorLike, apply, graph_for
-from asyncflow.graph.dtypes import DType, summed_in
+from asyncflow.graph.building.build import TensorLike, apply, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, NEW_UNCAPTURED, OPAQUE, Op, define
-from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import operators
+from asyncflow.graph.values.dtypes import DType, summed_in
+from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, normalize_axis
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.arrays.manipulation import moveaxis, view_op
 from asyncflow.ops.axes import normalize_axes, static_int

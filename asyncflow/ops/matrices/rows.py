@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from string import ascii_letters
 
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.ops.arrays.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze
 from asyncflow.ops.arrays.shape import extent_of

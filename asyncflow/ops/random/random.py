@@ -19,12 +19,12 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.foreign_names import public_names
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
-from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KernelContext, Op, find_op, register
-from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
+from asyncflow.graph.values.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import add, multiply, subtract
 from asyncflow.ops.arrays.creation import arange
 from asyncflow.ops.arrays.extents import ExtentsLike, shape_reader, split_extents, template_shape
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from asyncflow.graph.build import SupportsTensor
+    from asyncflow.graph.building.build import SupportsTensor
     from asyncflow.ops.draws import DrawsForRows, Filled
     from asyncflow.values import Array, Kernel, Namespace, Value
 

@@ -11,11 +11,11 @@ from typing import cast
 
 import numpy as np
 
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import KernelContext, Op, define, find_op
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.draws import DrawsForRows, RowContexts
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN

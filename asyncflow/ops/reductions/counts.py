@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for
-from asyncflow.graph.dtypes import bool_, float32, float64, int64
+from asyncflow.graph.building.build import TensorLike, as_tensor, constant, graph_for
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.dtypes import bool_, float32, float64, int64
 from asyncflow.ops.arithmetic.elementwise import clip, subtract
 from asyncflow.ops.arithmetic.logic import equal, greater_equal, less_equal, logical_and
 from asyncflow.ops.arrays.datatypes import astype

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from asyncflow.graph.build import constant
-from asyncflow.graph.dtypes import float16, float32, float64
+from asyncflow.graph.building.build import constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
-from asyncflow.graph.shapes import is_static
+from asyncflow.graph.values.dtypes import float16, float32, float64
+from asyncflow.graph.values.shapes import is_static
 from asyncflow.ops.arithmetic.elementwise import maximum
 from asyncflow.ops.arithmetic.logic import equal
 from asyncflow.ops.arrays.creation import ones_like

@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for
-from asyncflow.graph.dtypes import float64, int64
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.values.dtypes import float64, int64
+from asyncflow.graph.values.shapes import normalize_axis
 from asyncflow.ops.arithmetic.elementwise import ceil, clip, floor
 from asyncflow.ops.arithmetic.logic import isnan, logical_and, logical_not
 from asyncflow.ops.arrays.datatypes import astype

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import zeros_like
 from asyncflow.ops.arrays.manipulation import concat
 from asyncflow.ops.cost import PASS, elements

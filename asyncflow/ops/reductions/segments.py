@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import DType, float64, int64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define
-from asyncflow.graph.shapes import format_shape, is_compatible
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DType, float64, int64
+from asyncflow.graph.values.shapes import format_shape, is_compatible
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.arrays.extents import Extent, ExtentsLike
 from asyncflow.ops.arrays.manipulation import concat, reshape

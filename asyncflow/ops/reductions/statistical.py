@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor
-from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64, int64, summed_in, uint64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, NEW, Op, define
-from asyncflow.graph.shapes import normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64, int64, summed_in, uint64
+from asyncflow.graph.values.shapes import normalize_axis
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, require_elements, static_int
 from asyncflow.ops.cost import per_input_element, several_passes
 from asyncflow.ops.promotion import kind_of, real_dtype, require_kind

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import bool_
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import bool_
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arithmetic.elementwise import imag, real, subtract
 from asyncflow.ops.arithmetic.logic import greater, isinf, isnan, less, logical_and, not_equal
 from asyncflow.ops.arrays.datatypes import astype, finfo

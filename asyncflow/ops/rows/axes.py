@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.shapes import size_of
+from asyncflow.graph.values.shapes import size_of
 from asyncflow.ops.arrays import manipulation as m
 from asyncflow.ops.arrays.datatypes import BROADCAST_ARRAYS
 from asyncflow.ops.arrays.manipulation import expand_dims, reshape

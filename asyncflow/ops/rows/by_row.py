@@ -19,8 +19,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from asyncflow.errors import RowByRow, in_row
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import (
     OPAQUE,
@@ -34,8 +33,9 @@ from asyncflow.graph.op import (
     is_registered,
     runs_on_host,
 )
-from asyncflow.graph.shapes import Shape, format_shape, is_static, merge
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import Shape, format_shape, is_static, merge
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.cost import elements
 from asyncflow.ops.draws import RowContexts

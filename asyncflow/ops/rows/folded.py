@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncflow.graph.build import as_tensor
-from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.building.build import as_tensor
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.ops.arrays.manipulation import concat, permute_dims, reshape
 from asyncflow.ops.arrays.shape import extent_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis

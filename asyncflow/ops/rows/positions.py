@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from asyncflow.errors import in_row
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import VIEW, bound_kernel, define, not_differentiable
 from asyncflow.ops.arrays.shape import shape

@@ -13,14 +13,14 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import NamedTuple, Protocol, TypeAlias
 
 from asyncflow.errors import SourceLocation
-from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import VIEW, Op, Rows, define, derivative
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec, known_int
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.graph.values.dtypes import VARIANT
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec, known_int
 from asyncflow.ops.arrays.manipulation import expand_dims, permute_dims
 from asyncflow.ops.cost import free
 from asyncflow.ops.reductions.statistical import sum as sum_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import constant
+from asyncflow.graph.building.build import constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops.arrays.manipulation import reshape

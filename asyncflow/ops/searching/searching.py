@@ -9,12 +9,12 @@ from typing import Final, Literal
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, graph_for
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import TensorLike, apply, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, define
-from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.shapes import broadcast, format_shape, is_compatible
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.axes import flat_extent, reduced, require_elements, static_int
 from asyncflow.ops.cost import per_input_element

@@ -7,11 +7,11 @@ from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
-from asyncflow.graph.build import TensorLike, apply
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.building.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, define
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import int64
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import flat_extent
 from asyncflow.ops.cost import sorting
 from asyncflow.ops.promotion import require_kind

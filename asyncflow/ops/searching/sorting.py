@@ -8,12 +8,12 @@ from typing import Final
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import float32, int64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define
-from asyncflow.graph.shapes import format_shape, normalize_axis
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import float32, int64
+from asyncflow.graph.values.shapes import format_shape, normalize_axis
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import several_passes, sorting
 from asyncflow.ops.indexing.indexing import take_along_axis

@@ -7,9 +7,9 @@ from functools import reduce
 from typing import Literal, TypeAlias, get_args
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import DType, complex64, complex128, float32, float64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values.dtypes import DType, complex64, complex128, float32, float64
 from asyncflow.ops.arithmetic.elementwise import maximum, minimum, multiply, real
 from asyncflow.ops.arithmetic.logic import greater_equal, logical_and
 from asyncflow.ops.arrays.datatypes import astype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.graph.build import apply
+from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, derivative, gradient_of_first
 from asyncflow.ops.arithmetic.elementwise import real

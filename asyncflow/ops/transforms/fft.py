@@ -15,12 +15,21 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.foreign_names import public_names
-from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
-from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, complex64, complex128, dtype_name, float32, float64
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, constant, graph_for
+from asyncflow.graph.building.scopes import placed_on
 from asyncflow.graph.op import OPAQUE, Op, define, inputs_from
-from asyncflow.graph.scopes import placed_on
-from asyncflow.graph.shapes import Shape, normalize_axis
-from asyncflow.graph.spec import Spec, known_int
+from asyncflow.graph.values.dtypes import (
+    DType,
+    DTypeLike,
+    as_dtype,
+    complex64,
+    complex128,
+    dtype_name,
+    float32,
+    float64,
+)
+from asyncflow.graph.values.shapes import Shape, normalize_axis
+from asyncflow.graph.values.spec import Spec, known_int
 from asyncflow.ops.arithmetic.elementwise import conj
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.arrays.manipulation import roll

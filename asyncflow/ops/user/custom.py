@@ -12,14 +12,14 @@ from typing import Any, Generic, ParamSpec, TypeAlias, overload
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for, is_masked, is_symbolic
-from asyncflow.graph.dtypes import dtype_name, string
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, is_masked, is_symbolic
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op
-from asyncflow.graph.shapes import Shape, format_shape, is_compatible
-from asyncflow.graph.spec import Spec, spec_of
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name, string
+from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible
+from asyncflow.graph.values.spec import Spec, spec_of
 from asyncflow.ops.promotion import is_weak, promoted_dtype
 from asyncflow.ops.user.batch import Batch
 from asyncflow.ops.user.limits import Backoff, CallLimits, Rate, RetryOn, call_limited

@@ -25,13 +25,13 @@ import numpy as np
 
 from asyncflow.errors import GraphError, RowByRow, brief
 from asyncflow.foreign_names import install
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string
+from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import Shape, format_shape, is_compatible, size_of
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, as_dtype, dtype_name, string
+from asyncflow.graph.values.shapes import Shape, format_shape, is_compatible, size_of
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import check_flag
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.user.custom import Outputs, declared_specs, require_rows

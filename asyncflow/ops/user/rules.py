@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Sequence
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, graph_for, refuse_coroutines
-from asyncflow.graph.dtypes import VARIANT, dtype_name
+from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for, refuse_coroutines
 from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Derivative
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, dtype_name
+from asyncflow.graph.values.shapes import format_shape, is_compatible
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, zeros_of
 from asyncflow.values import Nest
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.graph.dtypes import DType, bfloat16, dtype_name
+from asyncflow.graph.values.dtypes import DType, bfloat16, dtype_name
 from asyncflow.values import Array
 
 TorchTensor: TypeAlias = Any

@@ -9,10 +9,10 @@ import numpy as np
 
 from asyncflow.compiler.program.request import Fetch, PlanRequest
 from asyncflow.errors import FeedError
-from asyncflow.graph import nest
+from asyncflow.graph.building.feeds import Feeds, as_feeds, feed_targets
 from asyncflow.graph.builtin import PLACEHOLDER
-from asyncflow.graph.feeds import Feeds, as_feeds, feed_targets
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values import nest
 from asyncflow.ops.arrays.known_values import assumptions_about, refuse_contradictions
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.values.feeds import comparable, feed_value

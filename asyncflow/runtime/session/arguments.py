@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from asyncflow.errors import FeedError, GraphError, told
-from asyncflow.graph import nest
-from asyncflow.graph.build import as_array, is_symbolic, placeholder
-from asyncflow.graph.dtypes import DType, as_dtype
+from asyncflow.graph.building.build import as_array, is_symbolic, placeholder
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.spec import Spec, spec_of
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import DType, as_dtype
+from asyncflow.graph.values.spec import Spec, spec_of
 from asyncflow.runtime.values.foreign_feeds import NotExchangeable, exchanged, is_exchangeable
 from asyncflow.values import Nest, Value
 

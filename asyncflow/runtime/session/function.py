@@ -16,10 +16,10 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, overload
 from weakref import WeakKeyDictionary, ref
 
 from asyncflow.errors import GraphError, located_at, user_location
-from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor
+from asyncflow.graph.building.build import as_tensor
 from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.values import nest
 from asyncflow.runtime.session.arguments import Arguments, Parameters, explain_changes
 from asyncflow.runtime.session.session import Session, current_session
 from asyncflow.values import Nest, Value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from asyncflow.devices.registry import available_devices
-from asyncflow.graph.dtypes import DType, as_dtype, complex128, float64, int64
+from asyncflow.graph.values.dtypes import DType, as_dtype, complex128, float64, int64
 from asyncflow.ops.arrays.datatypes import isdtype
 
 _NAMES: Final = (

@@ -20,13 +20,13 @@ from asyncflow.compiler.program.kernels import Resolve
 from asyncflow.compiler.program.request import Fetch
 from asyncflow.devices.values import is_array
 from asyncflow.errors import GraphError, ReplayError
-from asyncflow.graph import nest
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.parse import parse_value
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.spec import Spec
-from asyncflow.graph.text import Printer, print_graph
+from asyncflow.graph.text.parse import parse_value
+from asyncflow.graph.text.text import Printer, print_graph
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.user.recorded_calls import IN_CARD, CallLog, Outcome, Raised
 from asyncflow.runtime.calls.calls import Call
 from asyncflow.runtime.calls.session_options import SessionOptions

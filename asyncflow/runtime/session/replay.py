@@ -7,9 +7,9 @@ from pathlib import Path
 
 from asyncflow.errors import AsyncflowError, GraphError, InternalError, ReplayError, SourceLocation
 from asyncflow.graph.graph import Graph
-from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.text.parse import parse_graph
+from asyncflow.graph.values.spec import Spec
 from asyncflow.runtime.session.record import Record, resources_by_label
 from asyncflow.runtime.session.session import Session
 from asyncflow.runtime.watch.picks import PickGuide, calls_functions, checksum

@@ -24,7 +24,7 @@ from asyncflow.devices.heap import process_heap
 from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SessionClosedError, brief
-from asyncflow.graph.feeds import Feeds, as_feeds
+from asyncflow.graph.building.feeds import Feeds, as_feeds
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled

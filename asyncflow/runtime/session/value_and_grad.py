@@ -8,10 +8,10 @@ from typing import ParamSpec, TypeVar, overload
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, brief
-from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, refuse_coroutines
-from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.building.build import as_tensor, refuse_coroutines
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import dtype_name
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.optim.loss import as_loss
 from asyncflow.runtime.session.function import Function

@@ -12,11 +12,11 @@ import numpy as np
 from asyncflow.devices.cuda.transfers.exchange import ForeignArray
 from asyncflow.devices.memory import owner_of
 from asyncflow.errors import DeviceLostError, FeedError, GraphError, told
-from asyncflow.graph.build import as_array, is_masked
-from asyncflow.graph.dtypes import DType
-from asyncflow.graph.feeds import refusal, wrong_dtype, wrong_shape
+from asyncflow.graph.building.build import as_array, is_masked
+from asyncflow.graph.building.feeds import refusal, wrong_dtype, wrong_shape
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import is_compatible
+from asyncflow.graph.values.dtypes import DType
+from asyncflow.graph.values.shapes import is_compatible
 from asyncflow.runtime.values.foreign_feeds import (
     NotExchangeable,
     as_of_now,

@@ -10,12 +10,12 @@ from asyncflow.compiler.plan import Dead
 from asyncflow.compiler.program.request import Fetch
 from asyncflow.devices.values import DeviceArray
 from asyncflow.errors import FetchError, GraphError
-from asyncflow.graph import nest
-from asyncflow.graph.build import is_symbolic
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.building.build import is_symbolic
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.values import Array, Nest, Value
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.transfers.exchange import CUDA_MEMORY, HOST_MEMORY, ForeignArray, read, view
-from asyncflow.graph.dtypes import DType, as_dtype, bfloat16
+from asyncflow.graph.values.dtypes import DType, as_dtype, bfloat16
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Value
 

@@ -20,9 +20,9 @@ from asyncflow.compiler.plan import Kind, PlanNode
 from asyncflow.devices.protocol import Device, Placed
 from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import EndOfInput, QueueClosedError, ReplayError
-from asyncflow.graph.dtypes import string
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of, waits_in_line
+from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.user.recorded_calls import CallLog, CallReplay
 from asyncflow.state.table import Table
 from asyncflow.state.variable import Variable

@@ -19,8 +19,8 @@ from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost, Proof, UserCos
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import is_static
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import is_static
+from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.rows.by_row import called_op
 from asyncflow.values import Value
 

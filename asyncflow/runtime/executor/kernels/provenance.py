@@ -23,9 +23,9 @@ from asyncflow.errors import (
     row_of,
     told,
 )
-from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.op import KernelContext
-from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.values.dtypes import dtype_name
+from asyncflow.graph.values.shapes import format_shape
 from asyncflow.ops.rows.positions import name_row
 from asyncflow.values import Value
 

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from asyncflow.errors import ShapeError
-from asyncflow.graph.shapes import format_shape
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.shapes import format_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.lift.batched import identity_of
 from asyncflow.values import Array
 from asyncflow.vertex.shared import InputCounts

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from asyncflow.errors import FeedError, GraphError, told
-from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_array
-from asyncflow.graph.dtypes import VARIANT, DType, dtype_name
+from asyncflow.graph.building.build import TensorLike, as_array
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.values import nest
+from asyncflow.graph.values.dtypes import VARIANT, DType, dtype_name
+from asyncflow.graph.values.shapes import format_shape, is_compatible
 from asyncflow.values import Array
 
 Feeds: TypeAlias = Mapping[Any, Any]

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.no_value import NoValue, refusal
-from asyncflow.graph.shapes import Shape, size_of
+from asyncflow.graph.values.no_value import NoValue, refusal
+from asyncflow.graph.values.shapes import Shape, size_of
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     import numpy as np
 
-    from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.spec import Spec
+    from asyncflow.graph.values.dtypes import DType
+    from asyncflow.graph.values.spec import Spec
 
 API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
 """Supported versions of the Array API standard; each includes the earlier ones."""

@@ -1,4 +1,4 @@
-"""From text to a graph: reads the form that `asyncflow.graph.text` describes, and builds each node as it comes."""
+"""From text to a graph: reads the form that `asyncflow.graph.text.text` describes, and builds each node as it comes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from asyncflow.errors import GraphError, SourceLocation, told
-from asyncflow.graph.array_text import read_array
 from asyncflow.graph.assumptions import assume
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.dtypes import as_dtype, string
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor, is_name
 from asyncflow.graph.op import Op, find_op
 from asyncflow.graph.resource import Resource, revived
-from asyncflow.graph.shapes import Shape
-from asyncflow.graph.spec import Spec, show_specs, specs_agree
-from asyncflow.graph.text import KEY_TYPES, quote_name
-from asyncflow.graph.tokens import Tokens
+from asyncflow.graph.text.array_text import read_array
+from asyncflow.graph.text.text import KEY_TYPES, quote_name
+from asyncflow.graph.text.tokens import Tokens
+from asyncflow.graph.values.dtypes import as_dtype, string
+from asyncflow.graph.values.shapes import Shape
+from asyncflow.graph.values.spec import Spec, show_specs, specs_agree
 
 NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
 _CONSTANTS: dict[str, Any] = {"none": None, "true": True, "false": False, "nan": float("nan")}
@@ -51,7 +51,7 @@ def parse_graph(
     can be parsed need not be sound; `asyncflow.graph.verify.verify` tells.
 
     Args:
-        text: see `asyncflow.graph.text` for its form.
+        text: see `asyncflow.graph.text.text` for its form.
         ops: ops by name, or the functions that they were made of, looked up before the registered ones.
         resources: the resources that the text names, by their names there, and no others; resources that the text
             describes need not be given.
@@ -70,7 +70,7 @@ def parse_graph(
 
 
 def parse_value(text: str) -> object:
-    """The value of an attr that has this text (`asyncflow.graph.text.Printer.value`); none that names a resource.
+    """The value of an attr that has this text (`asyncflow.graph.text.text.Printer.value`); none that names a resource.
 
     Raises:
         GraphError: there is none.

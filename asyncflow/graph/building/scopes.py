@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import SupportsTensor, awaited_node, graph_for, is_symbolic, symbolic
+from asyncflow.graph.building.build import SupportsTensor, awaited_node, graph_for, is_symbolic, symbolic
 from asyncflow.graph.ir import Node, Tensor, is_name
 
 _DEVICE = re.compile(r"[a-z]+(:(0|[1-9][0-9]*))?")

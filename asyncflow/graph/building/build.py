@@ -11,16 +11,16 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, brief, told, user_location
 from asyncflow.graph import builtin
-from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
 from asyncflow.graph.graph import Graph, current_graph, encloses, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.operators import Operators
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import ShapeLike, as_shape
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.values.dtypes import VARIANT, DType, DTypeLike, as_dtype, is_supported, string
+from asyncflow.graph.values.operators import Operators
+from asyncflow.graph.values.shapes import ShapeLike, as_shape
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.dtypes import VARIANT, string
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.values.dtypes import VARIANT, string
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array
 
 # What NumPy stores an element of each kind from; anything else would be converted silently.

@@ -7,8 +7,8 @@ from types import UnionType
 from typing import Union, get_args, get_origin
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name
-from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible
+from asyncflow.graph.values.dtypes import DType, DTypeLike, as_dtype, dtype_name
+from asyncflow.graph.values.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible
 from asyncflow.values import Array
 
 

@@ -1,4 +1,4 @@
-"""The text form of a graph: readable, deterministic, and read back by `asyncflow.graph.parse.parse_graph`.
+"""The text form of a graph: readable, deterministic, and read back by `asyncflow.graph.text.parse.parse_graph`.
 
 ::
 
@@ -37,13 +37,13 @@ from typing import Any
 import numpy as np
 
 from asyncflow.errors import GraphError, brief
-from asyncflow.graph.array_text import encode, python_values
-from asyncflow.graph.dtypes import VARIANT, dtype_name, is_supported
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.spec import Spec
-from asyncflow.graph.tokens import MAX_DEPTH, NAME, WORD
+from asyncflow.graph.text.array_text import encode, python_values
+from asyncflow.graph.text.tokens import MAX_DEPTH, NAME, WORD
+from asyncflow.graph.values.dtypes import VARIANT, dtype_name, is_supported
+from asyncflow.graph.values.spec import Spec
 from asyncflow.values import Array
 
 READABLE_SIZE = 32

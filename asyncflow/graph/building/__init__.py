@@ -1,0 +1,1 @@
+"""How user code adds nodes, and how runs are fed."""
