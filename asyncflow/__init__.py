@@ -22,9 +22,9 @@ if _typing.TYPE_CHECKING:
     from asyncflow import optim as optim
     from asyncflow import profiler as profiler
     from asyncflow import raw as raw
-    from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradient
     from asyncflow.autodiff.gradients import gradients as gradients
-    from asyncflow.autodiff.recompute import recompute as recompute
+    from asyncflow.autodiff.pieces.custom_gradient import custom_gradient as custom_gradient
+    from asyncflow.autodiff.pieces.recompute import recompute as recompute
     from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
     from asyncflow.checkpoint.checkpoints import Restored as Restored
     from asyncflow.checkpoint.saver import Saver as Saver
@@ -324,9 +324,9 @@ if _typing.TYPE_CHECKING:
 
 _HOMES = {
     "": "linalg nn optim profiler raw",
-    "autodiff.custom_gradient": "custom_gradient",
     "autodiff.gradients": "gradients",
-    "autodiff.recompute": "recompute",
+    "autodiff.pieces.custom_gradient": "custom_gradient",
+    "autodiff.pieces.recompute": "recompute",
     "autodiff.stop_gradient": "stop_gradient",
     "checkpoint.checkpoints": "Restored",
     "checkpoint.saver": "Saver",

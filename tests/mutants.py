@@ -224,7 +224,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient reads the saved values of the iteration after",
-        "autodiff/while_gradient.py",
+        "autodiff/bodies/while_gradient.py",
         "kept.indexes[body] = subtract(parameters[0], 1)",
         "kept.indexes[body] = subtract(parameters[0], 0)",
         "gradients_loops",

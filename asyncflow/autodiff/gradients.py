@@ -7,9 +7,11 @@ from functools import reduce
 from operator import or_
 from typing import Literal, TypeAlias, TypeVar, overload
 
-from asyncflow.autodiff import cond_gradient, row_gradients, row_rules, while_gradient
+from asyncflow.autodiff import row_rules
+from asyncflow.autodiff.bodies import cond_gradient, while_gradient
+from asyncflow.autodiff.bodies.gradient_body import GradientBody
 from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
-from asyncflow.autodiff.gradient_body import GradientBody
+from asyncflow.autodiff.stores import row_gradients
 from asyncflow.autodiff.sweep import Sweep, add_gradients, value_of
 from asyncflow.control.nest_types import AttrsLike, DataclassLike, NamedTupleLike
 from asyncflow.errors import DTypeError, GraphError, ShapeError

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import cast
 
-from asyncflow.autodiff import part_sums, row_gradients, saved_values, store_gradients
-from asyncflow.autodiff.custom_gradient import (
+from asyncflow.autodiff.pieces.custom_gradient import (
     CUSTOM_GRADIENT,
     CustomRule,
     Gradients,
@@ -20,7 +19,8 @@ from asyncflow.autodiff.custom_gradient import (
     keep_copied_rule,
     traced_gradient,
 )
-from asyncflow.autodiff.recompute import BARRIER, RECOMPUTED
+from asyncflow.autodiff.pieces.recompute import BARRIER, RECOMPUTED
+from asyncflow.autodiff.stores import part_sums, row_gradients, saved_values, store_gradients
 from asyncflow.errors import GraphError
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor

@@ -11,8 +11,8 @@ from functools import reduce
 from typing import TypeAlias
 
 from asyncflow.autodiff.dependencies import Dependencies
-from asyncflow.autodiff.part_sums import are_parts, joined_parts
-from asyncflow.autodiff.store_gradients import merge_gradients
+from asyncflow.autodiff.stores.part_sums import are_parts, joined_parts
+from asyncflow.autodiff.stores.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.building.build import graph_for
 from asyncflow.graph.building.scopes import device

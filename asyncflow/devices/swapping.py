@@ -1,7 +1,7 @@
 """The mover of saved values on one device: base class of the devices' movers, each with a `SwapManager`.
 
-A store of saved values that may move (`asyncflow.autodiff.stores.MovingLog`) calls `keep`, `take` and `release`; it
-holds a `SavedEntry` in place of a value. A kind of device says which values can move (`movable`), and starts copies
+A store of saved values that may move (`asyncflow.autodiff.stores.stores.MovingLog`) calls `keep`, `take` and `release`;
+it holds a `SavedEntry` in place of a value. A kind of device says which values can move (`movable`), and starts copies
 (`send`, `bring`). At their ends `sent`, `not_sent`, `brought` or `not_brought` is called, on any thread.
 
 As long as much is free a store keeps its values as they are (`is_at_rest`). When less is, or on request, all stores

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Never, NoReturn
 
-from asyncflow.autodiff.recompute import RECOMPUTED
+from asyncflow.autodiff.pieces.recompute import RECOMPUTED
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.errors import DTypeError, GraphError, ShapeError, located_at
 from asyncflow.graph.building.build import TensorLike, refuse_coroutines

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from asyncflow.autodiff.row_gradients import append_of_known_size
+from asyncflow.autodiff.stores.row_gradients import append_of_known_size
 from asyncflow.control.case import switch_case
 from asyncflow.control.cond import cond
 from asyncflow.control.row_store import RowStore

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import MOVING_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.stores.saved_values import MOVING_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.program.transfers import SEND
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.values.dtypes import VARIANT

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff import part_sums
-from asyncflow.autodiff.part_sums import PartSum
-from asyncflow.autodiff.stores import StoreGradient
+from asyncflow.autodiff.stores import part_sums
+from asyncflow.autodiff.stores.part_sums import PartSum
+from asyncflow.autodiff.stores.stores import StoreGradient
 from asyncflow.devices.memory import MemoryAccount
 
 Run = Callable[..., Awaitable[Any]]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.recompute import BARRIER
+from asyncflow.autodiff.pieces.recompute import BARRIER
 from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
 from asyncflow.testing import virtual_clock
 from tests.conftest import small_cards

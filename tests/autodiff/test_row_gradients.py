@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.autodiff.row_gradients import RowGradient, _Added
+from asyncflow.autodiff.stores.row_gradients import RowGradient, _Added
 from asyncflow.control.row_block import RowBlock, RowKind
 from tests.autodiff.sweep import KNOWN
 from tests.autodiff.test_store_gradients import check_derivatives

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import SAVE
+from asyncflow.autodiff.stores.saved_values import SAVE
 
 Run = Callable[..., Awaitable[Any]]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.autodiff.store_gradients import JOINED_GRADIENTS
+from asyncflow.autodiff.stores.store_gradients import JOINED_GRADIENTS
 from asyncflow.ops.derivatives.shapes import zeros_of
 from tests.autodiff.sweep import KNOWN, gradients_at
 

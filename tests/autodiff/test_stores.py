@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.autodiff.stores import SavedValues, StoreGradient, StoreLog
+from asyncflow.autodiff.stores.stores import SavedValues, StoreGradient, StoreLog
 
 
 def test_versions_of_a_store_keep_their_meaning() -> None:

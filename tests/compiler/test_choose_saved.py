@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import SAVE
-from asyncflow.autodiff.stores import StoreLog
+from asyncflow.autodiff.stores.saved_values import SAVE
+from asyncflow.autodiff.stores.stores import StoreLog
 from asyncflow.compiler.memory import choose_saved as module
 from asyncflow.compiler.memory.choose_saved import choose_saved, is_cheap, nbytes_of
 from asyncflow.compiler.memory.saved import buffer_of, find_saved

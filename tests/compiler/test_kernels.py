@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import new_store, saved_value
+from asyncflow.autodiff.stores.saved_values import new_store, saved_value
 from asyncflow.compiler.program.kernels import bind_member
 
 if TYPE_CHECKING:

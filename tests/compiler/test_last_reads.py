@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.row_gradients import READ_ROWS
-from asyncflow.autodiff.saved_values import READ_SAVED
-from asyncflow.autodiff.store_gradients import ELEMENT_GRADIENT
+from asyncflow.autodiff.stores.row_gradients import READ_ROWS
+from asyncflow.autodiff.stores.saved_values import READ_SAVED
+from asyncflow.autodiff.stores.store_gradients import ELEMENT_GRADIENT
 
 
 def loop(x: Any, *, times: int = 5) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.optimize.prune import prune
 from asyncflow.compiler.program.extract import extract
 from asyncflow.graph.graph import Graph, Subgraph

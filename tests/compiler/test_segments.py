@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.autodiff.checkpoints import CHECKPOINT, segment_of
+from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, segment_of
 from asyncflow.compiler.memory.segments import SegmentedLoop, loops_to_segment, segments
 from asyncflow.compiler.program.extract import extract
 from asyncflow.graph.structured import WhileNode

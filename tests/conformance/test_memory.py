@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import new_store, save, saved_value
+from asyncflow.autodiff.stores.saved_values import new_store, save, saved_value
 from asyncflow.compiler.memory import choose_saved
 from asyncflow.compiler.program import kernels
 from asyncflow.graph.structured import WhileNode

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 import asyncflow as af
-from asyncflow.autodiff.stores import MovingLog
+from asyncflow.autodiff.stores.stores import MovingLog
 from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.devices.swap import Space

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.autodiff.stores import SavedValues, StoreLog
+from asyncflow.autodiff.stores.stores import SavedValues, StoreLog
 from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.array_value import ArrayValue
 from asyncflow.control.row_block import RowBlock, RowKind, RowState

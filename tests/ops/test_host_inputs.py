@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff import part_sums, saved_values, store_gradients
 from asyncflow.autodiff.gradients import gradients
+from asyncflow.autodiff.stores import part_sums, saved_values, store_gradients
 from asyncflow.control.case import CASE_INDEX
 from asyncflow.control.tensor_array import ELEMENT_SHAPE, PEEK
 from asyncflow.graph.building.build import apply, constant, placeholder

@@ -102,12 +102,12 @@ FIGURES: Final = {
 GOAL: Final = Figures(0.3, 50, 0, 0)
 _UNCOMMENTED: Final = """
     __init__.py
-    autodiff/custom_gradient.py
+    autodiff/pieces/custom_gradient.py
     autodiff/gradients.py
-    autodiff/part_sums.py
-    autodiff/recompute.py
-    autodiff/row_gradients.py
-    autodiff/stores.py
+    autodiff/stores/part_sums.py
+    autodiff/pieces/recompute.py
+    autodiff/stores/row_gradients.py
+    autodiff/stores/stores.py
     checkpoint/checkpoints.py
     checkpoint/saver.py
     cli/main.py

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from asyncflow.autodiff.row_gradients import READ_ROWS, RowGradient
-from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.autodiff.stores.row_gradients import READ_ROWS, RowGradient
+from asyncflow.autodiff.stores.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
 from asyncflow.compiler.lowering.lasting import keeping, lasts
 from asyncflow.compiler.lowering.layout import Layout

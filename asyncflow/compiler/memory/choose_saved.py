@@ -20,8 +20,8 @@ from math import prod
 
 import numpy as np
 
-from asyncflow.autodiff.saved_values import READ_SAVED
-from asyncflow.autodiff.while_gradient import is_successor
+from asyncflow.autodiff.bodies.while_gradient import is_successor
+from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.compiler.memory.copy_parts import copy_parts
 from asyncflow.compiler.memory.largest import largest_spec
 from asyncflow.compiler.memory.min_cut import Cut, smallest_cut

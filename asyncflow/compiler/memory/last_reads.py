@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT
-from asyncflow.autodiff.row_gradients import ADD_ROWS, READ_ROWS
-from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
-from asyncflow.autodiff.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
+from asyncflow.autodiff.stores.checkpoints import CHECKPOINT
+from asyncflow.autodiff.stores.row_gradients import ADD_ROWS, READ_ROWS
+from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.stores.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable
 
-from asyncflow.autodiff.saved_values import SAVE
+from asyncflow.autodiff.stores.saved_values import SAVE
 from asyncflow.compiler.memory.largest import largest_spec
 from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.compiler.program.purity import has_variants

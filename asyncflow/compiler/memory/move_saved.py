@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncflow.autodiff.checkpoints import SAVE_FIRST, SEGMENT_STORE
-from asyncflow.autodiff.saved_values import MOVING_STORE, NEW_STORE, SAVE
+from asyncflow.autodiff.stores.checkpoints import SAVE_FIRST, SEGMENT_STORE
+from asyncflow.autodiff.stores.saved_values import MOVING_STORE, NEW_STORE, SAVE
 from asyncflow.devices.swapping import Swapping
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.graph import Graph

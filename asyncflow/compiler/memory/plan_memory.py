@@ -27,7 +27,7 @@ from functools import partial, reduce
 from math import ceil
 from typing import Literal, NamedTuple, TypeAlias
 
-from asyncflow.autodiff.saved_values import NEW_STORE
+from asyncflow.autodiff.stores.saved_values import NEW_STORE
 from asyncflow.compiler.memory.choose_saved import SavedChange, may_run_again, nbytes_of
 from asyncflow.compiler.memory.largest import largest_spec, most_iterations
 from asyncflow.compiler.memory.live_bytes import standing_bytes

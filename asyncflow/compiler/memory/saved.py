@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT
-from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.autodiff.stores.checkpoints import CHECKPOINT
+from asyncflow.autodiff.stores.saved_values import READ_SAVED, SAVE
 from asyncflow.errors import SourceLocation
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph, node_effects

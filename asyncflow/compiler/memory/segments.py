@@ -1,7 +1,7 @@
 """Pass: makes loops keep their variables once a segment of iterations, and gradients run each segment forward again.
 
 A loop that saves values for its gradient holds the values of all iterations. Rewritten, the forward loop saves only its
-variables at the start of each segment (`asyncflow.autodiff.checkpoints`). The gradient becomes a loop over the
+variables at the start of each segment (`asyncflow.autodiff.stores.checkpoints`). The gradient becomes a loop over the
 segments, from the last to the first. It runs the iterations of a segment forward again, which saves the values of that
 segment, and then goes back through them. So a run holds the variables of all segments, and the values of one, for the
 time of one more forward loop.
@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT, SEGMENT_STORE, segment_of
-from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
-from asyncflow.autodiff.stores import STORE
+from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT, SEGMENT_STORE, segment_of
+from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.stores.stores import STORE
 from asyncflow.compiler.memory.memory_choices import segment_length
 from asyncflow.compiler.memory.repeats import (
     BodyPart,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
-from asyncflow.autodiff.stores import STORE
+from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.stores.stores import STORE
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
-from asyncflow.autodiff.recompute import RECOMPUTED
+from asyncflow.autodiff.pieces.custom_gradient import CUSTOM_GRADIENT
+from asyncflow.autodiff.pieces.recompute import RECOMPUTED
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from asyncflow.autodiff.saved_values import SAVE
-from asyncflow.autodiff.store_gradients import NO_GRADIENT
+from asyncflow.autodiff.stores.saved_values import SAVE
+from asyncflow.autodiff.stores.store_gradients import NO_GRADIENT
 from asyncflow.compiler.program.extract import EMIT, FETCH
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.hand_written import HandWritten

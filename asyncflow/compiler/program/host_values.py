@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
-from asyncflow.autodiff.saved_values import MOVING_STORE, NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
+from asyncflow.autodiff.stores.saved_values import MOVING_STORE, NEW_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER

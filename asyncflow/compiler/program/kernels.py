@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.autodiff.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
-from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
+from asyncflow.autodiff.stores.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
 from asyncflow.compiler.program.purity import has_variants

@@ -25,7 +25,7 @@ from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
-from asyncflow.autodiff.saved_values import READ_SAVED
+from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncflow.autodiff.part_sums import ADD_PARTS
-from asyncflow.autodiff.row_gradients import ADD_ROWS
-from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED
-from asyncflow.autodiff.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
+from asyncflow.autodiff.stores.part_sums import ADD_PARTS
+from asyncflow.autodiff.stores.row_gradients import ADD_ROWS
+from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED
+from asyncflow.autodiff.stores.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
 from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.compiler.program.kernels import SAVES, is_small_spec
 from asyncflow.control import row_store, tensor_array

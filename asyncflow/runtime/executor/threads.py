@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextvars import Context
 
-    from asyncflow.autodiff.stores import SavedValues
+    from asyncflow.autodiff.stores.stores import SavedValues
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.cpu.device import CpuDevice
     from asyncflow.devices.swapping import Swapping

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
 
-from asyncflow.autodiff.stores import STORE, Grad, StoreGradient, store_op
+from asyncflow.autodiff.stores.stores import STORE, Grad, StoreGradient, store_op
 from asyncflow.control import tensor_array
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor

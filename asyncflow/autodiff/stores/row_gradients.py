@@ -18,8 +18,8 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from asyncflow.autodiff.store_gradients import ADDERS, no_gradient
-from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
+from asyncflow.autodiff.stores.store_gradients import ADDERS, no_gradient
+from asyncflow.autodiff.stores.stores import STORE, Grad, StoreLog, StoreVersion
 from asyncflow.control.row_block import RowKind, even_rows
 from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, RowStore, kind_of
 from asyncflow.graph.building.build import apply

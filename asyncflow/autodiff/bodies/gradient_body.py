@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncflow.autodiff.store_gradients import no_gradient
+from asyncflow.autodiff.stores.store_gradients import no_gradient
 from asyncflow.autodiff.sweep import value_of
 from asyncflow.graph.building.scopes import device
 from asyncflow.graph.builtin import is_constant

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cache, wraps
 from typing import TYPE_CHECKING, ParamSpec
 
-from asyncflow.autodiff.custom_gradient import (
+from asyncflow.autodiff.pieces.custom_gradient import (
     CustomRule,
     Gradients,
     TracedGradient,
@@ -21,7 +21,7 @@ from asyncflow.autodiff.custom_gradient import (
     keep_copied_rule,
     traced_gradient,
 )
-from asyncflow.autodiff.random_again import axes_of, drawn_again, draws, told_key
+from asyncflow.autodiff.pieces.random_again import axes_of, drawn_again, draws, told_key
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.cond import add_cond
 from asyncflow.control.while_loop import add_loop

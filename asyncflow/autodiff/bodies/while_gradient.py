@@ -15,9 +15,9 @@ from operator import or_
 
 import numpy as np
 
-from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
-from asyncflow.autodiff.loop_sums import LoopSums
-from asyncflow.autodiff.saved_values import new_store, save, saved_value, store_node
+from asyncflow.autodiff.bodies.gradient_body import GradientBody, zeros_if_none
+from asyncflow.autodiff.bodies.loop_sums import LoopSums
+from asyncflow.autodiff.stores.saved_values import new_store, save, saved_value, store_node
 from asyncflow.autodiff.sweep import Sweep, sweep_rule
 from asyncflow.control.while_loop import WHILE, add_loop
 from asyncflow.graph.building.build import constant, graph_for

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
-from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
-from asyncflow.autodiff.store_gradients import no_gradient
-from asyncflow.autodiff.stores import STORE
+from asyncflow.autodiff.bodies.gradient_body import GradientBody, zeros_if_none
+from asyncflow.autodiff.stores.part_sums import are_parts, whole_sum, with_parts
+from asyncflow.autodiff.stores.store_gradients import no_gradient
+from asyncflow.autodiff.stores.stores import STORE
 from asyncflow.autodiff.sweep import add_gradients, sum_gradients, value_of
 from asyncflow.graph.building.build import constant
 from asyncflow.graph.building.scopes import device

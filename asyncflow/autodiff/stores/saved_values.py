@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_write
-from asyncflow.autodiff.stores import STORE, MovingLog, SavedValues, StoreLog, store_op
+from asyncflow.autodiff.stores.store_gradients import gradient_of_read, gradient_of_write
+from asyncflow.autodiff.stores.stores import STORE, MovingLog, SavedValues, StoreLog, store_op
 from asyncflow.devices.swap import Moves
 from asyncflow.devices.swapping import Swapping
 from asyncflow.graph.building.build import apply

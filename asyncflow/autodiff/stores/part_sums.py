@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from asyncflow.autodiff.store_gradients import merge_gradients, no_gradient
-from asyncflow.autodiff.stores import STORE, StoreLog, StoreVersion
+from asyncflow.autodiff.stores.store_gradients import merge_gradients, no_gradient
+from asyncflow.autodiff.stores.stores import STORE, StoreLog, StoreVersion
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial, reduce
 
-from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
-from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
-from asyncflow.autodiff.saved_values import new_store, store_node
-from asyncflow.autodiff.store_gradients import no_gradient
+from asyncflow.autodiff.bodies.gradient_body import GradientBody, zeros_if_none
+from asyncflow.autodiff.stores.part_sums import are_parts, whole_sum, with_parts
+from asyncflow.autodiff.stores.saved_values import new_store, store_node
+from asyncflow.autodiff.stores.store_gradients import no_gradient
 from asyncflow.autodiff.sweep import Sweep, sweep_rule, value_of
 from asyncflow.control.cond import COND, add_cond
 from asyncflow.graph.building.build import constant, graph_for

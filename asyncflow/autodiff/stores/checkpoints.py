@@ -17,7 +17,7 @@ from math import isqrt
 
 import numpy as np
 
-from asyncflow.autodiff.stores import STORE, SavedValues
+from asyncflow.autodiff.stores.stores import STORE, SavedValues
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec

@@ -1,0 +1,1 @@
+"""Gradients of branches and loops."""

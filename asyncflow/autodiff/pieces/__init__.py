@@ -1,0 +1,1 @@
+"""Pieces of a graph with a gradient of their own, or that a gradient runs again."""
