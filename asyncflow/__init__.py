@@ -101,7 +101,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.jacobians import hessian as hessian
     from asyncflow.jacobians import hvp as hvp
     from asyncflow.jacobians import jacobian as jacobian
-    from asyncflow.lift.batched import batched as batched
+    from asyncflow.lift.calls.batched import batched as batched
     from asyncflow.lift.map_fn import map_fn as map_fn
     from asyncflow.lift.vmap import vmap as vmap
     from asyncflow.ops.arithmetic.elementwise import abs as abs
@@ -359,9 +359,9 @@ _HOMES = {
     "inputs.input": "Input",
     "inputs.loop_over": "loop_over",
     "jacobians": "hessian hvp jacobian",
-    "lift.batched": "batched",
+    "lift.calls.batched": "batched",
+    "lift.calls.pooled": "",  # tells `while_loop` of pools
     "lift.map_fn": "map_fn",
-    "lift.pooled": "",  # tells `while_loop` of pools
     "lift.vmap": "vmap",
     "ops.arithmetic.elementwise": (
         "abs acos acosh add asin asinh atan atan2 atanh ceil clip conj copysign cos cosh divide exp expm1 floor "

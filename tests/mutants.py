@@ -328,7 +328,7 @@ FAULTS = (
     ),
     Fault(
         "stores of different sizes are stacked in one step",
-        "lift/pooled.py",
+        "lift/calls/pooled.py",
         "node.op in _WHOLE or",
         "False and",
         "pooled_captures",

@@ -16,10 +16,10 @@ from asyncflow.graph.resource import resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.lift import arrays, reasons
-from asyncflow.lift.branches import lift_cond
-from asyncflow.lift.flow import find_rows
-from asyncflow.lift.loops import lift_while
-from asyncflow.lift.parted import PartedRows, parted_at
+from asyncflow.lift.control.branches import lift_cond
+from asyncflow.lift.control.flow import find_rows
+from asyncflow.lift.control.loops import lift_while
+from asyncflow.lift.control.parted import PartedRows, parted_at
 from asyncflow.lift.zeros import without_zeros
 from asyncflow.ops.arrays.creation import arange
 from asyncflow.ops.arrays.manipulation import expand_dims

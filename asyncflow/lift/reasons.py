@@ -18,7 +18,7 @@ from asyncflow.control.while_loop import WHILE
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import CONSTANT, NO_OP, PARAMETER, PLACEHOLDER
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.lift.branches import JOIN_ROWS, SPLIT_ROWS
+from asyncflow.lift.control.branches import JOIN_ROWS, SPLIT_ROWS
 from asyncflow.ops.checks.checks import PRINT
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, no_row_rule, row_rule
@@ -32,7 +32,7 @@ def _gather_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
     return apply(table.TABLE_GATHER, inputs[0].tensor, **node.attrs)
 
 
-no_row_rule(COND, WHILE, because="its bodies are lifted, by `lift/branches.py` and `lift/loops.py`")
+no_row_rule(COND, WHILE, because="its bodies are lifted, by `lift/control/branches.py` and `lift/control/loops.py`")
 no_row_rule(CONSTANT, PARAMETER, PLACEHOLDER, CONTROL_TRIGGER, because="it has no inputs that could have rows")
 no_row_rule(NO_OP, because="it has no outputs")
 no_row_rule(

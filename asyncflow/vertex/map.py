@@ -25,7 +25,7 @@ from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.graph.values.spec import Spec
-from asyncflow.lift.batched import why_not_shareable
+from asyncflow.lift.calls.batched import why_not_shareable
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.arithmetic.elementwise import add, minimum, multiply, subtract
 from asyncflow.ops.arithmetic.logic import equal, less

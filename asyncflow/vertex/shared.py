@@ -17,7 +17,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.graph.values.spec import Spec
-from asyncflow.lift.batched import (
+from asyncflow.lift.calls.batched import (
     NO_TEXT,
     BodyProgram,
     SharedCode,
@@ -28,7 +28,7 @@ from asyncflow.lift.batched import (
     shared_constants,
     why_not_shareable,
 )
-from asyncflow.lift.keyed import draw_by_parameter, draws
+from asyncflow.lift.calls.keyed import draw_by_parameter, draws
 from asyncflow.lift.lifting import Lifting
 from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.arrays.manipulation import concat

@@ -12,7 +12,7 @@ import asyncflow as af
 from asyncflow.compiler.plan import Plan
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.lift.keyed import capture_key, carry_key, draws
+from asyncflow.lift.calls.keyed import capture_key, carry_key, draws
 from asyncflow.ops.random.random_again import RANDOM_AGAIN, RANDOM_KEY
 from asyncflow.runtime.executor.kernels.single_call import CountedCall
 from asyncflow.runtime.shared.bodies import Bodies

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.lift.batched import BodyProgram, identity_of
-from asyncflow.lift.pooled import SharedLoop
+from asyncflow.lift.calls.batched import BodyProgram, identity_of
+from asyncflow.lift.calls.pooled import SharedLoop
 
 Array = np.ndarray[Any, Any]
 

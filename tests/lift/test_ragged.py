@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.lift.ragged import RaggedRows
+from asyncflow.lift.calls.ragged import RaggedRows
 
 Array = np.ndarray[Any, Any]
 EDGES = (2, 5)

@@ -23,7 +23,7 @@ from asyncflow.graph.building.build import apply, constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host
 from asyncflow.graph.values.dtypes import VARIANT
-from asyncflow.lift.branches import JOIN_ROWS, split_rows
+from asyncflow.lift.control.branches import JOIN_ROWS, split_rows
 from asyncflow.nn.losses import softmax_cross_entropy
 from asyncflow.nn.packing import first_rows, place_rows
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape

@@ -141,9 +141,9 @@ _UNCOMMENTED: Final = """
     graph/op.py
     graph/text/parse.py
     graph/text/text.py
-    lift/batched.py
+    lift/calls/batched.py
     lift/lifting.py
-    lift/pooled.py
+    lift/calls/pooled.py
     ops/arrays/creation.py
     ops/user/custom.py
     ops/matrices/decompositions.py

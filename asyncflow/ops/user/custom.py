@@ -30,7 +30,7 @@ from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 nest.register_leaf(Spec)
 
 ShareCalls: TypeAlias = Callable[[Callable[..., Nest], Batch, str, Sequence[bool]], Callable[..., Nest]]
-"""Makes a function whose calls are computed together; see `asyncflow.lift.batched.batched_with`."""
+"""Makes a function whose calls are computed together; see `asyncflow.lift.calls.batched.batched_with`."""
 
 _share_calls: list[ShareCalls] = []
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncflow.compiler.program.request import tell_watchers
 from asyncflow.errors import AsyncflowError, SessionClosedError
-from asyncflow.lift.batched import SharedCode
+from asyncflow.lift.calls.batched import SharedCode
 from asyncflow.runtime.calls.options import as_priority, as_timeout, check_trace
 from asyncflow.runtime.executor.kernels.limited_calls import LimitedCalls
 from asyncflow.runtime.executor.turn import Turn

@@ -1,6 +1,6 @@
 """The batches of a session: firings that wait for others, and the runs that compute them together.
 
-A batch is a run like any other, of the body's own graph; see `asyncflow.lift.batched`. `Batcher` says
+A batch is a run like any other, of the body's own graph; see `asyncflow.lift.calls.batched`. `Batcher` says
 who is in it, and when it starts.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
 from asyncflow.errors import DeadlineExceeded, ExitRaised, OutOfMemoryError, SessionClosedError, of_firing
-from asyncflow.lift.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer
+from asyncflow.lift.calls.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer
 from asyncflow.runtime.executor.kernels.provenance import describe
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.shared.batcher import BatchCall, Batcher, Lane

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.resource import Resource
-    from asyncflow.lift.batched import BodyProgram
+    from asyncflow.lift.calls.batched import BodyProgram
     from asyncflow.runtime.calls.session_options import SessionOptions
     from asyncflow.runtime.executor.kernels.single_call import Begun
     from asyncflow.runtime.executor.turn import Turn

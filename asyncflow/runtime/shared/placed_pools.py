@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from asyncflow.errors import contained_exits
-from asyncflow.lift.pooled import SEVERAL
+from asyncflow.lift.calls.pooled import SEVERAL
 from asyncflow.runtime.shared.rows.pool import RowGroup
 from asyncflow.runtime.watch.trace import current_trace
 from asyncflow.streams.beside import call_beside

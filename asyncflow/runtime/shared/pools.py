@@ -1,8 +1,9 @@
 """The pooled loops of a session: activations of different runs that are stepped together.
 
 Each pool is driven by one task, a step and a pass of the event loop at a time, so that others may join in between. A
-step is a call of the loop's own graph, and where that is not for the event loop, a run; see `asyncflow.lift.pooled`.
-`asyncflow.runtime.shared.rows.pool` keeps the rows. An activation waits in line, as for a queue: no task waits for it.
+step is a call of the loop's own graph, and where that is not for the event loop, a run; see
+`asyncflow.lift.calls.pooled`. `asyncflow.runtime.shared.rows.pool` keeps the rows. An activation waits in line, as for
+a queue: no task waits for it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import numpy as np
 from asyncflow.compiler.plan import Plan
 from asyncflow.errors import KernelError, TooManyIterations, of_firing, row_of
 from asyncflow.graph.ir import Tensor
-from asyncflow.lift.batched import install_gatherer
-from asyncflow.lift.pooled import STEPS, SharedLoop
+from asyncflow.lift.calls.batched import install_gatherer
+from asyncflow.lift.calls.pooled import STEPS, SharedLoop
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.lines.shares import PATIENCE_S
 from asyncflow.runtime.shared.batches import Batches, common_values

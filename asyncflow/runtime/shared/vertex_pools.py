@@ -15,7 +15,7 @@ from asyncflow.compiler.plan import Plan
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.errors import of_firing
-from asyncflow.lift.batched import install_gatherer
+from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.shared.batches import Batches, common_values
 from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined

@@ -17,7 +17,7 @@ import numpy as np
 from asyncflow.errors import ShapeError
 from asyncflow.graph.values.shapes import format_shape
 from asyncflow.graph.values.spec import Spec
-from asyncflow.lift.batched import identity_of
+from asyncflow.lift.calls.batched import identity_of
 from asyncflow.values import Array
 from asyncflow.vertex.shared import InputCounts
 

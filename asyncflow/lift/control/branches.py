@@ -14,8 +14,8 @@ from asyncflow.graph.structured import CondNode
 from asyncflow.graph.values.dtypes import VARIANT, int64, string
 from asyncflow.graph.values.shapes import format_shape, is_compatible, is_static, relax, size_of
 from asyncflow.graph.values.spec import Spec
-from asyncflow.lift.flow import branches_with_rows
-from asyncflow.lift.parted import parting
+from asyncflow.lift.control.flow import branches_with_rows
+from asyncflow.lift.control.parted import parting
 from asyncflow.ops.arithmetic.logic import equal, greater, logical_or
 from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.arrays.manipulation import reshape

@@ -13,7 +13,7 @@ from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
-from asyncflow.lift.parted import parted_at
+from asyncflow.lift.control.parted import parted_at
 from asyncflow.ops.rows.rule import has_rows_on_demand, outputs_with_rows
 
 

@@ -35,9 +35,9 @@ from asyncflow.graph.values import nest
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import Shape
 from asyncflow.graph.values.spec import Spec
-from asyncflow.lift.keyed import capture_key, draws
+from asyncflow.lift.calls.keyed import capture_key, draws
+from asyncflow.lift.calls.ragged import OpenExtent, RaggedRows
 from asyncflow.lift.lifting import Lifting, lift, lift_one
-from asyncflow.lift.ragged import OpenExtent, RaggedRows
 from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.arrays.known_values import static_value
 from asyncflow.ops.arrays.shape import shape

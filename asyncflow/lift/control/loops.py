@@ -12,9 +12,9 @@ from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.graph.values.shapes import is_static, relax
-from asyncflow.lift.branches import some_rows, split_rows, taken
-from asyncflow.lift.flow import decided_by_row, variables_with_rows
-from asyncflow.lift.parted import parting
+from asyncflow.lift.control.branches import some_rows, split_rows, taken
+from asyncflow.lift.control.flow import decided_by_row, variables_with_rows
+from asyncflow.lift.control.parted import parting
 from asyncflow.ops.arithmetic.elementwise import SUBTRACT, add, minimum, subtract
 from asyncflow.ops.arithmetic.logic import GREATER, greater, greater_equal
 from asyncflow.ops.arrays.creation import arange, zeros

@@ -23,7 +23,7 @@ from asyncflow.graph.structured import CondNode, PooledNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import is_static
 from asyncflow.graph.values.spec import Spec
-from asyncflow.lift.batched import (
+from asyncflow.lift.calls.batched import (
     NO_TEXT,
     BodyProgram,
     SharedCode,
@@ -36,7 +36,7 @@ from asyncflow.lift.batched import (
     shared_constants,
     why_not_shareable,
 )
-from asyncflow.lift.keyed import carry_key, draws, left_as_written
+from asyncflow.lift.calls.keyed import carry_key, draws, left_as_written
 from asyncflow.lift.lifting import lift, lift_one
 from asyncflow.lift.single_rows import warn_of_single_rows
 from asyncflow.ops.arrays.manipulation import concat, expand_dims

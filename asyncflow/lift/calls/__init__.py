@@ -1,0 +1,1 @@
+"""Calls whose rows come from any runs: functions and loops."""
