@@ -315,8 +315,8 @@ if _typing.TYPE_CHECKING:
     from asyncflow.vertex.function import Vertex as Vertex
     from asyncflow.vertex.function import VertexFunction as VertexFunction
     from asyncflow.vertex.function import vertex_function as vertex_function
-    from asyncflow.vertex.input_graph import InputGraph as InputGraph
     from asyncflow.vertex.map import vertex_map as vertex_map
+    from asyncflow.vertex.structure.input_graph import InputGraph as InputGraph
 
     bool = _bool
     print = _print
@@ -428,8 +428,8 @@ _HOMES = {
     "state.variable": "Variable",
     "streams.loop": "run",
     "vertex.function": "Vertex VertexFunction vertex_function",
-    "vertex.input_graph": "InputGraph",
     "vertex.map": "vertex_map",
+    "vertex.structure.input_graph": "InputGraph",
 }
 """Public names (``public=own`` where they differ), by the module that has them; asking for one imports it."""
 

@@ -42,12 +42,12 @@ from asyncflow.ops.searching.searching import nonzero, searchsorted
 from asyncflow.values import Nest
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis, initial_state
 from asyncflow.vertex.function import TracedFunction, VertexFunction
-from asyncflow.vertex.input_graph import InputGraph
 from asyncflow.vertex.permutation import permuted
 from asyncflow.vertex.schedule import BY_NUMBER, VertexSchedule, check_policy, schedules
 from asyncflow.vertex.shared import SharedSets, add_shared_sets
 from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
+from asyncflow.vertex.structure.input_graph import InputGraph
 
 
 class VertexResults(NamedTuple):

@@ -22,12 +22,12 @@ from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.shape import shape
 from asyncflow.ops.rows.rule import no_row_rule
 from asyncflow.values import Array, Kernel, Namespace
-from asyncflow.vertex.agenda import agenda
-from asyncflow.vertex.breadth_first import breadth_first
-from asyncflow.vertex.depth import depth
-from asyncflow.vertex.edges import Edges, owners, read_edges, roots
-from asyncflow.vertex.equal_chains import are_equal_chains, order_chains
-from asyncflow.vertex.input_graph import InputGraph, named_parts
+from asyncflow.vertex.policies.agenda import agenda
+from asyncflow.vertex.policies.breadth_first import breadth_first
+from asyncflow.vertex.policies.depth import depth
+from asyncflow.vertex.structure.edges import Edges, owners, read_edges, roots
+from asyncflow.vertex.structure.equal_chains import are_equal_chains, order_chains
+from asyncflow.vertex.structure.input_graph import InputGraph, named_parts
 
 POLICIES: Final[dict[str, Callable[[Edges], Array]]] = {
     "breadth_first": breadth_first,

@@ -37,9 +37,9 @@ from asyncflow.ops.random.random_again import random_key
 from asyncflow.ops.rows.rule import SPREAD_ROWS, CannotLift, LiftedValue, no_row_rule
 from asyncflow.vertex.children import AllChildren, Children, TakenChildren, VertexAxis
 from asyncflow.vertex.function import REDUCE_CHILDREN, TracedFunction
-from asyncflow.vertex.input_graph import InputGraph, named_parts
 from asyncflow.vertex.schedule import schedules
 from asyncflow.vertex.split import FunctionParts
+from asyncflow.vertex.structure.input_graph import InputGraph, named_parts
 
 
 class InputCounts(NamedTuple):

@@ -186,7 +186,7 @@ _UNCOMMENTED: Final = """
     testing/device_checks.py
     vertex/children.py
     vertex/function.py
-    vertex/input_graph.py
+    vertex/structure/input_graph.py
     vertex/map.py
 """
 UNCOMMENTED: Final = frozenset(_UNCOMMENTED.split())

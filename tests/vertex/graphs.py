@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.vertex.input_graph import named_parts
 from asyncflow.vertex.schedule import SCHEDULE, VertexSchedule
+from asyncflow.vertex.structure.input_graph import named_parts
 
 
 @st.composite

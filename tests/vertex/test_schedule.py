@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.errors import KernelError
-from asyncflow.vertex.equal_chains import are_equal_chains
 from asyncflow.vertex.schedule import POLICIES, SCHEDULE, VertexSchedule, schedules
+from asyncflow.vertex.structure.equal_chains import are_equal_chains
 from tests.vertex.graphs import batches, children_of, heights, ordered, sets
 
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from asyncflow.values import Array
-from asyncflow.vertex.edges import Edges
-from asyncflow.vertex.levels import jumps, parent_of_each, steps
+from asyncflow.vertex.structure.edges import Edges
+from asyncflow.vertex.structure.levels import jumps, parent_of_each, steps
 
 
 def depth(edges: Edges) -> Array:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncflow.values import Array
-from asyncflow.vertex.edges import Edges
-from asyncflow.vertex.levels import find_heights
+from asyncflow.vertex.structure.edges import Edges
+from asyncflow.vertex.structure.levels import find_heights
 
 
 def breadth_first(edges: Edges) -> Array:

@@ -15,8 +15,8 @@ from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.values import Array
-from asyncflow.vertex.edges import integers, read_edges, roots
-from asyncflow.vertex.levels import find_heights
+from asyncflow.vertex.structure.edges import integers, read_edges, roots
+from asyncflow.vertex.structure.levels import find_heights
 
 Ints: TypeAlias = Union["Array", Sequence[int]]
 """An array of integers, or a list of them."""

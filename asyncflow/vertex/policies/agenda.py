@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from asyncflow.values import Array
-from asyncflow.vertex.breadth_first import breadth_first
-from asyncflow.vertex.edges import Edges
-from asyncflow.vertex.levels import steps
+from asyncflow.vertex.policies.breadth_first import breadth_first
+from asyncflow.vertex.structure.edges import Edges
+from asyncflow.vertex.structure.levels import steps
 
 
 def agenda(edges: Edges) -> Array:

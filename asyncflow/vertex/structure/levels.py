@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncflow.values import Array
-from asyncflow.vertex.edges import Edges
+from asyncflow.vertex.structure.edges import Edges
 
 
 def parent_of_each(edges: Edges) -> Array | None:

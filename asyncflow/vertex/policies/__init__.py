@@ -1,0 +1,1 @@
+"""Orders in which the vertices of a batch are computed."""

@@ -1,0 +1,1 @@
+"""The structure of graphs as data: edges, levels, `InputGraph`."""
