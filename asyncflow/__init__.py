@@ -34,8 +34,8 @@ if _typing.TYPE_CHECKING:
     from asyncflow.control.functional import foldl as foldl
     from asyncflow.control.functional import foldr as foldr
     from asyncflow.control.functional import scan as scan
-    from asyncflow.control.row_store import RowStore as RowStore
-    from asyncflow.control.tensor_array import TensorArray as TensorArray
+    from asyncflow.control.stores.row_store import RowStore as RowStore
+    from asyncflow.control.stores.tensor_array import TensorArray as TensorArray
     from asyncflow.control.while_loop import while_loop as while_loop
     from asyncflow.errors import AsyncflowError as AsyncflowError
     from asyncflow.errors import AxisError as AxisError
@@ -333,8 +333,8 @@ _HOMES = {
     "control.case": "case switch_case",
     "control.cond": "cond",
     "control.functional": "foldl foldr scan",
-    "control.row_store": "RowStore",
-    "control.tensor_array": "TensorArray",
+    "control.stores.row_store": "RowStore",
+    "control.stores.tensor_array": "TensorArray",
     "control.while_loop": "while_loop",
     "errors": (
         "AsyncflowError AxisError CheckpointError ClientDisconnected DeadlineExceeded DeviceLostError DTypeError "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncflow.control.body import result_tensor, user_function
-from asyncflow.control.tensor_array import TensorArray
+from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.control.windows import of_whole_windows
 from asyncflow.errors import DTypeError, GraphError, ShapeError

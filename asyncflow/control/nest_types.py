@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, Union
 
-from asyncflow.control.row_store import RowStore
-from asyncflow.control.tensor_array import TensorArray
+from asyncflow.control.stores.row_store import RowStore
+from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.graph.ir import Tensor
 from asyncflow.values import Nest
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.control import row_store
-from asyncflow.control import tensor_array as ta
+from asyncflow.control.stores import row_store
+from asyncflow.control.stores import tensor_array as ta
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values.spec import Spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from asyncflow.control.tensor_array import TensorArray
+from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.errors import user_location
 from asyncflow.graph.building.build import as_tensor, graph_for, identity
 from asyncflow.graph.building.scopes import control_dependencies

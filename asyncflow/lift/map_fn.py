@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import refuse_handles, result_tensor, user_function
 from asyncflow.control.functional import RowOrder
 from asyncflow.control.primitives.enter import check_parallel_iterations
-from asyncflow.control.tensor_array import ARRAY, TensorArray
+from asyncflow.control.stores.array_store import ArrayKind
+from asyncflow.control.stores.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import GraphError
 from asyncflow.graph.building.build import as_tensor, graph_for

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncflow.control import row_store
 from asyncflow.control.case import CASE_INDEX
 from asyncflow.control.cond import COND
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
@@ -14,6 +13,7 @@ from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
+from asyncflow.control.stores import row_store
 from asyncflow.control.while_loop import WHILE
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import CONSTANT, NO_OP, PARAMETER, PLACEHOLDER

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
-from asyncflow.control.tensor_array import ARRAY, TensorArray
+from asyncflow.control.stores.array_store import ArrayKind
+from asyncflow.control.stores.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, as_tensor, graph_for

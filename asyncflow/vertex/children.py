@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from asyncflow.control.row_store import RowStore
+from asyncflow.control.stores.row_store import RowStore
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.building.build import apply, as_tensor, constant, is_symbolic
 from asyncflow.graph.graph import Subgraph

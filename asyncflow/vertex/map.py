@@ -15,7 +15,7 @@ from typing import NamedTuple
 from asyncflow.autodiff.stores.row_gradients import append_of_known_size
 from asyncflow.control.case import switch_case
 from asyncflow.control.cond import cond
-from asyncflow.control.row_store import RowStore
+from asyncflow.control.stores.row_store import RowStore
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import GraphError, brief
 from asyncflow.graph.building.build import TensorLike, as_tensor, constant, graph_for, identity

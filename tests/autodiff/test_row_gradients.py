@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.autodiff.stores.row_gradients import RowGradient, _Added
-from asyncflow.control.row_block import RowBlock, RowKind
+from asyncflow.control.stores.row_block import RowBlock, RowKind
 from tests.autodiff.sweep import KNOWN
 from tests.autodiff.test_store_gradients import check_derivatives
 from tests.control.test_row_store import levels

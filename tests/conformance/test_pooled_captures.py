@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.control.row_block import RowBlock
+from asyncflow.control.stores.row_block import RowBlock
 from asyncflow.testing import virtual_clock
 from tests.conftest import OpenSession, any_cards
 from tests.others import others_end

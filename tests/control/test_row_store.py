@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.control.row_block import RowBlock, RowKind, RowState
+from asyncflow.control.stores.row_block import RowBlock, RowKind, RowState
 from tests.control.test_tensor_array import assert_same, cause, sample
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.control.array_store import ArrayKind
-from asyncflow.control.array_value import ArrayValue
+from asyncflow.control.stores.array_store import ArrayKind
+from asyncflow.control.stores.array_value import ArrayValue
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from asyncflow.autodiff.stores.stores import SavedValues, StoreLog
-from asyncflow.control.array_store import ArrayKind
-from asyncflow.control.array_value import ArrayValue
-from asyncflow.control.row_block import RowBlock, RowKind, RowState
+from asyncflow.control.stores.array_store import ArrayKind
+from asyncflow.control.stores.array_value import ArrayValue
+from asyncflow.control.stores.row_block import RowBlock, RowKind, RowState
 from asyncflow.devices import told
 from asyncflow.devices.told import Holding, ToldAccount
 

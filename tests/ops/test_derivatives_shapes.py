@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.control.tensor_array import TensorArray
+from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.graph.building.build import identity, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.values.dtypes import VARIANT

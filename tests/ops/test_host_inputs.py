@@ -18,7 +18,7 @@ import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.autodiff.stores import part_sums, saved_values, store_gradients
 from asyncflow.control.case import CASE_INDEX
-from asyncflow.control.tensor_array import ELEMENT_SHAPE, PEEK
+from asyncflow.control.stores.tensor_array import ELEMENT_SHAPE, PEEK
 from asyncflow.graph.building.build import apply, constant, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host

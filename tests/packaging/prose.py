@@ -125,8 +125,8 @@ _UNCOMMENTED: Final = """
     compiler/program/kernels.py
     compiler/regions/codegen.py
     compiler/regions/regions.py
-    control/array_store.py
-    control/tensor_array.py
+    control/stores/array_store.py
+    control/stores/tensor_array.py
     devices/cuda/transfers/swapping.py
     devices/memory.py
     devices/protocol.py

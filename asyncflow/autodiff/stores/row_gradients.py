@@ -20,8 +20,8 @@ import numpy as np
 
 from asyncflow.autodiff.stores.store_gradients import ADDERS, no_gradient
 from asyncflow.autodiff.stores.stores import STORE, Grad, StoreLog, StoreVersion
-from asyncflow.control.row_block import RowKind, even_rows
-from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, RowStore, kind_of
+from asyncflow.control.stores.row_block import RowKind, even_rows
+from asyncflow.control.stores.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, RowStore, kind_of
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.building.scopes import device
 from asyncflow.graph.graph import reopened

@@ -12,7 +12,7 @@ from functools import reduce
 from itertools import accumulate, pairwise
 
 from asyncflow.autodiff.stores.stores import STORE, Grad, StoreGradient, store_op
-from asyncflow.control import tensor_array
+from asyncflow.control.stores import tensor_array
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import (

@@ -15,7 +15,7 @@ from asyncflow.compiler.batching.products_ahead import ENOUGH_ROWS, PRODUCT_AHEA
 from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
-from asyncflow.control.tensor_array import READ, UNSTACK
+from asyncflow.control.stores.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory, Op

@@ -13,7 +13,7 @@ from asyncflow.autodiff.stores.saved_values import SAVE
 from asyncflow.compiler.memory.largest import largest_spec
 from asyncflow.compiler.placement.node_costs import spec_nbytes
 from asyncflow.compiler.program.purity import has_variants
-from asyncflow.control.tensor_array import STACK, array_node
+from asyncflow.control.stores.tensor_array import STACK, array_node
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor

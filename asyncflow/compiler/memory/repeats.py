@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncflow.compiler.program.detached import detached_node
-from asyncflow.control.tensor_array import (
+from asyncflow.control.stores.tensor_array import (
     CONCAT,
     GATHER,
     PEEK,

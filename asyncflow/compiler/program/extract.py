@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncflow.compiler.program.request import structured_nodes_around
 from asyncflow.compiler.program.shape_rules import SHAPE_BY_RULE, rule_of, shape_sources
-from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
+from asyncflow.control.stores.tensor_array import ELEMENT_SHAPE, READ
 from asyncflow.errors import FeedError, FetchError
 from asyncflow.graph.building.build import SupportsTensor
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER

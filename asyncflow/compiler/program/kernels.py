@@ -17,7 +17,7 @@ from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.work import flops_of
-from asyncflow.control.tensor_array import TENSOR_ARRAY
+from asyncflow.control.stores.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, KernelInfo, KernelRecipe, Shape
 from asyncflow.devices.values import as_scalar
@@ -39,7 +39,7 @@ from asyncflow.values import Array
 if TYPE_CHECKING:
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
-    from asyncflow.control.array_value import ArrayValue
+    from asyncflow.control.stores.array_value import ArrayValue
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Kernel, Namespace, Value
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncflow.control.tensor_array import READ
+from asyncflow.control.stores.tensor_array import READ
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import METADATA_UNCAPTURED, Op, host_inputs, inputs_from, runs_on_host

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asyncflow.control import tensor_array
 from asyncflow.control.body import join_captures
-from asyncflow.control.row_store import SLICE
+from asyncflow.control.stores import tensor_array
+from asyncflow.control.stores.row_store import SLICE
 from asyncflow.control.while_loop import install_pooling, while_loop
 from asyncflow.errors import GraphError, LoopIdentity, user_location, warn_user
 from asyncflow.graph.building.build import apply, as_tensor, placeholder

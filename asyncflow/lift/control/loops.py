@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.control.cond import cond
-from asyncflow.control.tensor_array import TensorArray
+from asyncflow.control.stores.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.graph.building.build import constant
 from asyncflow.graph.builtin import is_constant

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from asyncflow.control.array_store import Common, widen
+from asyncflow.control.stores.array_store import Common, widen
 from asyncflow.graph.builtin import IDENTITY, PARAMETER
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor

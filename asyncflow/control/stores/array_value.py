@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.control.array_store import (
+from asyncflow.control.stores.array_store import (
     SCALAR_KINDS,
     ArrayKind,
     Common,

@@ -1,8 +1,8 @@
 """`TensorArray`: elements that a loop writes and reads one by one (EuroSys '18 §2.1).
 
-The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.array_value.ArrayValue`. A write
-gives a new handle; the old handle keeps its meaning. Nothing here has an effect but `close`, so arrays need no ordering
-of their own.
+The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.stores.array_value.ArrayValue`.
+A write gives a new handle; the old handle keeps its meaning. Nothing here has an effect but `close`, so arrays need no
+ordering of their own.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NoReturn, Self
 
 import numpy as np
 
-from asyncflow.control.array_elements import elements_of, pieces_written, rows_written, value_written
-from asyncflow.control.array_store import ArrayKind, Common, element_shape, widen
-from asyncflow.control.array_value import ArrayValue
-from asyncflow.control.handles import Handle
+from asyncflow.control.stores.array_elements import elements_of, pieces_written, rows_written, value_written
+from asyncflow.control.stores.array_store import ArrayKind, Common, element_shape, widen
+from asyncflow.control.stores.array_value import ArrayValue
+from asyncflow.control.stores.handles import Handle
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
 from asyncflow.graph.ir import Node, Tensor

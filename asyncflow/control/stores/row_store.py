@@ -1,7 +1,7 @@
 """`RowStore`: rows of one shape, appended any number at a time and read by number, as loops over levels of a tree do.
 
-The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.row_block.RowState`. Nothing
-here has an effect, so stores need no ordering of their own.
+The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.stores.row_block.RowState`.
+Nothing here has an effect, so stores need no ordering of their own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NoReturn, Self
 
 import numpy as np
 
-from asyncflow.control.handles import Handle
-from asyncflow.control.row_block import RowBlock, RowKind, RowState
+from asyncflow.control.stores.handles import Handle
+from asyncflow.control.stores.row_block import RowBlock, RowKind, RowState
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.ir import Tensor

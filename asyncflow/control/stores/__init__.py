@@ -1,0 +1,1 @@
+"""Stores of elements and of rows that loops write and read."""
