@@ -310,7 +310,7 @@ if _typing.TYPE_CHECKING:
     from asyncflow.state.queues import Queue as Queue
     from asyncflow.state.queues import ShuffleQueue as ShuffleQueue
     from asyncflow.state.table import Table as Table
-    from asyncflow.state.variable import Variable as Variable
+    from asyncflow.state.variables.variable import Variable as Variable
     from asyncflow.streams.loop import run as run
     from asyncflow.vertex.function import Vertex as Vertex
     from asyncflow.vertex.function import VertexFunction as VertexFunction
@@ -425,7 +425,7 @@ _HOMES = {
     "state.mutex": "Barrier Mutex",
     "state.queues": "FIFOQueue PaddingQueue PriorityQueue Queue ShuffleQueue",
     "state.table": "Table",
-    "state.variable": "Variable",
+    "state.variables.variable": "Variable",
     "streams.loop": "run",
     "vertex.function": "Vertex VertexFunction vertex_function",
     "vertex.map": "vertex_map",

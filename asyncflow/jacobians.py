@@ -15,7 +15,7 @@ from asyncflow.ops.arrays.datatypes import isdtype
 from asyncflow.ops.arrays.manipulation import reshape
 from asyncflow.ops.arrays.shape import extent_of, size
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 from asyncflow.values import Nest
 
 

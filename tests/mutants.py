@@ -256,7 +256,7 @@ FAULTS = (
     ),
     Fault(
         "a cancelled run keeps what it has taken",
-        "state/waiting/taken.py",
+        "state/elements/taken.py",
         "            give_back(elements, where)",
         "            pass",
         "cancellation",
@@ -280,7 +280,7 @@ FAULTS = (
     ),
     Fault(
         "what is copied out of a queue goes back into a restored one",
-        "state/queue.py",
+        "state/elements/queue.py",
         "self._in_hand = []  # who copies them has taken them before this",
         "pass",
         "state/test_queue",

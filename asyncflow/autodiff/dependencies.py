@@ -17,7 +17,7 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.structured import StructuredNode, WhileNode
-from asyncflow.state.variable import VARIABLE_READ, Variable
+from asyncflow.state.variables.variable import VARIABLE_READ, Variable
 
 
 def nodes_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[Node]:

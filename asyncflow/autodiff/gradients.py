@@ -24,8 +24,8 @@ from asyncflow.graph.values.shapes import format_shape, is_compatible
 from asyncflow.ops.arrays.creation import ones
 from asyncflow.ops.derivatives import all as _rules
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, shape_of, zeros_of
-from asyncflow.state.queue_ops import PUTS, TAKES
-from asyncflow.state.variable import Variable
+from asyncflow.state.elements.queue_ops import PUTS, TAKES
+from asyncflow.state.variables.variable import Variable
 from asyncflow.values import Nest
 
 _RULES = (_rules, row_gradients, row_rules, cond_gradient, while_gradient)

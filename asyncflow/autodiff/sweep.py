@@ -23,7 +23,7 @@ from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.arithmetic.elementwise import add
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.indexing.scatter import sum_of_gradients
-from asyncflow.state.variable import VARIABLE_READ, Variable
+from asyncflow.state.variables.variable import VARIABLE_READ, Variable
 
 SweepRule: TypeAlias = "Callable[..., Sequence[Tensor | None]]"
 """``rule(node, grads, sweep)``: a derivative that may give the sweep more than what reaches the node's inputs, such as

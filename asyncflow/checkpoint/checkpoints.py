@@ -42,8 +42,8 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.state.capture import Capture, CheckpointedState, check_capture
 from asyncflow.state.containers import StateStore, state_key
-from asyncflow.state.held import HeldValue
-from asyncflow.state.variable_state import VariableState
+from asyncflow.state.variables.held import HeldValue
+from asyncflow.state.variables.variable_state import VariableState
 from asyncflow.streams.beside import background, call_beside
 from asyncflow.values import Array, Value
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Op
-    from asyncflow.state.variable_state import VariableState
+    from asyncflow.state.variables.variable_state import VariableState
     from asyncflow.values import Kernel, Value
 
 

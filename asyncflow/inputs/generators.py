@@ -11,7 +11,7 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.values import nest
 from asyncflow.inputs.input import Input, new_input
 from asyncflow.inputs.stages import Element, as_value
-from asyncflow.state.immutable import LARGE_BYTES, immutable
+from asyncflow.state.variables.immutable import LARGE_BYTES, immutable
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Nest
 

@@ -14,8 +14,8 @@ from typing import TypeAlias, cast
 
 from asyncflow.errors import EndOfInput
 from asyncflow.inputs.stages import Element, Passes, Stacked, Stage
-from asyncflow.state.waiting.element_orders import ArrivalOrder
-from asyncflow.state.waiting.taken import current_taken
+from asyncflow.state.elements.element_orders import ArrivalOrder
+from asyncflow.state.elements.taken import current_taken
 from asyncflow.streams.beside import giving_way
 
 Source: TypeAlias = "Callable[[], Generator[Element | Stacked] | AsyncGenerator[Element]]"

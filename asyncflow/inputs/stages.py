@@ -18,7 +18,7 @@ from asyncflow.graph.values.dtypes import dtype_name, int64
 from asyncflow.graph.values.nest import Structure
 from asyncflow.graph.values.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.values.spec import Spec
-from asyncflow.state.queue_arrays import open_axes, stacked
+from asyncflow.state.elements.queue_arrays import open_axes, stacked
 from asyncflow.values import Array, Nest
 
 Element: TypeAlias = tuple[Nest, ...]

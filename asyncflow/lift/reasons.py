@@ -22,7 +22,9 @@ from asyncflow.lift.control.branches import JOIN_ROWS, SPLIT_ROWS
 from asyncflow.ops.checks.checks import PRINT
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, no_row_rule, row_rule
-from asyncflow.state import mutex, queue_ops, table, variable
+from asyncflow.state import mutex, table
+from asyncflow.state.elements import queue_ops
+from asyncflow.state.variables import variable
 
 row_rule(CASE_INDEX)(row_by_row)
 

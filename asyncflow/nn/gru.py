@@ -15,7 +15,7 @@ from asyncflow.nn.initializers import glorot_uniform, orthogonal
 from asyncflow.ops.arithmetic.elementwise import tanh
 from asyncflow.ops.layers.nn import sigmoid
 from asyncflow.ops.matrices.products import matmul
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 
 
 class GRUWeights(NamedTuple):

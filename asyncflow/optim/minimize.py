@@ -9,7 +9,7 @@ from asyncflow.control.body import user_function
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values import nest
 from asyncflow.optim.loss import as_loss
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 from asyncflow.values import Nest
 
 _PAIRS = "pairs of (gradient, variable) alone (as partial(af.optim.sgd, learning_rate=0.1) is)"

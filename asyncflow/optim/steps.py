@@ -23,7 +23,7 @@ from asyncflow.ops.arithmetic.elementwise import sqrt, square
 from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.promotion import kind_of
 from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number, share
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 
 Pairs: TypeAlias = "Iterable[tuple[TensorLike | None, Variable]]"
 """Pairs of a gradient and its variable."""

@@ -10,8 +10,8 @@ from asyncflow.graph.building.feeds import Feeds, as_feeds, fed_array, feed_targ
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.arrays.known_values import assumptions_about, refuse_contradictions
-from asyncflow.state.variable import Variable
-from asyncflow.state.variable_state import VariableState
+from asyncflow.state.variables.variable import Variable
+from asyncflow.state.variables.variable_state import VariableState
 from asyncflow.values import Array, Value
 
 

@@ -25,9 +25,9 @@ from asyncflow.semantics.arguments import fed_arrays, initial_values
 from asyncflow.semantics.program import NeededGraph, Touches, conflict
 from asyncflow.semantics.rules import OutOfBounds, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
+from asyncflow.state.elements.queue import QueueSnapshot
 from asyncflow.state.mutex import Barrier, Mutex, whole_number
-from asyncflow.state.queue import QueueSnapshot
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 from asyncflow.values import Array, Nest
 
 _Order: TypeAlias = "tuple[_Order, Firing] | None"

@@ -16,8 +16,8 @@ from asyncflow.graph.op import Access
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.semantics.orders import AccessOrder
 from asyncflow.semantics.program import NeededGraph
+from asyncflow.state.elements.queue_ops import PUTS, TAKES
 from asyncflow.state.mutex import Barrier, Mutex
-from asyncflow.state.queue_ops import PUTS, TAKES
 from asyncflow.state.queues import Queue
 from asyncflow.values import Nest
 

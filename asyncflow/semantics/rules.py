@@ -45,8 +45,8 @@ from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
 from asyncflow.semantics.program import NeededGraph
 from asyncflow.semantics.state import Firing, ProgramState, Tag, digest
+from asyncflow.state.elements.queue import QueueSnapshot, QueueState
 from asyncflow.state.mutex import WAIT, Barrier, BarrierState, MutexState
-from asyncflow.state.queue import QueueSnapshot, QueueState
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, worked
 from asyncflow.values import Kernel, Nest, Value
 

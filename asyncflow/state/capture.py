@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from asyncflow.errors import CheckpointError
-from asyncflow.state.held import HeldValue
+from asyncflow.state.variables.held import HeldValue
 from asyncflow.values import Array
 
 

@@ -13,9 +13,9 @@ from asyncflow.entered import Entered
 from asyncflow.errors import CheckpointError, GraphError, SessionClosedError
 from asyncflow.graph.resource import Resource
 from asyncflow.state.capture import CheckpointedState, check_capture
-from asyncflow.state.held import Holder
-from asyncflow.state.queue import QueueState
-from asyncflow.state.variable_state import VariableState
+from asyncflow.state.elements.queue import QueueState
+from asyncflow.state.variables.held import Holder
+from asyncflow.state.variables.variable_state import VariableState
 from asyncflow.state.waiting.lines import LinedState, lined_states
 from asyncflow.values import Array
 

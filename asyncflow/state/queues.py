@@ -1,8 +1,8 @@
 """Queues: elements that flow from run to run, and within one; the ops that put them in and take them out.
 
 Every op is atomic: it puts in or takes out all of its elements, at once, or none. A waiting op suspends its own firing,
-and neither the event loop nor a thread; `asyncflow.state.queue` gives the order of service. Elements are in the memory
-of the host: values from a card are copied there, and back when a card takes them.
+and neither the event loop nor a thread; `asyncflow.state.elements.queue` gives the order of service. Elements are in
+the memory of the host: values from a card are copied there, and back when a card takes them.
 
 In a run, enqueues and `Queue.close` happen in the order in which they were written, and so do dequeues, through
 branches and loops. Nothing else orders the two, as an enqueue may have to wait for a dequeue written behind it;
@@ -37,12 +37,7 @@ from asyncflow.graph.values.dtypes import VARIANT, int64
 from asyncflow.graph.values.shapes import is_compatible, is_static
 from asyncflow.graph.values.spec import Spec
 from asyncflow.state.containers import HasState, find_state
-from asyncflow.state.mutex import whole_number
-from asyncflow.state.queue import QueueState
-from asyncflow.state.queue_arrays import Pads, open_axes, stacked
-from asyncflow.state.queue_ops import DEQUEUE, DEQUEUE_MANY, ENQUEUE, ENQUEUE_MANY, QUEUE_CLOSE, QUEUE_SIZE, put
-from asyncflow.state.queue_places import granted_beside
-from asyncflow.state.waiting.element_orders import (
+from asyncflow.state.elements.element_orders import (
     ArrivalOrder,
     BucketOrder,
     Element,
@@ -50,6 +45,19 @@ from asyncflow.state.waiting.element_orders import (
     PriorityOrder,
     RandomOrder,
 )
+from asyncflow.state.elements.queue import QueueState
+from asyncflow.state.elements.queue_arrays import Pads, open_axes, stacked
+from asyncflow.state.elements.queue_ops import (
+    DEQUEUE,
+    DEQUEUE_MANY,
+    ENQUEUE,
+    ENQUEUE_MANY,
+    QUEUE_CLOSE,
+    QUEUE_SIZE,
+    put,
+)
+from asyncflow.state.elements.queue_places import granted_beside
+from asyncflow.state.mutex import whole_number
 from asyncflow.values import Array, Nest
 
 _NODES = {

@@ -21,7 +21,7 @@ from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.promotion import kind_of
 from asyncflow.ops.reductions.statistical import accumulator_dtype
-from asyncflow.state.variable import VARIABLE_READ
+from asyncflow.state.variables.variable import VARIABLE_READ
 from asyncflow.values import Nest
 
 REDUCTIONS: Final = ("sum", "mean", "max")

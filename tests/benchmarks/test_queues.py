@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.state.queue import QueueState
+from asyncflow.state.elements.queue import QueueState
 from asyncflow.state.waiting.lines import PlaceInLine
 from benchmarks.queues import straight
 

@@ -14,8 +14,8 @@ from asyncflow.devices.cuda.namespace import CudaNamespace
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import host_inputs
 from asyncflow.ops.indexing.add_at import add_at
-from asyncflow.state.variable import USER_UPDATE
-from asyncflow.state.variable_state import VariableState
+from asyncflow.state.variables.variable import USER_UPDATE
+from asyncflow.state.variables.variable_state import VariableState
 from tests.fake_cupy.module import FakeCupy
 from tests.ops.device_arrays import XP, DeviceArray, values_of
 

@@ -16,7 +16,7 @@ from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray, no_data
 from asyncflow.errors import FetchError, ShapeError
-from asyncflow.state.immutable import immutable
+from asyncflow.state.variables.immutable import immutable
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import bind, fetched, idle, machine_of, received
 

@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.state.containers import StateStore
-from asyncflow.state.held import HeldValue
+from asyncflow.state.variables.held import HeldValue
 from asyncflow.testing import virtual_clock
 from tests.fake_cupy.stand_in import stand_in
 

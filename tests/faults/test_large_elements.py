@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.state import queue_ops, queues
-from asyncflow.state.immutable import immutable, is_immutable
-from asyncflow.state.queue_arrays import stacked
+from asyncflow.state import queues
+from asyncflow.state.elements import queue_ops
+from asyncflow.state.elements.queue_arrays import stacked
+from asyncflow.state.variables.immutable import immutable, is_immutable
 from tests.faults.kernels import ticks, until
 from tests.patience import PATIENCE_S
 

@@ -16,8 +16,8 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.hardware import usable_cores
 from asyncflow.runtime.gates import admission
-from asyncflow.state import queue as queue_module
-from asyncflow.state import queue_ops
+from asyncflow.state.elements import queue as queue_module
+from asyncflow.state.elements import queue_ops
 from asyncflow.state.waiting import awaiting
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import assert_baseline

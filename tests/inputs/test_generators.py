@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.inputs import generators
-from asyncflow.state.immutable import immutable
+from asyncflow.state.variables.immutable import immutable
 from tests.inputs.test_files import everything
 
 SPEC = {"x": af.spec("float32", (None,)), "n": af.spec("int64", ())}

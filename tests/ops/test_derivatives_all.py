@@ -20,7 +20,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, derivative_of, find_op, registered_ops, why_not_differentiable
 from asyncflow.ops.derivatives.shapes import carries_gradient
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 
 ROOMS = ("ops", "control", "state", "autodiff", "vertex")
 

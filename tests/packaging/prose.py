@@ -175,9 +175,9 @@ _UNCOMMENTED: Final = """
     runtime/watch/picks.py
     semantics/rules.py
     serving/metrics.py
-    state/queue.py
+    state/elements/queue.py
     state/queues.py
-    state/variable.py
+    state/variables/variable.py
     streams/cpu/stream.py
     streams/cuda/reaper.py
     streams/cuda/stream.py

@@ -13,7 +13,7 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.resource import Resource
 from asyncflow.state.containers import StateStore, reset_container
-from asyncflow.state.held import HeldValue
+from asyncflow.state.variables.held import HeldValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

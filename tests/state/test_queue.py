@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import pytest
 
 import asyncflow as af
-from asyncflow.state.immutable import LARGE_BYTES
-from asyncflow.state.queue import QueueState
-from asyncflow.state.queue_places import QueuePlace, Stage
-from asyncflow.state.waiting.element_orders import ArrivalOrder, BucketOrder, ElementOrder, PriorityOrder, RandomOrder
+from asyncflow.state.elements.element_orders import ArrivalOrder, BucketOrder, ElementOrder, PriorityOrder, RandomOrder
+from asyncflow.state.elements.queue import QueueState
+from asyncflow.state.elements.queue_places import QueuePlace, Stage
+from asyncflow.state.elements.taken import MOST_ELEMENTS, Taken
+from asyncflow.state.variables.immutable import LARGE_BYTES
 from asyncflow.state.waiting.lines import NOT_YET, PlaceInLine
-from asyncflow.state.waiting.taken import MOST_ELEMENTS, Taken
 
 Op: TypeAlias = tuple[Any, ...]
 """``("put", k)``, ``("take", n)``, ``("up_to", n)`` or ``("close", cancel_pending)``."""

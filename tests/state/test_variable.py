@@ -15,8 +15,8 @@ import asyncflow as af
 from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import Access
 from asyncflow.state.containers import StateStore
-from asyncflow.state.immutable import immutable
-from asyncflow.state.variable_state import MOST_RACES, VariableState
+from asyncflow.state.variables.immutable import immutable
+from asyncflow.state.variables.variable_state import MOST_RACES, VariableState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -10,7 +10,7 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.structured import WhileNode
-from asyncflow.state.variable import VARIABLE_READ
+from asyncflow.state.variables.variable import VARIABLE_READ
 from asyncflow.vertex.children import REDUCE_SEGMENTS, SPREAD_SEGMENTS
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from asyncflow.graph.values.shapes import is_subshape, relax
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.creation import zeros
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 
 
 @sweep_rule(COND)

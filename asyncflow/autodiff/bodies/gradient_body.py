@@ -12,7 +12,7 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.derivatives.shapes import zeros_of
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 
 _FEW = 32
 """Steps that are taken again at most: in a longer chain, some values are kept."""

@@ -26,7 +26,7 @@ from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.datatypes import in_dtype
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
 from asyncflow.ops.indexing.scatter import SCATTER_TO, parts_of, scatter_to
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 
 
 class LoopSums:

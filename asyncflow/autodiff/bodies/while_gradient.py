@@ -35,7 +35,7 @@ from asyncflow.ops.arrays.datatypes import astype
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.ops.indexing.indexing import GETITEM
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 
 _COUNT = Spec(int64, ())
 

@@ -27,7 +27,7 @@ from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.user.rules import input_gradients, output_gradients
-from asyncflow.state.variable import VARIABLE_READ, Variable
+from asyncflow.state.variables.variable import VARIABLE_READ, Variable
 from asyncflow.values import Kernel, Namespace, Nest
 
 

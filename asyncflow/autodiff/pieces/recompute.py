@@ -37,7 +37,7 @@ from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.random.random_again import random_key
-from asyncflow.state.variable import VARIABLE_READ
+from asyncflow.state.variables.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Effects that outlast a run, in plans that take elements: after such an effect, the taken elements count as used.
 
-A cancelled run gives back the elements it has taken (`asyncflow.state.waiting.taken`), unless a later effect of it
+A cancelled run gives back the elements it has taken (`asyncflow.state.elements.taken`), unless a later effect of it
 outlasts the run. Only plans that take elements pay for this check: kernels with lasting effects are wrapped there. An
 enqueue notes it by itself, as it may have to wait for room.
 """
@@ -14,7 +14,7 @@ from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of
 from asyncflow.ops.rows.by_row import Paused, PausingKernel
-from asyncflow.state.waiting.taken import current_taken
+from asyncflow.state.elements.taken import current_taken
 from asyncflow.values import Array, Kernel, Value
 
 

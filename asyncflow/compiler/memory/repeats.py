@@ -32,7 +32,7 @@ from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.indexing.indexing import GETITEM
-from asyncflow.state.variable import VARIABLE_READ
+from asyncflow.state.variables.variable import VARIABLE_READ
 from asyncflow.values import Kernel, Namespace, Value
 
 Owners = dict["Graph", StructuredNode]

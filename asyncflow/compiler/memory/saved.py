@@ -16,7 +16,7 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.graph.values.shapes import size_of
 from asyncflow.graph.values.spec import Spec
-from asyncflow.state.variable import VARIABLE_READ
+from asyncflow.state.variables.variable import VARIABLE_READ
 
 
 @dataclass(frozen=True, slots=True)

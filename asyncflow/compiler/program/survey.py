@@ -8,7 +8,7 @@ from typing import NamedTuple
 from asyncflow.compiler.program.kernels import Resolve
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.resource import resources_of
-from asyncflow.state.variable_state import VariableState
+from asyncflow.state.variables.variable_state import VariableState
 
 
 class Survey(NamedTuple):

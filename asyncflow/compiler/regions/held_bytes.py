@@ -29,7 +29,7 @@ from asyncflow.graph.values.shapes import is_static
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.arrays.manipulation import CONCAT
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
-from asyncflow.state.variable import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, UPDATE, USER_UPDATE, VARIABLE_READ
+from asyncflow.state.variables.variable import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, UPDATE, USER_UPDATE, VARIABLE_READ
 
 _KEEPING = (ACCUMULATE, ADD_PARTS, ADD_ROWS)
 """Ops that put values into a store of gradients."""

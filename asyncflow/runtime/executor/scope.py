@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncflow.runtime.executor.turn import Turn
     from asyncflow.runtime.scheduler.rendezvous import Rendezvous
     from asyncflow.runtime.watch.trace import Trace
-    from asyncflow.state.waiting.taken import Taken
+    from asyncflow.state.elements.taken import Taken
     from asyncflow.streams.holding import RunPart, TakesItems
     from asyncflow.values import Value
 

@@ -38,7 +38,7 @@ from asyncflow.runtime.values.feeds import at_hand
 from asyncflow.runtime.values.fetches import user_value
 from asyncflow.runtime.values.foreign_feeds import as_of_now
 from asyncflow.runtime.watch.trace import Trace, current_trace, write_trace
-from asyncflow.state.immutable import LARGE_BYTES
+from asyncflow.state.variables.immutable import LARGE_BYTES
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from asyncflow.runtime.gates.atomic import Claim
     from asyncflow.runtime.run.run import Run
     from asyncflow.state.containers import StateStore
-    from asyncflow.state.waiting.taken import Taken
+    from asyncflow.state.elements.taken import Taken
     from asyncflow.values import Nest, Value
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.values.copies import CopyThread
     from asyncflow.state.containers import StateStore
-    from asyncflow.state.variable_state import VariableState
+    from asyncflow.state.variables.variable_state import VariableState
 
 
 _ROUNDS: Final = 4

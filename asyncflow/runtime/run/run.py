@@ -16,7 +16,7 @@ from asyncflow.runtime.executor.kernels.limited_calls import attempts_of
 from asyncflow.runtime.executor.lone_firing import LoneFiring
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.watch.trace import RunSpan, Trace
-from asyncflow.state.waiting.taken import Taken, own_taken
+from asyncflow.state.elements.taken import Taken, own_taken
 from asyncflow.streams.holding import RunPart, current_part, own_context
 
 if TYPE_CHECKING:

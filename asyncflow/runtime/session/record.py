@@ -33,7 +33,7 @@ from asyncflow.runtime.calls.session_options import SessionOptions
 from asyncflow.runtime.watch.picks import COMPUTED, ELSEWHERE, OnCard, Pick, PickLog, RecordedEnd, checksum
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.table_state import TableCapture, TableState
-from asyncflow.state.variable_state import VariableState
+from asyncflow.state.variables.variable_state import VariableState
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Nest, Value
 

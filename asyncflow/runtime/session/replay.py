@@ -15,7 +15,7 @@ from asyncflow.runtime.session.session import Session
 from asyncflow.runtime.watch.picks import PickGuide, calls_functions, checksum
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.semantics.races import allow_races
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Nest, Value
 

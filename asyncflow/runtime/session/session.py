@@ -42,7 +42,7 @@ from asyncflow.runtime.session.thread_call import ThreadCall
 from asyncflow.runtime.watch.observer import Observers, RunObserver, check_observer
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.containers import StateStore, entered_stores
-from asyncflow.state.held import holder_of
+from asyncflow.state.variables.held import holder_of
 from asyncflow.streams.holding import note_ask
 from asyncflow.streams.loop import clock_of
 

@@ -11,7 +11,7 @@ import numpy as np
 from asyncflow.checkpoint.manifest import RandomState
 from asyncflow.devices.protocol import Device
 from asyncflow.runtime.gates.runs import Runs
-from asyncflow.state.held import HeldValue, as_host_value, holder_of
+from asyncflow.state.variables.held import HeldValue, as_host_value, holder_of
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.futures import resolve
 from asyncflow.values import Array

@@ -15,7 +15,7 @@ from asyncflow.graph.values.dtypes import dtype_name
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.optim.loss import as_loss
 from asyncflow.runtime.session.function import Function
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 from asyncflow.values import Nest, Value
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ import numpy as np
 from asyncflow.devices.heap import process_heap
 from asyncflow.runtime.values.feeds import LargeFeed
 from asyncflow.runtime.values.fetches import is_fresh
-from asyncflow.state.immutable import LARGE_BYTES
+from asyncflow.state.variables.immutable import LARGE_BYTES
 from asyncflow.state.waiting.awaiting import work_beside
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.futures import resolve

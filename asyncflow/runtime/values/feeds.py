@@ -25,7 +25,7 @@ from asyncflow.runtime.values.foreign_feeds import (
     is_exchangeable,
     on_host,
 )
-from asyncflow.state.immutable import LARGE_BYTES, is_immutable
+from asyncflow.state.variables.immutable import LARGE_BYTES, is_immutable
 from asyncflow.streams.beside import call_beside
 from asyncflow.values import Array, Value
 

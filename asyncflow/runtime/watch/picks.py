@@ -25,7 +25,7 @@ from asyncflow.graph.resource import resources_of, waits_in_line
 from asyncflow.graph.values.dtypes import string
 from asyncflow.ops.user.recorded_calls import CallLog, CallReplay
 from asyncflow.state.table import Table
-from asyncflow.state.variable import Variable
+from asyncflow.state.variables.variable import Variable
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:

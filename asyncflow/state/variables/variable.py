@@ -1,7 +1,7 @@
 """`Variable`: a value that survives a run, and the ops that read and write it.
 
 Every write is atomic against every other op on the variable, in this run and in all others. How that is done, and where
-the value is, says `asyncflow.state.variable_state`.
+the value is, says `asyncflow.state.variables.variable_state`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from asyncflow.graph.values.operators import Operators
 from asyncflow.graph.values.shapes import ShapeLike, as_shape, broadcast, format_shape, is_compatible, merge
 from asyncflow.graph.values.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
-from asyncflow.state.immutable import sealed
-from asyncflow.state.pure import check_pure, compile_pure, needs_host, stays_on_host
-from asyncflow.state.variable_state import VariableState
+from asyncflow.state.variables.immutable import sealed
+from asyncflow.state.variables.pure import check_pure, compile_pure, needs_host, stays_on_host
+from asyncflow.state.variables.variable_state import VariableState
 from asyncflow.values import Array, Kernel, Namespace
 
 

@@ -19,17 +19,17 @@ from asyncflow.graph.op import Access, Effects, define, inputs_from, not_differe
 from asyncflow.graph.values.dtypes import int64
 from asyncflow.graph.values.shapes import format_shape, is_subshape
 from asyncflow.graph.values.spec import Spec
-from asyncflow.state.immutable import LARGE_BYTES, immutable, is_immutable, lock
-from asyncflow.state.queue_arrays import Pads, open_axes, stacked
-from asyncflow.state.waiting.taken import current_taken
+from asyncflow.state.elements.queue_arrays import Pads, open_axes, stacked
+from asyncflow.state.elements.taken import current_taken
+from asyncflow.state.variables.immutable import LARGE_BYTES, immutable, is_immutable, lock
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
-    from asyncflow.state.queue import QueueState
+    from asyncflow.state.elements.element_orders import Element
+    from asyncflow.state.elements.queue import QueueState
+    from asyncflow.state.elements.taken import Taken
     from asyncflow.state.queues import Queue
-    from asyncflow.state.waiting.element_orders import Element
     from asyncflow.state.waiting.lines import PlaceInLine
-    from asyncflow.state.waiting.taken import Taken
     from asyncflow.values import Array, Kernel, Namespace, Value
 
 

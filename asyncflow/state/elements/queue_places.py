@@ -25,9 +25,9 @@ from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.values import Value
 
 if TYPE_CHECKING:
-    from asyncflow.state.queue import QueueState
-    from asyncflow.state.waiting.element_orders import Element
-    from asyncflow.state.waiting.taken import Taken
+    from asyncflow.state.elements.element_orders import Element
+    from asyncflow.state.elements.queue import QueueState
+    from asyncflow.state.elements.taken import Taken
 
 
 class Stage(enum.Enum):

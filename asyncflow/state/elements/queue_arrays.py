@@ -13,7 +13,7 @@ import numpy as np
 from asyncflow.errors import CheckpointError, ShapeError
 from asyncflow.graph.values.shapes import format_shape, is_subshape
 from asyncflow.graph.values.spec import Spec
-from asyncflow.state.waiting.element_orders import Element
+from asyncflow.state.elements.element_orders import Element
 from asyncflow.values import Array
 
 Pads: TypeAlias = "tuple[int | float | complex | str, ...]"

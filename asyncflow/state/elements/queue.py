@@ -29,12 +29,12 @@ import numpy as np
 from asyncflow.errors import CheckpointError, QueueClosedError
 from asyncflow.graph.values.shapes import size_of
 from asyncflow.graph.values.spec import Spec
-from asyncflow.state.immutable import LARGE_BYTES
-from asyncflow.state.queue_arrays import as_arrays, as_elements
-from asyncflow.state.queue_places import CopyingPlace, QueuePlace, Stage
-from asyncflow.state.waiting.element_orders import Element, ElementOrder
+from asyncflow.state.elements.element_orders import Element, ElementOrder
+from asyncflow.state.elements.queue_arrays import as_arrays, as_elements
+from asyncflow.state.elements.queue_places import CopyingPlace, QueuePlace, Stage
+from asyncflow.state.elements.taken import Taken
+from asyncflow.state.variables.immutable import LARGE_BYTES
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
-from asyncflow.state.waiting.taken import Taken
 from asyncflow.values import Array, Value
 
 

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import TypeAlias
 
 from asyncflow.errors import DeadlineExceeded, EndOfInput, QueueClosedError, SessionClosedError
-from asyncflow.state.waiting.element_orders import Element
+from asyncflow.state.elements.element_orders import Element
 
 MOST_ELEMENTS = 1_000
 """Number of elements that a run remembers at most, of its last take aside."""

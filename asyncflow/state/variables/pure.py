@@ -14,7 +14,7 @@ from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.arrays.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.straight_line import LineStep, straight_line
-from asyncflow.state.immutable import sealed
+from asyncflow.state.variables.immutable import sealed
 from asyncflow.values import Kernel, Namespace, Value
 
 

@@ -28,8 +28,8 @@ from asyncflow.errors import AsyncflowError, CheckpointError, DeviceLostError, D
 from asyncflow.graph.values.dtypes import dtype_name
 from asyncflow.graph.values.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.values.spec import Spec
-from asyncflow.state.held import HeldValue, Holder, as_host_value, holder_of
-from asyncflow.state.immutable import immutable
+from asyncflow.state.variables.held import HeldValue, Holder, as_host_value, holder_of
+from asyncflow.state.variables.immutable import immutable
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 MOST_RACES = 32

@@ -1,0 +1,1 @@
+"""Elements of queues: their order, copies and arrays."""

@@ -1,0 +1,1 @@
+"""Variables, and values nobody can write to."""
