@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncflow.devices.hardware import KERNEL_VARIABLES, blas_library
+from asyncflow.devices.machine.hardware import KERNEL_VARIABLES, blas_library
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

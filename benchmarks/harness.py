@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.hardware import processor
+from asyncflow.devices.machine.hardware import processor
 from benchmarks.environment import kernels
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 import asyncflow as af
-from asyncflow.devices import hardware
-from asyncflow.devices.host import COSTS, Call
+from asyncflow.devices.figures.host import COSTS, Call
+from asyncflow.devices.machine import hardware
 from asyncflow.devices.registry import available_devices
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.testing import virtual_clock
@@ -87,7 +87,7 @@ class Measured:
 
 
 def main() -> int:
-    """Measures, prints the costs as `asyncflow.devices.presets` has them, and gives the exit code."""
+    """Measures, prints the costs as `asyncflow.devices.figures.presets` has them, and gives the exit code."""
     card = next(device for device in available_devices() if device.name.startswith(_KINDS[1]))
     if not card.available:
         print(
@@ -120,7 +120,7 @@ def fitted(measured: list[Measured]) -> dict[str, float]:
 
 
 def format_costs(measured: list[Measured], card: str) -> str:
-    """The costs, ready for `asyncflow.devices.presets`, and how well they explain each program."""
+    """The costs, ready for `asyncflow.devices.figures.presets`, and how well they explain each program."""
     costs = fitted(measured)
     lines = [f"{name}={costs[name] * 1e6:.2g}e-6," for name in COSTS]
     lines.append(f'source="python -m benchmarks.host_costs, {date.today()}: {hardware.processor()}, {card}",')

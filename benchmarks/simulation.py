@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import asyncflow as af
 from asyncflow.compiler.plan import Crossing
-from asyncflow.devices.presets import HOSTS
+from asyncflow.devices.figures.presets import HOSTS
 from asyncflow.testing import virtual_clock
 from benchmarks.harness import ASYNCFLOW, Figure, Result
 
@@ -25,7 +25,7 @@ PAPER: Final = "the paper"
 """EuroSys '18, on its own machines: something to look at, and nothing to divide by."""
 
 DRIVERS: Final = {"asyncflow": "this runtime", "c++": "a thread a device"}
-"""The hosts that drive the simulated cards, and what their curves are called; see `asyncflow.devices.presets.HOSTS`."""
+"""The hosts that drive the simulated cards, and what their curves are called; see `asyncflow.devices.figures.presets.HOSTS`."""
 
 ANOTHER_HOST: Final = DRIVERS["c++"]
 

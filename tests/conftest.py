@@ -27,8 +27,8 @@ from asyncflow.devices import swapping as swapping_module
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.transfers import copies as cuda_copies
 from asyncflow.devices.cuda.transfers.pinned import shared_slab
+from asyncflow.devices.figures.presets import parse_machine
 from asyncflow.devices.memory import LiveBuffer
-from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.runtime.executor.lone_firing import LoneFiring

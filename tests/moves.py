@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from asyncflow.devices.swap import LEAST_BYTES, SwapManager
+from asyncflow.devices.saved.swap import LEAST_BYTES, SwapManager
 
 if TYPE_CHECKING:
-    from asyncflow.devices.swap import SavedHandle
+    from asyncflow.devices.saved.swap import SavedHandle
 
 
 class AuditedManager(SwapManager):

@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "a loop on a card rebinds its variables one after the other",
-        "devices/cuda/experimental/loop.py",
+        "devices/cuda/graphs/loop.py",
         "values[index] = value.copy()",
         "pass",
         "while_loop",
@@ -184,7 +184,7 @@ FAULTS = (
     ),
     Fault(
         "a graph of a card reads the inputs of the launch before",
-        "devices/cuda/experimental/graph.py",
+        "devices/cuda/graphs/graph.py",
         "copy_into(cupy, buffer, value, raw)",
         "pass",
         "executor",

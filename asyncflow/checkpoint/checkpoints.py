@@ -36,7 +36,7 @@ from asyncflow.checkpoint.directory import find_step
 from asyncflow.checkpoint.manifest import NAME, Manifest, RandomState, read_manifest
 from asyncflow.checkpoint.reader import Arrays, empty_buffers, read_arrays
 from asyncflow.checkpoint.writer import Content, SaveStopped, write_checkpoint
-from asyncflow.devices.heap import process_heap
+from asyncflow.devices.machine.heap import process_heap
 from asyncflow.errors import CheckpointError, DeviceLostError, brief, warn_user
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.resource import Resource, resources_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncflow.devices.hardware import blas_hindrance
-from asyncflow.devices.presets import CARDS, LINKS
+from asyncflow.devices.figures.presets import CARDS, LINKS
+from asyncflow.devices.machine.hardware import blas_hindrance
 from asyncflow.devices.registry import available_devices
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncflow.devices.host import Call, Launches
+from asyncflow.devices.figures.host import Call, Launches
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.profiler import Summary
 from asyncflow.profiler.summary import COPY_STREAMS

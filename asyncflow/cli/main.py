@@ -20,8 +20,8 @@ from asyncflow.cli.replay import replay
 from asyncflow.cli.simulate import simulate
 from asyncflow.cli.target import TargetError
 from asyncflow.compiler.pipeline import PASSES
-from asyncflow.devices.host import LAUNCHES
-from asyncflow.devices.presets import CARDS, DEFAULT_HOST, HOSTS, LINKS, MachineSpec, parse_machine
+from asyncflow.devices.figures.host import LAUNCHES
+from asyncflow.devices.figures.presets import CARDS, DEFAULT_HOST, HOSTS, LINKS, MachineSpec, parse_machine
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.errors import CheckpointError
 from asyncflow.profiler.save import TraceFormatError

@@ -18,8 +18,8 @@ from asyncflow.cli.profile import how_to_open
 from asyncflow.cli.program import run_program
 from asyncflow.cli.progress import shown_progress
 from asyncflow.cli.target import Target
+from asyncflow.devices.figures.presets import Card, MachineSpec, format_machine
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.presets import Card, MachineSpec, format_machine
 from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination

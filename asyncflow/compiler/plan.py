@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.memory.plan_memory import PlannedLoop
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.program.request import PlanRequest
-    from asyncflow.devices.working_set import WorkingSet
+    from asyncflow.devices.saved.working_set import WorkingSet
     from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from asyncflow.devices.blas import BlasLease as BlasLease
-from asyncflow.devices.blas import acquire_blas_threads as acquire_blas_threads
-from asyncflow.devices.cost import INLINE_LIMIT_NS as INLINE_LIMIT_NS
-from asyncflow.devices.cost import MeasuredCost as MeasuredCost
 from asyncflow.devices.cpu.device import CpuDevice as CpuDevice
 from asyncflow.devices.kinds import DeviceDescription as DeviceDescription
 from asyncflow.devices.kinds import DeviceKind as DeviceKind
 from asyncflow.devices.kinds import DeviceOptions as DeviceOptions
 from asyncflow.devices.kinds import register_kind as register_kind
+from asyncflow.devices.machine.blas import BlasLease as BlasLease
+from asyncflow.devices.machine.blas import acquire_blas_threads as acquire_blas_threads
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS as INLINE_LIMIT_NS
+from asyncflow.devices.machine.cost import MeasuredCost as MeasuredCost
 from asyncflow.devices.memory import TRACKED_BYTES as TRACKED_BYTES
 from asyncflow.devices.memory import ChargedAccount as ChargedAccount
 from asyncflow.devices.memory import LiveBuffer as LiveBuffer

@@ -20,7 +20,7 @@ from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
-    from asyncflow.devices.swap import SwapManager
+    from asyncflow.devices.saved.swap import SwapManager
     from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Array, Kernel, Value
 

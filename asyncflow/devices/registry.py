@@ -10,9 +10,9 @@ from asyncflow.devices.cuda.kind import CudaKind
 from asyncflow.devices.kinds import DeviceDescription, DeviceKind, DeviceOptions, find_kind, kind_names, register_kind
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device
+from asyncflow.devices.saved.swap import Space
 from asyncflow.devices.sim.kind import SimKind
 from asyncflow.devices.sim.machine import SimMachine, current_machine
-from asyncflow.devices.swap import Space
 from asyncflow.errors import PlacementError
 
 _SIMULATED = {"cpu": SimKind("cpu"), "sim": SimKind("sim")}

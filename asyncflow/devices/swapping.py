@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed
-from asyncflow.devices.swap import (
+from asyncflow.devices.saved.swap import (
     LEAST_BYTES,
     Moves,
     Orders,
@@ -37,7 +37,7 @@ from asyncflow.devices.swap import (
     SwapManager,
     SwapStatistics,
 )
-from asyncflow.devices.working_set import WorkingSet
+from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.errors import SessionClosedError
 from asyncflow.values import Value
 

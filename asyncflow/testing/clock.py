@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from typing import Any, NoReturn, Self, TypeVar
 
-from asyncflow.devices.host import Host, Launches
-from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
+from asyncflow.devices.figures.host import Host, Launches
+from asyncflow.devices.figures.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
 from asyncflow.devices.sim.machine import SimMachine, check_chance, check_launches, current_machine, use_machine
 from asyncflow.streams.loop import is_running_here
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -33,12 +33,12 @@ def virtual_clock(
     behaves the same each time.
 
     Args:
-        machine: cards and links, such as ``"8 x v100, nvlink2"``; `asyncflow.devices.presets` knows them.
+        machine: cards and links, such as ``"8 x v100, nvlink2"``; `asyncflow.devices.figures.presets` knows them.
         seed: of the jitter.
         jitter: how much the times of kernels and copies vary; 0.1 for about a tenth.
         shapes_only: large arrays carry no data, so that a paper-sized experiment takes seconds and little memory.
         host: what drives the cards, and how long it takes to: ``"asyncflow"`` is this runtime, whose one thread drives
-            them all; ``"c++"`` a C++ runtime with a thread a device; or a `asyncflow.devices.host.Host`.
+            them all; ``"c++"`` a C++ runtime with a thread a device; or a `asyncflow.devices.figures.host.Host`.
         launches: how kernels come to a card: ``"regions"``, ``"nodes"`` or ``"graphs"``; None for what the host does.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from asyncflow.devices.hardware import blas_library
+from asyncflow.devices.machine.hardware import blas_library
 from benchmarks import (
     batched_requests,
     checkpoints,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from asyncflow.devices.hardware import blas_library
+from asyncflow.devices.machine.hardware import blas_library
 from benchmarks.environment import HINDRANCES, kernels, set_variables
 from benchmarks.peers import NO_PEERS
 from tests.patience import PATIENCE_S

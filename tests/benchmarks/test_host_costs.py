@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from asyncflow.devices.host import COSTS
+from asyncflow.devices.figures.host import COSTS
 from benchmarks import host_costs
 from tests.fake_cupy.stand_in import stand_in
 

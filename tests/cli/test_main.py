@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.cli.main import main
-from asyncflow.devices.presets import parse_machine
+from asyncflow.devices.figures.presets import parse_machine
 from tests.cli.conftest import Output
 
 if TYPE_CHECKING:

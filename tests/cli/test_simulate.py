@@ -15,7 +15,7 @@ import uvloop
 
 from asyncflow.cli.main import main
 from asyncflow.cli.simulate import format_report, simulated_loops
-from asyncflow.devices.presets import parse_machine
+from asyncflow.devices.figures.presets import parse_machine
 from asyncflow.devices.sim.machine import SimMachine, current_machine
 from asyncflow.runtime.watch.trace import Firing, MemorySample, RunSpan, Trace
 from asyncflow.streams import loop as asyncflow_loops

@@ -15,7 +15,7 @@ from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.compiler.regions.join_regions import RegionCosts
 from asyncflow.compiler.regions.regions import make_regions
-from asyncflow.devices.host import Call
+from asyncflow.devices.figures.host import Call
 from asyncflow.testing import virtual_clock
 from tests.fake_cupy.stand_in import stand_in
 

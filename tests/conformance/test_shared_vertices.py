@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cost import MeasuredCost
+from asyncflow.devices.machine.cost import MeasuredCost
 from asyncflow.graph.values import nest
 from asyncflow.runtime.executor.turn import BURST_NS
 from asyncflow.runtime.shared import vertex_pools

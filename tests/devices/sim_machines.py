@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.devices.host import Host
-from asyncflow.devices.presets import Card, Link, MachineSpec
+from asyncflow.devices.figures.host import Host
+from asyncflow.devices.figures.presets import Card, Link, MachineSpec
 from asyncflow.devices.protocol import ArraySpec, KernelInfo
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import threadpoolctl
 
-from asyncflow.devices import BlasLease, acquire_blas_threads, blas
-from asyncflow.devices.blas import blas_libraries
+from asyncflow.devices import BlasLease, acquire_blas_threads
+from asyncflow.devices.machine import blas
+from asyncflow.devices.machine.blas import blas_libraries
 
 
 def blas_threads() -> set[int]:

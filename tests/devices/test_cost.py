@@ -5,7 +5,7 @@ import random
 import pytest
 
 from asyncflow.devices import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.devices.cost import Proof, UserCost
+from asyncflow.devices.machine.cost import Proof, UserCost
 
 
 def test_it_begins_as_the_static_estimate() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
 from asyncflow.devices.captures import MOST_KEYS, WARM_UPS
-from asyncflow.devices.cuda.experimental.graph import CapturedRegion
+from asyncflow.devices.cuda.graphs.graph import CapturedRegion
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 

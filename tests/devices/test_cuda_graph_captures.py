@@ -13,8 +13,8 @@ import pytest
 from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda import device as cuda
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.experimental import graph as cuda_graph
-from asyncflow.devices.cuda.experimental.graph import CapturedRegion, PrivateMemory, capture
+from asyncflow.devices.cuda.graphs import graph as cuda_graph
+from asyncflow.devices.cuda.graphs.graph import CapturedRegion, PrivateMemory, capture
 from asyncflow.devices.cuda.transfers.pinned import PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.streams.cuda.stream import capturing

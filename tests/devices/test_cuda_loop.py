@@ -17,10 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.devices import hardware
 from asyncflow.devices.captures import MOST_KEYS
-from asyncflow.devices.cuda.experimental.bindings import cuda_bindings, stand_ins
-from asyncflow.devices.cuda.experimental.conditional import (
+from asyncflow.devices.cuda.graphs.bindings import cuda_bindings, stand_ins
+from asyncflow.devices.cuda.graphs.conditional import (
     ENDED,
     GIVEN_UP,
     SOURCE,
@@ -29,7 +28,8 @@ from asyncflow.devices.cuda.experimental.conditional import (
     Limits,
     node_params,
 )
-from asyncflow.devices.cuda.experimental.loop import DeviceLoop, Iterated
+from asyncflow.devices.cuda.graphs.loop import DeviceLoop, Iterated
+from asyncflow.devices.machine import hardware
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import (

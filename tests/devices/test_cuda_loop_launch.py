@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.experimental import loop_launch as cuda_while_launch
-from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG
-from asyncflow.devices.cuda.experimental.loop_launch import Patience, WhileLauncher
+from asyncflow.devices.cuda.graphs import loop_launch as cuda_while_launch
+from asyncflow.devices.cuda.graphs.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG
+from asyncflow.devices.cuda.graphs.loop_launch import Patience, WhileLauncher
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.devices.decisions import Branch, Loop, LoopCode
 from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel

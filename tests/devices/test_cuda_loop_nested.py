@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda.experimental.conditional import ENDED, GIVEN_UP, STOPPED, TOO_LONG
+from asyncflow.devices.cuda.graphs.conditional import ENDED, GIVEN_UP, STOPPED, TOO_LONG
 from asyncflow.devices.decisions import Branch, Decision, Ended, Loop, advance, decisions
 from tests.devices.cards import MIB
 from tests.devices.test_cuda_loop import Card, by_numpy

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.devices.cuda.experimental.graph import capture
-from asyncflow.devices.cuda.experimental.products import Products, cublas, stand_ins
+from asyncflow.devices.cuda.graphs.graph import capture
+from asyncflow.devices.cuda.graphs.products import Products, cublas, stand_ins
 from asyncflow.streams.cuda.stream import active
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
@@ -131,7 +131,7 @@ def test_each_stream_has_a_workspace(fake: FakeCupy, monkeypatch: pytest.MonkeyP
 
 def test_no_extent_is_larger_than_an_int(fake: FakeCupy, products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that would be one matrix, nor of the rows that a matrix is a part of."""
-    monkeypatch.setattr("asyncflow.devices.cuda.experimental.products._MOST_EXTENT", 8)
+    monkeypatch.setattr("asyncflow.devices.cuda.graphs.products._MOST_EXTENT", 8)
     multiply = Mock(wraps=fake.cublas.cublasGemmStridedBatchedEx)
     monkeypatch.setattr(fake.cublas, "cublasGemmStridedBatchedEx", multiply)
     x, y = np.arange(48.0).reshape(3, 4, 4), np.arange(64.0).reshape(4, 16)
@@ -147,7 +147,7 @@ def test_an_error_of_cublas_says_which(fake: FakeCupy, monkeypatch: pytest.Monke
 
 
 def test_without_the_library_there_are_none(fake: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow.devices.cuda.experimental.products.stand_ins", [])
+    monkeypatch.setattr("asyncflow.devices.cuda.graphs.products.stand_ins", [])
     assert stand_ins is not None
     assert cublas(fake) is None
 
@@ -184,7 +184,7 @@ async def test_a_region_with_products_is_captured_where_there_is_the_library(
 
 async def test_a_card_without_room_makes_no_graphs_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     with small_cards(0) as cupy, af.Graph() as graph:
-        monkeypatch.setattr("asyncflow.devices.cuda.experimental.products.WORKSPACE_NBYTES", 1 << 40)
+        monkeypatch.setattr("asyncflow.devices.cuda.graphs.products.WORKSPACE_NBYTES", 1 << 40)
         x = y = af.placeholder("float32", (8, 8))
         for _ in range(4):
             y = af.tanh(y @ y + 1)

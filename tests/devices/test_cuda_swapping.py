@@ -20,8 +20,8 @@ import asyncflow as af
 from asyncflow.devices.cuda import progress
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.transfers import slabs, swapping
-from asyncflow.devices.presets import DEFAULT_HOST
-from asyncflow.devices.swap import Orders, SavedHandle, SwapManager
+from asyncflow.devices.figures.presets import DEFAULT_HOST
+from asyncflow.devices.saved.swap import Orders, SavedHandle, SwapManager
 from asyncflow.errors import DeviceLostError
 from asyncflow.graph.structured import WhileNode
 from tests.fake_cupy import FakeCupy

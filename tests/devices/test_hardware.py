@@ -9,8 +9,8 @@ import sys
 import pytest
 import threadpoolctl
 
-from asyncflow.devices import hardware
-from asyncflow.devices.hardware import KERNEL_VARIABLES, blas_hindrance, blas_library
+from asyncflow.devices.machine import hardware
+from asyncflow.devices.machine.hardware import KERNEL_VARIABLES, blas_hindrance, blas_library
 from tests.patience import PATIENCE_S
 
 
@@ -50,7 +50,7 @@ def test_what_the_blas_would_use_by_itself_is_asked_of_a_process_without_the_var
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The process that runs the tests may have been started with such a variable, and loaded its BLAS by it.
-    by_itself = printed("-c", "from asyncflow.devices.hardware import blas_library; print(blas_library())")
+    by_itself = printed("-c", "from asyncflow.devices.machine.hardware import blas_library; print(blas_library())")
     for name in KERNEL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MKL_CBWR", "AVX2")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.heap import KEPT, LARGEST, PADDING, PART, Heap, process_heap
+from asyncflow.devices.machine.heap import KEPT, LARGEST, PADDING, PART, Heap, process_heap
 from tests.patience import PATIENCE_S
 
 

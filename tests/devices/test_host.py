@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.host import COSTS, LAUNCHES, Call, HostThread
-from asyncflow.devices.presets import DEFAULT_HOST, HOSTS, host_named
+from asyncflow.devices.figures.host import COSTS, LAUNCHES, Call, HostThread
+from asyncflow.devices.figures.presets import DEFAULT_HOST, HOSTS, host_named
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.errors import HazardError
 from asyncflow.streams.sim.stream import HostClock

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.devices.presets import (
+from asyncflow.devices.figures.presets import (
     CARDS,
     LINKS,
     Card,

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncflow.devices import SimMachine, available_devices, current_machine, hardware, open_devices, use_machine
+from asyncflow.devices import SimMachine, available_devices, current_machine, open_devices, use_machine
 from asyncflow.devices.cuda.backend import _probe
+from asyncflow.devices.machine import hardware
 from asyncflow.errors import PlacementError
 from asyncflow.foreign_names import install
 from asyncflow.streams.virtual import VirtualClockLoop

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.devices.spill import SpillError, SpillFile
+from asyncflow.devices.saved.spill import SpillError, SpillFile
 
 
 def data(number: int, nbytes: int = 4096) -> memoryview:

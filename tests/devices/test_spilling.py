@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.spill import SpillError
+from asyncflow.devices.saved.spill import SpillError
 from asyncflow.devices.swapping import Swapping
 from asyncflow.runtime.watch.trace import LATE_COPY
 from tests.patience import PATIENCE_S

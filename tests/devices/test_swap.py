@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from asyncflow.devices.swap import Orders, SavedHandle, SavedState, Space, SwapManager
-from asyncflow.devices.working_set import Pace, WorkingSet
+from asyncflow.devices.saved.swap import Orders, SavedHandle, SavedState, Space, SwapManager
+from asyncflow.devices.saved.working_set import Pace, WorkingSet
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ import asyncflow as af
 from asyncflow.autodiff.stores.stores import MovingLog
 from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.memory import MemoryAccount
-from asyncflow.devices.swap import Space
+from asyncflow.devices.saved.swap import Space
 from asyncflow.devices.swapping import SavedEntry
 from asyncflow.streams.cpu.stream import ThreadStream
 from tests.streams.outcomes import see_off

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda import backend
-from asyncflow.devices.cuda.experimental import bindings, products
+from asyncflow.devices.cuda.graphs import bindings, products
 from asyncflow.devices.cuda.transfers.pinned import close_shared_slab, shared_slab
 from tests.fake_cupy.module import FakeCupy
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda.experimental.conditional import SOURCE, Limits, node_params
+from asyncflow.devices.cuda.graphs.conditional import SOURCE, Limits, node_params
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import CU_GRAPH_COND_ASSIGN_DEFAULT
 from tests.fake_cupy.errors import CUDARuntimeError

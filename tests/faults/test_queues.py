@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.hardware import usable_cores
+from asyncflow.devices.machine.hardware import usable_cores
 from asyncflow.runtime.gates import admission
 from asyncflow.state.elements import queue as queue_module
 from asyncflow.state.elements import queue_ops

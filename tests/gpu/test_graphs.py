@@ -13,9 +13,9 @@ import pytest
 
 from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.experimental.conditional import ENDED, STOPPED, TOO_LONG, Limits
-from asyncflow.devices.cuda.experimental.graph import CapturedRegion, capture
-from asyncflow.devices.cuda.experimental.loop import DeviceLoop
+from asyncflow.devices.cuda.graphs.conditional import ENDED, STOPPED, TOO_LONG, Limits
+from asyncflow.devices.cuda.graphs.graph import CapturedRegion, capture
+from asyncflow.devices.cuda.graphs.loop import DeviceLoop
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.devices.decisions import Branch, Decision, Loop
 from tests.gpu.card import Card

@@ -134,7 +134,7 @@ _UNCOMMENTED: Final = """
     devices/sim/launch.py
     devices/sim/repeated.py
     devices/sim/values.py
-    devices/swap.py
+    devices/saved/swap.py
     devices/swapping.py
     errors.py
     graph/graph.py

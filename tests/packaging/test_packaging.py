@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.devices.cuda import backend as cuda_backend
-from asyncflow.devices.cuda.experimental import bindings as cuda_bindings
+from asyncflow.devices.cuda.graphs import bindings as cuda_bindings
 from asyncflow.foreign_names import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[2]

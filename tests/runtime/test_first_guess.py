@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.runtime.executor.kernels.first_guess import first_guess
 from tests.clocks import LIGHT_NS, WorkClock
 from tests.faults.kernels import INT

@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.program.request import PlanRequest
-from asyncflow.devices.cost import MeasuredCost
+from asyncflow.devices.machine.cost import MeasuredCost
 from asyncflow.runtime.calls import plans
 from asyncflow.runtime.calls.plans import PlanCache
 from asyncflow.runtime.run.ask import Ask

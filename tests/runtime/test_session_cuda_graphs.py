@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda.experimental import loop_launch as cuda_while_launch
+from asyncflow.devices.cuda.graphs import loop_launch as cuda_while_launch
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
 

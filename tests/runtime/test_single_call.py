@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.runtime.gates import in_flight
 from asyncflow.runtime.run.run import Run
 from tests.clocks import WorkClock

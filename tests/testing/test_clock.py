@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 import asyncflow as af
-from asyncflow.devices.presets import CARDS, LINKS, MachineSpec
+from asyncflow.devices.figures.presets import CARDS, LINKS, MachineSpec
 from asyncflow.devices.sim.machine import current_machine
 from asyncflow.testing import VirtualClock, virtual_clock
 from tests.patience import PATIENCE_S

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from asyncflow.autodiff.stores.store_gradients import gradient_of_read, gradient_of_write
 from asyncflow.autodiff.stores.stores import STORE, MovingLog, SavedValues, StoreLog, store_op
-from asyncflow.devices.swap import Moves
+from asyncflow.devices.saved.swap import Moves
 from asyncflow.devices.swapping import Swapping
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.ir import Node, Tensor

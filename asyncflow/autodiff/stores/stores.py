@@ -14,7 +14,7 @@ from functools import reduce
 from threading import Lock
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
-from asyncflow.devices.swap import Moves
+from asyncflow.devices.saved.swap import Moves
 from asyncflow.devices.swapping import SavedEntry, Swapping
 from asyncflow.graph.op import OPAQUE, HostInputs, Op, define
 from asyncflow.graph.values.dtypes import VARIANT, summed_in

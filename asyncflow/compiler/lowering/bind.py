@@ -36,8 +36,8 @@ from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
 from asyncflow.devices.protocol import Device, is_coroutine_kernel
+from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.told import ToldAccount
-from asyncflow.devices.working_set import WorkingSet
 from asyncflow.graph.frames import FramePath
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor

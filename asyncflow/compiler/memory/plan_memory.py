@@ -35,10 +35,10 @@ from asyncflow.compiler.memory.loop_costs import LoopCosts
 from asyncflow.compiler.memory.memory_choices import LoopFigures, Saving, Way, Work, choose_way, fits, way_of
 from asyncflow.compiler.memory.segments import SegmentedLoop, loop_to_segment, trip_count
 from asyncflow.compiler.memory.store_paths import StorePaths, stores_of
-from asyncflow.devices.cost import SLICE_NS
+from asyncflow.devices.machine.cost import SLICE_NS
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import Device
-from asyncflow.devices.swap import FULL
+from asyncflow.devices.saved.swap import FULL
 from asyncflow.errors import SourceLocation
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor

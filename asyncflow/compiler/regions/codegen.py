@@ -43,10 +43,10 @@ from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, onl
 from asyncflow.compiler.regions.memory_order import find_reordered
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.regions import Region
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
+from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.swapping import Swapping
 from asyncflow.devices.told import UNBOUND, Holding, ToldAccount
-from asyncflow.devices.working_set import WorkingSet
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.graph import Subgraph

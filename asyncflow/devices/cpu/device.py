@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncflow.devices.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.cpu.lanes import Lanes
 from asyncflow.devices.cpu.spilling import CpuSwapping
+from asyncflow.devices.machine.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.memory import MemoryAccount, spill_advice
 from asyncflow.devices.protocol import Capabilities, Device, LogicalDevice
-from asyncflow.devices.swap import Space, SwapManager
+from asyncflow.devices.saved.swap import Space, SwapManager
 from asyncflow.devices.told import ToldAccount
 from asyncflow.streams.cpu.stream import ThreadStream
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncflow.devices import hardware
 from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.devices.kinds import DeviceDescription, DeviceKind, DeviceOptions
+from asyncflow.devices.machine import hardware
 from asyncflow.devices.memory import format_bytes
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Hashable
 from time import perf_counter_ns, thread_time_ns
 from typing import NamedTuple, TypeAlias
 
-from asyncflow.devices.hardware import usable_cores
+from asyncflow.devices.machine.hardware import usable_cores
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.values import Value
 

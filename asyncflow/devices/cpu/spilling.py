@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncflow.devices.heap import process_heap
+from asyncflow.devices.machine.heap import process_heap
 from asyncflow.devices.memory import MemoryAccount, owner_of
-from asyncflow.devices.spill import SpillBlock, SpillError, SpillFile
-from asyncflow.devices.swap import SavedHandle, Space
+from asyncflow.devices.saved.spill import SpillBlock, SpillError, SpillFile
+from asyncflow.devices.saved.swap import SavedHandle, Space
 from asyncflow.devices.swapping import Movable, Swapping
 from asyncflow.devices.values import DType
 from asyncflow.streams.cpu.stream import ThreadStream

@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncflow.devices import hardware
+from asyncflow.devices.machine import hardware
 from asyncflow.devices.memory import format_bytes
 from asyncflow.foreign_names import install
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.cuda.experimental.bindings import LEAST_VERSION, cuda_bindings
-from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
-from asyncflow.devices.cuda.experimental.products import Products, cublas
+from asyncflow.devices.cuda.graphs.bindings import LEAST_VERSION, cuda_bindings
+from asyncflow.devices.cuda.graphs.loop_launch import WhileLauncher
+from asyncflow.devices.cuda.graphs.products import Products, cublas
 from asyncflow.devices.cuda.launch import CudaHostLauncher, CudaLauncher, CudaRegionLauncher
 from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda.namespace import CudaNamespace
@@ -40,10 +40,10 @@ from asyncflow.devices.cuda.transfers.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.transfers.swapping import CudaSwapping
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, Landing
 from asyncflow.devices.decisions import LoopCode
+from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
-from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
-from asyncflow.devices.swap import Space
+from asyncflow.devices.saved.swap import Space
 from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, stays_on_host
 from asyncflow.errors import PlacementError
 from asyncflow.foreign_names import install

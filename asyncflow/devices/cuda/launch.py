@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.cuda.arguments import Values
-from asyncflow.devices.cuda.experimental.graph import CapturedRegion
+from asyncflow.devices.cuda.graphs.graph import CapturedRegion
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.protocol import HostKernel, KernelInfo, Placed, Span, recording
 from asyncflow.devices.values import DeviceValue, as_scalar, is_plain, stays_on_host

@@ -20,7 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.devices.cuda.experimental.products import Products
+    from asyncflow.devices.cuda.graphs.products import Products
     from asyncflow.devices.cuda.transfers.holder import CudaHolder
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray

@@ -1,9 +1,9 @@
 """A simulated device: NumPy's results on virtual time.
 
 A kernel is computed at once, when it is launched; a cost model tells *when it would have run*. The model covers the
-speed of the card and its links (`asyncflow.devices.presets`), the order of its streams, and the events between them. It
-also covers the thread of the host (`asyncflow.devices.host`), which takes a while for each launch and drives all
-devices, one after another. No result is visible before its time: only events tell the host of it.
+speed of the card and its links (`asyncflow.devices.figures.presets`), the order of its streams, and the events between
+them. It also covers the thread of the host (`asyncflow.devices.figures.host`), which takes a while for each launch and
+drives all devices, one after another. No result is visible before its time: only events tell the host of it.
 
 It is used like a CUDA device: with regions that have fused chains in them, with one node at a time, or with regions
 that become CUDA graphs, as the machine's ``launches`` says. Each call of the host there is one call here.
@@ -33,9 +33,10 @@ from typing import Literal
 
 import numpy as np
 
+from asyncflow.devices.figures.presets import kernel_ns
 from asyncflow.devices.memory import spill_advice
-from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Placed
+from asyncflow.devices.saved.swap import Space
 from asyncflow.devices.sim.launch import SimHostLauncher
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine
@@ -52,7 +53,6 @@ from asyncflow.devices.sim.values import (
     Storage,
     missing_data,
 )
-from asyncflow.devices.swap import Space
 from asyncflow.devices.values import DeviceValue, DType, as_scalar, stays_on_host
 from asyncflow.streams.sim.stream import SimEvent, SimStream
 from asyncflow.values import Array, Kernel, Value

@@ -29,7 +29,7 @@ from asyncflow.errors import InternalError
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
-    from asyncflow.devices.host import Call
+    from asyncflow.devices.figures.host import Call
     from asyncflow.devices.sim.device import SimDevice
     from asyncflow.streams.sim.stream import SimEvent
     from asyncflow.values import Array, Kernel, Value

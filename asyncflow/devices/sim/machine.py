@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
-from asyncflow.devices.host import LAUNCHES, Host, HostThread, Launches
-from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec
+from asyncflow.devices.figures.host import LAUNCHES, Host, HostThread, Launches
+from asyncflow.devices.figures.presets import DEFAULT_HOST, MachineSpec
 from asyncflow.devices.sim.links import CopyLane
 from asyncflow.devices.sim.values import SimArray, StandIn, Storage
 from asyncflow.entered import Entered

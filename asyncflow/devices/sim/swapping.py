@@ -23,8 +23,8 @@ from asyncflow.devices.swapping import Movable, Swapping
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncflow.devices.saved.swap import SavedHandle, Space
     from asyncflow.devices.sim.device import SimDevice
-    from asyncflow.devices.swap import SavedHandle, Space
     from asyncflow.devices.values import DType
     from asyncflow.values import Array, Value
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Literal
 from weakref import WeakValueDictionary
 
-from asyncflow.devices.host import Call
-from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
+from asyncflow.devices.figures.host import Call
+from asyncflow.devices.figures.presets import CARDS, Card, kernel_ns, work_ns
 from asyncflow.devices.protocol import Capabilities, CountedSpans, LaunchingDevice, LogicalDevice, Span
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.values import SimArray, SimMemoryAccount, Storage

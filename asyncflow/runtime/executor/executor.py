@@ -19,7 +19,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.plan import Kind
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import Buffer, MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans, recording
 from asyncflow.errors import DeviceLostError, KernelError

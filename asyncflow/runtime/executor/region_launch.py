@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS, ON_A_THREAD
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, ON_A_THREAD
 from asyncflow.runtime.executor.kernels.sliced_region import SlicedRegion, Stopped
 from asyncflow.runtime.executor.threads import goes_to_a_thread, held, submit
 from asyncflow.state.waiting.awaiting import wake_on

@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.compiler.program.kernels import waits_for_saved
-from asyncflow.devices.cost import INLINE_LIMIT_NS, ON_A_THREAD, MeasuredCost
 from asyncflow.devices.cpu.lanes import Times
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, ON_A_THREAD, MeasuredCost
 from asyncflow.ops.rows.by_row import Paused
 from asyncflow.runtime.executor.kernels.sliced_region import Stopped, in_parts
 from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue

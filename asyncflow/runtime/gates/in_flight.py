@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import TRACKED_BYTES
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.runtime.executor.kernels.single_call import Begun, quiet_context, run_single_call, run_user_call

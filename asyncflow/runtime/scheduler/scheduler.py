@@ -45,7 +45,7 @@ from asyncflow.runtime.scheduler.frame import Frame, Iteration
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from asyncflow.devices.working_set import WorkingSet
+    from asyncflow.devices.saved.working_set import WorkingSet
     from asyncflow.values import Value
 
     Firing = tuple[PlanNode, Iteration, Sequence[Value]]

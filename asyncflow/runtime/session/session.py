@@ -19,8 +19,8 @@ from asyncflow.checkpoint.checkpoints import Checkpoints
 from asyncflow.checkpoint.saver import Saver, as_path
 from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
-from asyncflow.devices.blas import BlasLease, acquire_blas_threads
-from asyncflow.devices.heap import process_heap
+from asyncflow.devices.machine.blas import BlasLease, acquire_blas_threads
+from asyncflow.devices.machine.heap import process_heap
 from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SessionClosedError, brief

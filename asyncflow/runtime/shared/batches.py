@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
 from asyncflow.errors import DeadlineExceeded, ExitRaised, OutOfMemoryError, SessionClosedError, of_firing
 from asyncflow.lift.calls.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from asyncflow.compiler.lowering.single_call import find_single_call
 from asyncflow.compiler.program.request import PlanRequest
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.errors import contained_exits
 from asyncflow.runtime.executor.kernels.single_call import CountedCall
 from asyncflow.runtime.run.ask import Ask

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 from asyncflow.compiler.plan import Plan
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.errors import of_firing
 from asyncflow.lift.calls.batched import install_gatherer

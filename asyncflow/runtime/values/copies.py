@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.devices.heap import process_heap
+from asyncflow.devices.machine.heap import process_heap
 from asyncflow.runtime.values.feeds import LargeFeed
 from asyncflow.runtime.values.fetches import is_fresh
 from asyncflow.state.variables.immutable import LARGE_BYTES

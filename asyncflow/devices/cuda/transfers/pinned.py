@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.devices.hardware import usable_memory
+from asyncflow.devices.machine.hardware import usable_memory
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.options import positive_count
 

@@ -27,13 +27,13 @@ import numpy as np
 from asyncflow.devices.cuda.memory import ALLOCATION_BYTES, Lease
 from asyncflow.devices.cuda.transfers.slabs import PinnedSlabs
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, Landing
+from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
-from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Placed, Shape, recording
-from asyncflow.devices.spill import SpillBlock, SpillFile
-from asyncflow.devices.swap import Orders, SavedHandle, SavedState, Space
+from asyncflow.devices.saved.spill import SpillBlock, SpillFile
+from asyncflow.devices.saved.swap import Orders, SavedHandle, SavedState, Space
+from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.swapping import Movable, SavedEntry, Swapping
-from asyncflow.devices.working_set import WorkingSet
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaEvent, active
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncflow.compiler.lowering.single_call import SingleCall
 from asyncflow.compiler.plan import PlanNode
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.graph.op import KernelContext

@@ -22,9 +22,9 @@ from typing import NamedTuple, TypeAlias
 
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.compiler.regions.region_code import Phase
-from asyncflow.devices.cost import INLINE_LIMIT_NS, SLICE_NS, MeasuredCost
+from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, SLICE_NS, MeasuredCost
 from asyncflow.devices.protocol import Spans
-from asyncflow.devices.working_set import WorkingSet
+from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.ops.rows.by_row import Paused, PausingKernel
 from asyncflow.runtime.executor.kernels.first_guess import user_cost
 from asyncflow.runtime.scheduler.frame import Iteration

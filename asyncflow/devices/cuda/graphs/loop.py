@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError
-from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, GatedPlace, Limits, Rehearsal
-from asyncflow.devices.cuda.experimental.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
+from asyncflow.devices.cuda.graphs.conditional import ConditionalNodes, GatedPlace, Limits, Rehearsal
+from asyncflow.devices.cuda.graphs.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
 from asyncflow.devices.decisions import Body, Branch, Condition, Decision, Ended, Loop, advance, decisions
 
 if TYPE_CHECKING:
-    from asyncflow.devices.cuda.experimental.bindings import Bindings
+    from asyncflow.devices.cuda.graphs.bindings import Bindings
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw

@@ -49,7 +49,7 @@ from threading import Lock
 from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.devices.protocol import Placed
-from asyncflow.devices.working_set import Account, Pace, WorkingSet
+from asyncflow.devices.saved.working_set import Account, Pace, WorkingSet
 
 LEAST_BYTES = 64 << 10
 """Smaller values never move: a copy would cost more than the memory is worth."""

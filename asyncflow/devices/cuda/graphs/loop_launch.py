@@ -15,15 +15,15 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.cuda.arguments import Values
-from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
-from asyncflow.devices.cuda.experimental.host_loop import HostDriver
-from asyncflow.devices.cuda.experimental.loop import DeviceLoop
+from asyncflow.devices.cuda.graphs.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
+from asyncflow.devices.cuda.graphs.host_loop import HostDriver
+from asyncflow.devices.cuda.graphs.loop import DeviceLoop
 from asyncflow.devices.decisions import Loop, LoopCode
 from asyncflow.devices.protocol import CoroutineKernel, KernelInfo, Placed, Span, recording
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.cuda.experimental.bindings import Bindings
+    from asyncflow.devices.cuda.graphs.bindings import Bindings
     from asyncflow.values import Value
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from asyncflow.devices.host import Host
+from asyncflow.devices.figures.host import Host
 
 _TERA = 1e12
 _GIGA = 1e9

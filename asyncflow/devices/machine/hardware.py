@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from asyncflow.devices.blas import blas_libraries
+from asyncflow.devices.machine.blas import blas_libraries
 
 KERNEL_VARIABLES: Final = (
     "OPENBLAS_CORETYPE",
@@ -78,7 +78,7 @@ def blas_hindrance() -> str | None:
     if not given:
         return None
     free = {name: value for name, value in os.environ.items() if name not in given}
-    ask = "from asyncflow.devices.hardware import blas_library; print(blas_library())"
+    ask = "from asyncflow.devices.machine.hardware import blas_library; print(blas_library())"
     command = [sys.executable, "-c", ask]
     done = subprocess.run(command, env=free, capture_output=True, text=True, check=True, timeout=ASK_S)
     chosen = done.stdout.strip()

@@ -1,0 +1,1 @@
+"""CUDA graphs, and loops that a card runs by itself."""

@@ -1,0 +1,1 @@
+"""Figures of cards, of links, and of the host that drives them."""

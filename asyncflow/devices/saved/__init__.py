@@ -1,0 +1,1 @@
+"""Saved values that move out of the memory of a device."""
