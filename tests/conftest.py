@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import asyncflow as af
-from asyncflow.compiler.program import fused
+from asyncflow.compiler.program.kernels import fused
 from asyncflow.devices import captures
 from asyncflow.devices import swapping as swapping_module
 from asyncflow.devices.cuda.backend import cuda_backend

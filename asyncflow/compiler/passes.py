@@ -14,7 +14,7 @@ from asyncflow.compiler.memory.plan_memory import PlannedLoop
 from asyncflow.compiler.memory.saved import Saved
 from asyncflow.compiler.placement.place import Placement
 from asyncflow.compiler.plan import Partition
-from asyncflow.compiler.program.kernels import Resolve
+from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.compiler.program.request import PlanOptions, PlanRequest
 from asyncflow.compiler.program.survey import Survey
 from asyncflow.devices.protocol import Device

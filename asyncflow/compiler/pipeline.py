@@ -34,8 +34,8 @@ from asyncflow.compiler.placement.homes import send_home
 from asyncflow.compiler.placement.place import place
 from asyncflow.compiler.plan import Plan
 from asyncflow.compiler.program.extract import FEED, extract
-from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.host_values import find_host_values
+from asyncflow.compiler.program.loops.frames import has_primitives
 from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.compiler.program.survey import survey

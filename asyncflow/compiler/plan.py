@@ -18,9 +18,9 @@ from asyncflow.compiler.batching.products_ahead import PRODUCT_AHEAD
 from asyncflow.compiler.memory.saved import Saved, explain_saved
 from asyncflow.compiler.placement.node_costs import RegionEstimate, estimate_region
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
-from asyncflow.compiler.program.fused import FUSED, kernel_source
-from asyncflow.compiler.program.kernels import is_small_spec
-from asyncflow.compiler.program.transfers import RECV, SEND, TO_HOST
+from asyncflow.compiler.program.kernels.fused import FUSED, kernel_source
+from asyncflow.compiler.program.kernels.kernels import is_small_spec
+from asyncflow.compiler.program.kernels.transfers import RECV, SEND, TO_HOST
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.compiler.run_cost import RunCost

@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.autodiff.stores.saved_values import MOVING_STORE, READ_SAVED, SAVE
-from asyncflow.compiler.program.transfers import SEND
+from asyncflow.compiler.program.kernels.transfers import SEND
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.values.dtypes import VARIANT
 from asyncflow.testing import virtual_clock

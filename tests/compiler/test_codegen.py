@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.compiler.program.kernels import bind_kernel
+from asyncflow.compiler.program.kernels.kernels import bind_kernel
 from asyncflow.compiler.regions.codegen import RegionGenerator
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region

@@ -16,7 +16,7 @@ from asyncflow.compiler.lowering import delay_recvs as module
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.placement.node_costs import NodeCosts
-from asyncflow.compiler.program.frames import assign_frames
+from asyncflow.compiler.program.loops.frames import assign_frames
 from asyncflow.testing import virtual_clock
 from tests.compiler.cut import put_by_hand
 from tests.compiler.placing import FakeDevice, work

@@ -9,7 +9,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.autodiff.stores.saved_values import new_store, saved_value
-from asyncflow.compiler.program.kernels import bind_member
+from asyncflow.compiler.program.kernels.kernels import bind_member
 
 if TYPE_CHECKING:
     from asyncflow.devices.protocol import AsynchronousDevice

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.program.frames import assign_frames
+from asyncflow.compiler.program.loops.frames import assign_frames
 from tests.compiler.cut import crossings, cut, of, text
 from tests.compiler.stages import golden
 

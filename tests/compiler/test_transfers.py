@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.program.transfers import EXPAND, TRUNCATE
+from asyncflow.compiler.program.kernels.transfers import EXPAND, TRUNCATE
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:

@@ -121,8 +121,8 @@ _UNCOMMENTED: Final = """
     compiler/placement/place.py
     compiler/plan.py
     compiler/program/extract.py
-    compiler/program/hand_written.py
-    compiler/program/kernels.py
+    compiler/program/loops/hand_written.py
+    compiler/program/kernels/kernels.py
     compiler/regions/codegen.py
     compiler/regions/regions.py
     control/stores/array_store.py

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncflow.compiler.batching.products_ahead import ENOUGH_ROWS, PRODUCT_AHEAD, PRODUCTS_AHEAD
-from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.loops.counters import counters
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
 from asyncflow.control.stores.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant

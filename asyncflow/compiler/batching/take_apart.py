@@ -14,8 +14,8 @@ from functools import reduce
 from itertools import accumulate, groupby
 
 from asyncflow.compiler.batching.batch_rows import Classes, classified, pays_ahead
-from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.loops.counters import counters
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.ir import Attrs, Node, Tensor

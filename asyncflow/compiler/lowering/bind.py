@@ -17,8 +17,7 @@ from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS
 from asyncflow.compiler.lowering.lasting import keeping, lasts
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.plan import Partition, PlanFrame
-from asyncflow.compiler.program.frames import assign_frames, is_everywhere
-from asyncflow.compiler.program.kernels import (
+from asyncflow.compiler.program.kernels.kernels import (
     SAVES,
     Resolve,
     asks_for_memory,
@@ -27,6 +26,7 @@ from asyncflow.compiler.program.kernels import (
     bind_member,
     bind_region,
 )
+from asyncflow.compiler.program.loops.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.request import PlanOptions
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture

@@ -28,7 +28,7 @@ from heapq import heappop, heappush
 
 from asyncflow.compiler.placement.node_costs import SMALL_NBYTES, NodeCosts, spec_nbytes
 from asyncflow.compiler.program.extract import FEED
-from asyncflow.compiler.program.transfers import EXPAND, RECV, SEND
+from asyncflow.compiler.program.kernels.transfers import EXPAND, RECV, SEND
 from asyncflow.compiler.regions.regions import REGION
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.loop_cond import LOOP_COND

@@ -28,9 +28,9 @@ from typing import NamedTuple
 from asyncflow.compiler.lowering.lower_by_hand import PlacesByHand
 from asyncflow.compiler.lowering.places import INDEX, NEWS, Device, EnclosingLoop, FlatBuilder, Place
 from asyncflow.compiler.program.extract import EMIT, FETCH
-from asyncflow.compiler.program.frames import has_primitives, is_everywhere
-from asyncflow.compiler.program.hand_written import HandWritten
-from asyncflow.compiler.program.transfers import TO_HOST
+from asyncflow.compiler.program.kernels.transfers import TO_HOST
+from asyncflow.compiler.program.loops.frames import has_primitives, is_everywhere
+from asyncflow.compiler.program.loops.hand_written import HandWritten
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND

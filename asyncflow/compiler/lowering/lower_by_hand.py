@@ -8,8 +8,8 @@ one side of a predicate only get a Switch of that predicate. Constant Enters sta
 from __future__ import annotations
 
 from asyncflow.compiler.lowering.places import NEWS, Device, EnclosingLoop, FlatBuilder, Place
-from asyncflow.compiler.program.frames import is_everywhere
-from asyncflow.compiler.program.hand_written import HandFrame, HandWritten, Live, Side
+from asyncflow.compiler.program.loops.frames import is_everywhere
+from asyncflow.compiler.program.loops.hand_written import HandFrame, HandWritten, Live, Side
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND

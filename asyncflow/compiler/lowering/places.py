@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.program.extract import FEED
-from asyncflow.compiler.program.transfers import EXPAND, RECV, SEND, TO_HOST, TRUNCATE, HostUse
+from asyncflow.compiler.program.kernels.transfers import EXPAND, RECV, SEND, TO_HOST, TRUNCATE, HostUse
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.merge import MERGE

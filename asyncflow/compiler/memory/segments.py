@@ -39,8 +39,8 @@ from asyncflow.compiler.memory.repeats import (
     why_never_twice,
 )
 from asyncflow.compiler.memory.saved import find_saved
-from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.loops.counters import counters
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.control.while_loop import add_loop

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.compiler.program.kernels import bind_kernel
+from asyncflow.compiler.program.kernels.kernels import bind_kernel
 from asyncflow.compiler.program.purity import awaited_nodes, has_variants, nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from asyncflow.compiler.program.counters import counters
+from asyncflow.compiler.program.loops.counters import counters
 from asyncflow.compiler.program.replacements import Replacements, join_inputs
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.graph import Graph

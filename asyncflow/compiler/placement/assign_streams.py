@@ -20,7 +20,7 @@ from asyncflow.compiler.placement.followers import place_followers
 from asyncflow.compiler.placement.node_costs import NodeCosts, assumed_ns
 from asyncflow.compiler.placement.place import find_places
 from asyncflow.compiler.program.extract import FEED
-from asyncflow.compiler.program.frames import has_primitives, is_everywhere
+from asyncflow.compiler.program.loops.frames import has_primitives, is_everywhere
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node

@@ -15,8 +15,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from asyncflow.autodiff.stores.saved_values import SAVE
 from asyncflow.autodiff.stores.store_gradients import NO_GRADIENT
 from asyncflow.compiler.program.extract import EMIT, FETCH
-from asyncflow.compiler.program.frames import has_primitives
-from asyncflow.compiler.program.hand_written import HandWritten
+from asyncflow.compiler.program.loops.frames import has_primitives
+from asyncflow.compiler.program.loops.hand_written import HandWritten
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.devices.protocol import Device
 from asyncflow.errors import PlacementError

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
-from asyncflow.compiler.program.work import assumed, flops_of, makes_what_it_is_told
+from asyncflow.compiler.program.kernels.work import assumed, flops_of, makes_what_it_is_told
 from asyncflow.devices.machine.cost import NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from asyncflow.compiler.program.frames import assign_frames, has_primitives
+from asyncflow.compiler.program.loops.frames import assign_frames, has_primitives
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.graph.building.build import constant, identity
 from asyncflow.graph.builtin import PARAMETER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
-from asyncflow.compiler.program.kernels import Resolve
+from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.resource import resources_of
 from asyncflow.state.variables.variable_state import VariableState

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncflow.compiler.program.kernels import is_small_spec
+from asyncflow.compiler.program.kernels.kernels import is_small_spec
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.extract import FEED
-from asyncflow.compiler.program.kernels import asks_for_memory, is_small_spec, waits_for_saved
+from asyncflow.compiler.program.kernels.kernels import asks_for_memory, is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import (
     Buffers,
     carried_results,

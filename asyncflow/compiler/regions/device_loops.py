@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.host_values import find_host_values
-from asyncflow.compiler.program.kernels import bind_member, find_unknown_vectors
+from asyncflow.compiler.program.kernels.kernels import bind_member, find_unknown_vectors
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
 from asyncflow.compiler.regions.device_functions import DeviceFunctions

@@ -20,7 +20,7 @@ from asyncflow.autodiff.stores.row_gradients import ADD_ROWS
 from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED
 from asyncflow.autodiff.stores.store_gradients import ACCUMULATE, ELEMENT_GRADIENT, NO_GRADIENT
 from asyncflow.compiler.placement.node_costs import spec_nbytes
-from asyncflow.compiler.program.kernels import SAVES, is_small_spec
+from asyncflow.compiler.program.kernels.kernels import SAVES, is_small_spec
 from asyncflow.control.stores import row_store, tensor_array
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory

@@ -30,9 +30,9 @@ from types import MappingProxyType
 
 from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_stream
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
-from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
-from asyncflow.compiler.program.kernels import is_small_spec
+from asyncflow.compiler.program.kernels.kernels import is_small_spec
+from asyncflow.compiler.program.loops.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.ordered import ordered
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.join_regions import Body, RegionCosts, join_regions

@@ -6,7 +6,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, cast
 
-from asyncflow.compiler.program.kernels import waits_for_saved
+from asyncflow.compiler.program.kernels.kernels import waits_for_saved
 from asyncflow.devices.cpu.lanes import Times
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, ON_A_THREAD, MeasuredCost
 from asyncflow.ops.rows.by_row import Paused

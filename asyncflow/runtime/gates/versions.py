@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from asyncflow.checkpoint.checkpoints import NewVersion
     from asyncflow.compiler.plan import Plan
-    from asyncflow.compiler.program.kernels import Resolve
+    from asyncflow.compiler.program.kernels.kernels import Resolve
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.graph.resource import Resource
     from asyncflow.runtime.calls.plans import PlanCache

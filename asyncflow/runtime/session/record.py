@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from asyncflow.compiler.program.kernels import Resolve
+from asyncflow.compiler.program.kernels.kernels import Resolve
 from asyncflow.compiler.program.request import Fetch
 from asyncflow.devices.values import is_array
 from asyncflow.errors import GraphError, ReplayError

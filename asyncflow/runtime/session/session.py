@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import concurrent.futures
 
     from asyncflow.compiler.plan import Plan
-    from asyncflow.compiler.program.kernels import Resolve
+    from asyncflow.compiler.program.kernels.kernels import Resolve
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.protocol import Device
     from asyncflow.values import Nest, Value

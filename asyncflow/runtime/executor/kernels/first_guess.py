@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from asyncflow.compiler.placement.node_costs import NS_PER_ELEMENT, kernel_ns
 from asyncflow.compiler.plan import PlanNode
-from asyncflow.compiler.program.work import makes_what_it_is_told
+from asyncflow.compiler.program.kernels.work import makes_what_it_is_told
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, MeasuredCost, Proof, UserCost
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Node

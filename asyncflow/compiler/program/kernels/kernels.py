@@ -13,10 +13,10 @@ import numpy as np
 
 from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMENT_STORE
 from asyncflow.autodiff.stores.saved_values import READ_SAVED, SAVE
-from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
+from asyncflow.compiler.program.kernels.fused import alone
+from asyncflow.compiler.program.kernels.work import flops_of
 from asyncflow.compiler.program.purity import has_variants
-from asyncflow.compiler.program.work import flops_of
 from asyncflow.control.stores.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, KernelInfo, KernelRecipe, Shape

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from asyncflow.compiler.program.frames import assign_frames, is_everywhere
+from asyncflow.compiler.program.loops.frames import assign_frames, is_everywhere
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT

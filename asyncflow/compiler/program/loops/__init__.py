@@ -1,0 +1,1 @@
+"""Loops of a flat graph: frames, counters, and those written by hand."""
