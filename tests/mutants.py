@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         "a counter that is computed again begins with 0",
-        "compiler/memory/choose_saved.py",
+        "compiler/memory/saving/choose_saved.py",
         'np.asarray(start.node.attrs["value"], int64)',
         "np.zeros((), int64)",
         "memory",
@@ -248,7 +248,7 @@ FAULTS = (
     ),
     Fault(
         "a buffer with two names is paid for twice",
-        "compiler/memory/choose_saved.py",
+        "compiler/memory/saving/choose_saved.py",
         "_MOST_SHARED = 4",
         "_MOST_SHARED = 0",
         "memory",

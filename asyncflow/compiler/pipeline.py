@@ -15,12 +15,12 @@ from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.lowering.single_call import find_single_call
-from asyncflow.compiler.memory.choose_saved import choose_saved
 from asyncflow.compiler.memory.last_reads import mark_last_reads
 from asyncflow.compiler.memory.move_saved import move_saved
 from asyncflow.compiler.memory.plan_memory import plan_memory
+from asyncflow.compiler.memory.recomputation.segments import segments
 from asyncflow.compiler.memory.saved import find_saved
-from asyncflow.compiler.memory.segments import segments
+from asyncflow.compiler.memory.saving.choose_saved import choose_saved
 from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
 from asyncflow.compiler.optimize.fold import fold
 from asyncflow.compiler.optimize.hoist import hoist

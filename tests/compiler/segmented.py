@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.memory.segments import SegmentedLoop
+from asyncflow.compiler.memory.recomputation.segments import SegmentedLoop
 
 N = 11
 """Iterations of most loops: neither a square nor a multiple of the lengths that are tried."""

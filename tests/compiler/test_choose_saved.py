@@ -14,9 +14,9 @@ import pytest
 import asyncflow as af
 from asyncflow.autodiff.stores.saved_values import SAVE
 from asyncflow.autodiff.stores.stores import StoreLog
-from asyncflow.compiler.memory import choose_saved as module
-from asyncflow.compiler.memory.choose_saved import choose_saved, is_cheap, nbytes_of
 from asyncflow.compiler.memory.saved import buffer_of, find_saved
+from asyncflow.compiler.memory.saving import choose_saved as module
+from asyncflow.compiler.memory.saving.choose_saved import choose_saved, is_cheap, nbytes_of
 from asyncflow.compiler.memory.store_paths import stores_of
 from asyncflow.compiler.program.extract import extract
 from asyncflow.graph.builtin import PARAMETER

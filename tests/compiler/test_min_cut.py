@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from asyncflow.compiler.memory.min_cut import smallest_cut
+from asyncflow.compiler.memory.saving.min_cut import smallest_cut
 
 Graph = tuple[Sequence[int], Sequence[int | None], Sequence[Collection[int]], Collection[int]]
 

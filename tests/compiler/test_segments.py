@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, segment_of
-from asyncflow.compiler.memory.segments import SegmentedLoop, loops_to_segment, segments
+from asyncflow.compiler.memory.recomputation.segments import SegmentedLoop, loops_to_segment, segments
 from asyncflow.compiler.program.extract import extract
 from asyncflow.graph.structured import WhileNode
 from tests.autodiff.programs import Program

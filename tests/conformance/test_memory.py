@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.autodiff.stores.saved_values import new_store, save, saved_value
-from asyncflow.compiler.memory import choose_saved
+from asyncflow.compiler.memory.saving import choose_saved
 from asyncflow.compiler.program.kernels import kernels
 from asyncflow.graph.structured import WhileNode
 from tests.cells import Arrangement

@@ -112,10 +112,10 @@ _UNCOMMENTED: Final = """
     checkpoint/saver.py
     cli/main.py
     compiler/batching/products_ahead.py
-    compiler/memory/choose_saved.py
+    compiler/memory/saving/choose_saved.py
     compiler/memory/plan_memory.py
-    compiler/memory/repeats.py
-    compiler/memory/segments.py
+    compiler/memory/recomputation/repeats.py
+    compiler/memory/recomputation/segments.py
     compiler/pipeline.py
     compiler/placement/constraints.py
     compiler/placement/place.py

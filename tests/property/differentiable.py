@@ -15,7 +15,7 @@ TRIPS = 3
 """No loop has more."""
 
 FREE = {"KERNEL": 0, "PASS": 1 << 60, "COMPOSITE": 1 << 60}
-"""Prices of `asyncflow.compiler.memory.choose_saved` at which whatever may be computed again is."""
+"""Prices of `asyncflow.compiler.memory.saving.choose_saved` at which whatever may be computed again is."""
 
 Step = Callable[[Random, list[Any], Any], Any]
 

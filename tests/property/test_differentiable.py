@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.compiler.memory import choose_saved
+from asyncflow.compiler.memory.saving import choose_saved
 from asyncflow.testing import virtual_clock
 from tests.property.differentiable import COLUMNS, FREE, ROWS, random_loss
 

@@ -2,7 +2,7 @@
 
 A loop runs forward and then its gradient runs back. The values of an iteration may stay, or move away and back; some of
 them may be computed again in the gradient's body (a `Saving`). The iterations behind the first ones may be run again in
-segments (`asyncflow.compiler.memory.segments`). A `Way` is one choice of all of these for a loop:
+segments (`asyncflow.compiler.memory.recomputation.segments`). A `Way` is one choice of all of these for a loop:
 
 - *keep* takes the time of both loops alone;
 - *moving* takes the time of the copies that the loops are too short to hide: those out while the forward loop runs,

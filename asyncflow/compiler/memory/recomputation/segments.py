@@ -28,7 +28,7 @@ from asyncflow.autodiff.stores.checkpoints import CHECKPOINT, SAVE_FIRST, SEGMEN
 from asyncflow.autodiff.stores.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.autodiff.stores.stores import STORE
 from asyncflow.compiler.memory.memory_choices import segment_length
-from asyncflow.compiler.memory.repeats import (
+from asyncflow.compiler.memory.recomputation.repeats import (
     BodyPart,
     Owners,
     Refusal,

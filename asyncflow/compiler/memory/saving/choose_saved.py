@@ -22,10 +22,10 @@ import numpy as np
 
 from asyncflow.autodiff.bodies.while_gradient import is_successor
 from asyncflow.autodiff.stores.saved_values import READ_SAVED
-from asyncflow.compiler.memory.copy_parts import copy_parts
 from asyncflow.compiler.memory.largest import largest_spec
-from asyncflow.compiler.memory.min_cut import Cut, smallest_cut
 from asyncflow.compiler.memory.saved import buffer_of, is_shared
+from asyncflow.compiler.memory.saving.copy_parts import copy_parts
+from asyncflow.compiler.memory.saving.min_cut import Cut, smallest_cut
 from asyncflow.compiler.memory.store_paths import LoopStore, StorePaths, StoreReader, stores_of
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import has_variants

@@ -1,0 +1,1 @@
+"""Iterations and parts of them that a gradient runs again."""
