@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "a region rebinds its loop variables one after the other",
-        "compiler/regions/codegen.py",
+        "compiler/regions/code/codegen.py",
         "if value in rebound:",
         "if False:",
         "while_loop",

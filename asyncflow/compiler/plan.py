@@ -21,7 +21,7 @@ from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.kernels.fused import FUSED, kernel_source
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
 from asyncflow.compiler.program.kernels.transfers import RECV, SEND, TO_HOST
-from asyncflow.compiler.regions.region_code import RegionCode
+from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.regions import REGION, Region
 from asyncflow.compiler.run_cost import RunCost
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER

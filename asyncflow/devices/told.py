@@ -1,8 +1,8 @@
 """The account of a device whose functions report the bytes held at a few places, and track no values.
 
 To track each value would cost a compiled loop more than many a kernel does. So the compiler finds the live values at
-each place (`asyncflow.compiler.regions.held_bytes`), and a function reports the sum: where its loops begin and end,
-where it is fullest, and at times where it may stop. Stores report their bytes, or their new values are looked at.
+each place (`asyncflow.compiler.regions.code.held_bytes`), and a function reports the sum: where its loops begin and
+end, where it is fullest, and at times where it may stop. Stores report their bytes, or their new values are looked at.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Python functions of kernels that feed one another in a straight line.
 
-They are generated, as the functions of regions are (`asyncflow.compiler.regions.codegen`, which writes branches and
-loops as well), but know nothing of nodes: values have numbers. Lines of one form share their code, so that making the
-next one costs a call.
+They are generated, as the functions of regions are (`asyncflow.compiler.regions.code.codegen`, which writes branches
+and loops as well), but know nothing of nodes: values have numbers. Lines of one form share their code, so that making
+the next one costs a call.
 """
 
 from __future__ import annotations

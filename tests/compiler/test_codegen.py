@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.compiler.program.kernels.kernels import bind_kernel
-from asyncflow.compiler.regions.codegen import RegionGenerator
-from asyncflow.compiler.regions.region_code import RegionCode
+from asyncflow.compiler.regions.code.codegen import RegionGenerator
+from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.building.build import apply
 from asyncflow.graph.builtin import PLACEHOLDER

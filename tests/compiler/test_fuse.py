@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.compiler.program.kernels.fused import FUSED, kernel_source
 from asyncflow.compiler.program.kernels.kernels import bind_kernel
-from asyncflow.compiler.regions.codegen import RegionGenerator
+from asyncflow.compiler.regions.code.codegen import RegionGenerator
 from asyncflow.compiler.regions.fuse import fuse_line, fuse_region
 from asyncflow.graph.graph import Graph
 from asyncflow.state.containers import StateStore

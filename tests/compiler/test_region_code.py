@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.regions.region_code import label_of
+from asyncflow.compiler.regions.code.region_code import label_of
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ _UNCOMMENTED: Final = """
     compiler/program/extract.py
     compiler/program/loops/hand_written.py
     compiler/program/kernels/kernels.py
-    compiler/regions/codegen.py
+    compiler/regions/code/codegen.py
     compiler/regions/regions.py
     control/stores/array_store.py
     control/stores/tensor_array.py

@@ -30,9 +30,9 @@ from asyncflow.compiler.program.loops.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.purity import nbytes
 from asyncflow.compiler.program.request import PlanOptions
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
-from asyncflow.compiler.regions.codegen import RegionGenerator
+from asyncflow.compiler.regions.code.codegen import RegionGenerator
+from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.device_loops import bind_device_loop
-from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryAccount
 from asyncflow.devices.protocol import Device, is_coroutine_kernel

@@ -11,7 +11,7 @@ import numpy as np
 from asyncflow.compiler.plan import Crossing, Dead, Kind, Partition, PlanFrame, PlanNode
 from asyncflow.compiler.program.kernels.kernels import is_small_spec
 from asyncflow.compiler.program.loops.frames import is_everywhere
-from asyncflow.compiler.regions.region_code import RegionCode
+from asyncflow.compiler.regions.code.region_code import RegionCode
 from asyncflow.compiler.regions.regions import REGION
 from asyncflow.control.primitives.enter import ENTER, require_one_window
 from asyncflow.control.primitives.exit import EXIT

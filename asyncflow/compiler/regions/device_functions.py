@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from asyncflow.compiler.regions.codegen import RegionGenerator
+from asyncflow.compiler.regions.code.codegen import RegionGenerator
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.decisions import Body, Branch, Condition, Loop, decisions
 from asyncflow.errors import LoopIdentity

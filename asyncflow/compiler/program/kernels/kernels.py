@@ -37,7 +37,7 @@ from asyncflow.streams.holding import in_line
 from asyncflow.values import Array
 
 if TYPE_CHECKING:
-    from asyncflow.compiler.regions.region_code import RegionCode
+    from asyncflow.compiler.regions.code.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.control.stores.array_value import ArrayValue
     from asyncflow.graph.ir import Node, Tensor

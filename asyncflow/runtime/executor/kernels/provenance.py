@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncflow.compiler.plan import PlanNode
-from asyncflow.compiler.regions.region_code import SourcePlace
+from asyncflow.compiler.regions.code.region_code import SourcePlace
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import (
     AsyncflowError,

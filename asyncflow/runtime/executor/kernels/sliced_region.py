@@ -21,7 +21,7 @@ from types import FrameType, GeneratorType
 from typing import NamedTuple, TypeAlias
 
 from asyncflow.compiler.plan import PlanNode
-from asyncflow.compiler.regions.region_code import Phase
+from asyncflow.compiler.regions.code.region_code import Phase
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS, SLICE_NS, MeasuredCost
 from asyncflow.devices.protocol import Spans
 from asyncflow.devices.saved.working_set import WorkingSet

@@ -29,7 +29,7 @@ from asyncflow.autodiff.stores.saved_values import READ_SAVED
 from asyncflow.compiler.placement.node_costs import may_be_long, spec_nbytes
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.kernels.kernels import asks_for_memory, is_small_spec, waits_for_saved
-from asyncflow.compiler.regions.buffers import (
+from asyncflow.compiler.regions.code.buffers import (
     Buffers,
     carried_results,
     changed_in_place,
@@ -38,10 +38,10 @@ from asyncflow.compiler.regions.buffers import (
     made_by,
     writes_to_buffer,
 )
-from asyncflow.compiler.regions.held_bytes import VARIABLE_WRITES, HeldBytes
-from asyncflow.compiler.regions.last_iteration import SILENT, needed_to_end, only_node
-from asyncflow.compiler.regions.memory_order import find_reordered
-from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
+from asyncflow.compiler.regions.code.held_bytes import VARIABLE_WRITES, HeldBytes
+from asyncflow.compiler.regions.code.last_iteration import SILENT, needed_to_end, only_node
+from asyncflow.compiler.regions.code.memory_order import find_reordered
+from asyncflow.compiler.regions.code.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.saved.working_set import WorkingSet

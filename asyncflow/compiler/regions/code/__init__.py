@@ -1,0 +1,1 @@
+"""The generated function of a region."""
