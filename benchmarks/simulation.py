@@ -25,7 +25,7 @@ PAPER: Final = "the paper"
 """EuroSys '18, on its own machines: something to look at, and nothing to divide by."""
 
 DRIVERS: Final = {"asyncflow": "this runtime", "c++": "a thread a device"}
-"""The hosts that drive the simulated cards, and what their curves are called; see `asyncflow.devices.figures.presets.HOSTS`."""
+"""The hosts that drive the simulated cards, with names of their curves; see `asyncflow.devices.figures`."""
 
 ANOTHER_HOST: Final = DRIVERS["c++"]
 

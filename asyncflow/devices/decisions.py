@@ -1,8 +1,8 @@
 """Functions on a device's arrays that decide by the arrays' values.
 
 Such a function is a generator: it yields a decision, a `Branch` or a `Loop`, is sent the results, and goes on. Whoever
-runs it chooses how: a capture makes conditional nodes (`cuda/experimental/conditional.py`), the host waits for the
-predicate (`cuda/experimental/host_loop.py`). A function that decides nothing is a plain one::
+runs it chooses how: a capture makes conditional nodes (`cuda/graphs/conditional.py`), the host waits for the
+predicate (`cuda/graphs/host_loop.py`). A function that decides nothing is a plain one::
 
     def collatz(n, steps):
         (n,) = yield Branch(n % 2 == 0, lambda n: (n // 2,), lambda n: (3 * n + 1,), (n,))

@@ -9,9 +9,9 @@ from asyncflow import ops
 
 
 def import_rules(kind: str) -> None:
-    """Imports the modules of a kind, `derivatives` or `rows`, which installs the rules, and what they share.
+    """Import the modules of a kind, `derivatives` or `rows`, which installs the rules, and the tools of the kind.
 
-    They are imported by name: rules build with ops of all rooms, so that imports written out would close circles.
+    The import goes by name: rules build with ops of all rooms, so that imports written out would close circles.
     """
     for room in iter_modules(ops.__path__, f"{ops.__name__}."):
         if room.ispkg:

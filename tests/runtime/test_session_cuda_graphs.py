@@ -37,7 +37,7 @@ async def test_a_region_is_captured_and_gives_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "graphs"), [({}, 0), ({"device_while": True}, 1), ({"cuda_graphs": True}, 1)], ids=str
 )
-async def test_experimental_features_run_only_where_asked_for(options: dict[str, Any], graphs: int) -> None:
+async def test_graphs_run_only_where_asked_for(options: dict[str, Any], graphs: int) -> None:
     with small_cards(0) as cupy:
         with af.Graph() as graph:
             x = y = af.placeholder("float64", (64,))

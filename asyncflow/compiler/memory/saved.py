@@ -24,11 +24,15 @@ class Saved:
     """A value that a loop saves in each iteration.
 
     Attributes:
-        loop: the loop's name. location: where the loop was written. value: the value's name. spec: its dtype and shape.
-        readers: the forward nodes whose gradients read it. is_shared: it is one value in all iterations, which share
-        its memory. is_checkpoint: it is a variable, saved once a segment of iterations; see
-        `asyncflow.compiler.memory.recomputation.segments`. same_as: a value saved before that lies in the same buffer,
-        in this iteration or the one before; None for none.
+        loop: the loop's name.
+        location: where the loop was written.
+        value: the value's name.
+        spec: its dtype and shape.
+        readers: the forward nodes whose gradients read it.
+        is_shared: it is one value in all iterations, which share its memory.
+        is_checkpoint: it is a variable, saved once a segment of iterations; see
+            `asyncflow.compiler.memory.recomputation.segments`.
+        same_as: a value saved before that lies in the same buffer, in this iteration or the one before; None for none.
     """
 
     loop: str

@@ -2,7 +2,7 @@
 
 Inside, values are the device's own, so every kernel has a time of its own, and whatever is not waited for is found. If
 the machine or the session says so, a region becomes a CUDA graph by the same rules as on a CUDA device
-(`experimental/graph.py`). After a few calls with inputs of one kind its kernels take no host time any more; launching
+(`cuda/graphs/graph.py`). After a few calls with inputs of one kind its kernels take no host time any more; launching
 the graph does, and copying its inputs and outputs.
 """
 

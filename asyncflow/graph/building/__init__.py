@@ -1,1 +1,1 @@
-"""How user code adds nodes, and how runs are fed."""
+"""Building of graphs by user code, and the feeds of runs."""

@@ -1,1 +1,1 @@
-"""A graph as text, and back."""
+"""The text form of graphs: printing and parsing."""

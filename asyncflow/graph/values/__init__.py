@@ -1,1 +1,1 @@
-"""What is known of a value before it is there: dtype, shape, nest, operators."""
+"""Values before a run: dtypes, shapes, nests, operators."""

@@ -1,4 +1,4 @@
-"""Counts of values: of those that are not zero, and by interval."""
+"""Counts of nonzero values, and of values by interval."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Variables, and values nobody can write to."""
+"""Variables, and their values, which never change in place."""

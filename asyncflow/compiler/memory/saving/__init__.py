@@ -1,1 +1,1 @@
-"""Which values a loop saves."""
+"""The choice of the values that a loop saves."""
