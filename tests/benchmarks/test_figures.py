@@ -120,7 +120,7 @@ ROWS = [
     ),
     Row(
         "stacked_lstm_training",
-        "2,048 units 5.5 times as fast as one, of 1,024 units 1.7 times, and of 512 units they are slower (0.59 times)",
+        "2,048 units a layer they are 5.5 times as fast as one card, of 1,024 units 1.7 times, of 512 units 0.59 times",
         (5.5, 1.7, 0.59),
         lambda c: (c["widths"][2048], c["widths"][1024], c[f"batch 512, {OURS}"][8]),
     ),
