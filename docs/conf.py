@@ -61,6 +61,5 @@ copybutton_prompt_is_regexp = True
 
 # Inventories are part of the checkout (`docs/inventories`): a build without a network makes the same pages.
 intersphinx_mapping = site_pages.INVENTORIES
-intersphinx_disabled_reftypes = ["*"]
 
 sphinx_gallery_conf = site_gallery.settings(runs=os.environ.get("ASYNCFLOW_DOCS_RUN", "1") != "0")

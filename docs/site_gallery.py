@@ -24,7 +24,7 @@ Gallery
 =======
 
 Whole programs, in the folder ``examples`` of a checkout. Those with a timeline were run to build this page, with small
-sizes. The others take minutes, serve until they are stopped, or start processes.
+sizes. The others take minutes, serve until they are stopped, start processes, or depend on how busy the machine is.
 """
 
 
@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
 
 EXAMPLES: Final[Mapping[str, Example]] = {
-    "agent": Example("An agent whose tools have limits", ()),
+    "agent": Example("An agent whose tools have limits", None),
     "character_lstm": Example("A character LSTM on two devices", None),
     "coroutine_nodes": Example("Coroutines as nodes", ("--count", "24")),
     "data_flow": Example("A network over graphs of data flow", None),
@@ -71,6 +71,7 @@ def settings(*, runs: bool) -> dict[str, Any]:
         "min_reported_time": float("inf"),
         "download_all_examples": False,
         "show_signature": False,
+        "notebook_extensions": set(),
         "default_thumb_file": str(ROOT / "docs" / "images" / "timeline.png"),
     }
 
@@ -141,4 +142,5 @@ def timeline_of(_: object, block_vars: Mapping[str, Any], gallery_conf: Mapping[
     path = next(block_vars["image_path_iterator"])
     profiler.save(trace, path)
     source = Path(path).relative_to(gallery_conf["src_dir"]).as_posix()
-    return f".. image:: /{source}\n   :alt: Timeline of the program's runs\n   :class: sphx-glr-single-img\n"
+    options = ("   :alt: Timeline of the program's runs", "   :width: 100%", "   :class: sphx-glr-single-img", "")
+    return "\n".join([f".. image:: /{source}", *options])

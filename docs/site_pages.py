@@ -135,6 +135,9 @@ def skip(_: object, what: str, name: str, value: object, skip: bool, options: ob
 def _read(app: Any, docname: str, source: list[str]) -> None:
     """Mend the links of a page; entries of the reference lead to what autodoc writes."""
     path = app.env.doc2path(docname)
+    if docname.startswith("generated/gallery/"):
+        # Programs print where they have written a file.
+        source[0] = source[0].replace(f"{(GENERATED / 'examples').as_uri()}/", "")
     if docname in CHILDREN:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{CHILDREN[docname]}\n```\n"
     if not str(path).endswith(".md") or docname.startswith("generated/"):
