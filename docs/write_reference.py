@@ -17,8 +17,9 @@ PAGE: Final = Path(__file__).with_name("reference.md")
 HEAD: Final = """\
 # Reference
 
-Everything public, a line each. `help(af.matmul)` in Python has the rest: shapes, dtypes, errors, examples. Functions of
-arrays are named as in the Python Array API standard; NumPy's, TensorFlow's and PyTorch's other names answer with ours.
+Everything public, a line each. On the site (`make docs`) each line leads to the rest: shapes, dtypes, errors, examples.
+In Python, `help(af.matmul)` prints it. Functions of arrays are named as in the Python Array API standard; NumPy's,
+TensorFlow's and PyTorch's other names answer with ours.
 This page is generated: `make reference`.
 """
 ROOMS: Final = {
