@@ -228,16 +228,16 @@ class Checkpoints:
     # -- restoring -----------------------------------------------------------------------------------------------
 
     async def start(self, path: Path) -> Restored:
-        """Restore a session at its start; without a graph, also states that the session does not know yet."""
-        return await self.restore(path, None, True, awaits=self._graph is None)
+        """Restore a session at its start, and keep values of states that are unknown until then; see `_awaits`."""
+        return await self.restore(path, None, True, starts=True)
 
     async def restore(
-        self, path: Path, variables: Sequence[Resource] | None, strict: bool, *, awaits: bool = False
+        self, path: Path, variables: Sequence[Resource] | None, strict: bool, *, starts: bool = False
     ) -> Restored:
-        """Restore as `Session.restore` promises; with `awaits`, states not known yet get their values later."""
+        """Restore as `Session.restore` promises; a session that `starts` may also keep values for later."""
         flips = self._state.flips
         found = await self._find_states(variables)
-        read = partial(self._read, found, awaits, variables is None)
+        read = partial(self._read, found, starts, variables is None)
         step, (compared, arrays), _ = await _of_latest(path, read)
         manifest = compared.manifest
         with background:
@@ -267,17 +267,26 @@ class Checkpoints:
         return Restored(step, manifest.step, tuple(new), tuple(compared.faults))
 
     async def _read(
-        self, found: States, awaits: bool, extra_is_fault: bool, step: Path
+        self, found: States, starts: bool, extra_is_fault: bool, step: Path
     ) -> tuple[tuple[_Comparison, Arrays], list[str]]:
         """Read the states of a step that there are here, too, and find out where the two differ."""
         with background:
             manifest = await call_beside(read_manifest, step)
-            compared = _Comparison(manifest, step, awaits)
+            compared = _Comparison(manifest, step, starts and await self._awaits(manifest))
             self._compare(compared, found, extra_is_fault=extra_is_fault)
             buffers = {key: array async for key, array in _in_turns(empty_buffers(manifest, compared.known))}
             arrays, damaged = await call_beside(read_arrays, step, manifest, compared.known, buffers)
             compared.faults += damaged
         return (compared, arrays), compared.faults
+
+    async def _awaits(self, manifest: Manifest) -> bool:
+        """Return True if a starting session keeps the values of unknown states for later.
+
+        A checkpoint of the same graph can hold variables without a reading node: `swap_variables` makes them known.
+        """
+        if self._graph is None:
+            return True
+        return manifest.graph is not None and await call_beside(self._graph_digest) == manifest.graph
 
     async def _graph_fault(self, manifest: Manifest, step: Path) -> list[str]:
         """Return a fault if the graph is another one than that of the checkpoint."""

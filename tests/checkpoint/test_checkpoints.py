@@ -217,6 +217,20 @@ async def test_variables_of_functions_begin_with_saved_values(tmp_path: Path) ->
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
+async def test_a_variable_that_no_node_reads_yet_is_restored_at_the_start(tmp_path: Path) -> None:
+    model = Model()
+    unread = af.Variable(np.zeros(2, np.float32), name="unread")
+    async with af.Session(model.graph) as session:
+        await session.swap_variables({unread: np.array([1, 2], np.float32)})
+        await session.save(tmp_path)
+    async with af.Session(model.graph, restore=tmp_path) as session:
+        await session.save(tmp_path / "again")  # the value is kept although the session does not know the variable
+    async with af.Session(model.graph, restore=tmp_path / "again") as session:
+        with model.graph:
+            value = unread.read()
+        assert (await session.run(value)).tolist() == [1, 2]
+
+
 async def test_another_program(tmp_path: Path) -> None:
     """Fault F55: F55: every difference is named, with its file, and nothing changes."""
     async with saved(tmp_path):
