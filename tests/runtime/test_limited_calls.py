@@ -410,6 +410,18 @@ def test_errors_without_retry_say_so() -> None:
     assert error_of(timeout=1) == "your program"
 
 
+@pytest.mark.parametrize("option", ["retry_on", "backoff"])
+def test_errors_of_functions_given_as_options_name_the_option(option: str) -> None:
+    def fail(*_: object) -> Any:
+        raise KeyError("code")
+
+    tool = Tool(failures=9)
+    limits: dict[str, Any] = {"retries": 2, option: fail}
+    error, counts = on_virtual_time(lambda: failing(tool, **limits))
+    assert counts.attempts == 1
+    assert str(error).partition("\n")[0] == f"KeyError: 'code' (attempt 1 of 3: {option}= failed)"
+
+
 def test_a_run_without_time_for_another_attempt_fails_at_once() -> None:
     tool = Tool(failures=9)
     limits = {"retries": 5, "backoff": lambda failed, error: 2.0}

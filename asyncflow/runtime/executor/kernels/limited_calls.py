@@ -32,7 +32,7 @@ from functools import partial
 from itertools import pairwise
 from operator import add, attrgetter
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from asyncflow.errors import in_attempt
@@ -49,6 +49,8 @@ from asyncflow.streams.loop import clock_of, is_virtual
 if TYPE_CHECKING:
     from asyncflow.values import Nest, Value
 
+_Args = TypeVarTuple("_Args")
+_Result = TypeVar("_Result")
 
 _MOST_TOLD = 8
 """Errors of the last attempts that a call keeps, as each holds what the function did: a poll may fail for hours."""
@@ -356,10 +358,10 @@ class LimitedFunction(LinedState):
         what = f"attempt {failed} of {limits.retries + 1}"
         if failed > limits.retries:
             in_attempt(error, what)
-        elif not limits.is_retried(error):
+        elif not _answer("retry_on", what, limits.is_retried, error):
             in_attempt(error, f"{what}: {_no_retry(limits)}")
         else:
-            delay_s = limits.delay_s(failed, error, self._random)
+            delay_s = _answer("backoff", what, limits.delay_s, failed, error, self._random)
             left_s = part.deadline_s - self._loop.time()
             if delay_s < left_s:
                 return delay_s
@@ -497,6 +499,15 @@ def _chain(errors: Iterable[Exception]) -> None:
             else:  # an error's own `__setattr__` may refuse
                 name = "__cause__" if inner.__suppress_context__ else "__context__"
                 object.__setattr__(inner, name, earlier)
+
+
+def _answer(option: str, which: str, ask: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
+    """Ask a function that the user may have given as an option; an error of it names the option."""
+    try:
+        return ask(*args)
+    except Exception as error:
+        in_attempt(error, f"{which}: {option}= failed")
+        raise
 
 
 def _no_retry(limits: CallLimits) -> str:
