@@ -17,7 +17,7 @@ from asyncflow.control.case import switch_case
 from asyncflow.control.cond import cond
 from asyncflow.control.stores.row_store import RowStore
 from asyncflow.control.while_loop import while_loop
-from asyncflow.errors import GraphError, brief
+from asyncflow.errors import GraphError, brief, warn_user
 from asyncflow.graph.building.build import TensorLike, as_tensor, constant, graph_for, identity
 from asyncflow.graph.building.scopes import control_dependencies, name_scope
 from asyncflow.graph.ir import Tensor
@@ -86,7 +86,7 @@ def vertex_map(
         initial: the state of a child that is not there: a nest like a state, or one number for all of it. If it is the
             number 0, its products are left out of the first set, infinities included.
         policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types. With
-            `share` it is always the first.
+            `share` it is always the first, and another one is a UserWarning.
         lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
             the same with less memory and more time.
         streams: into how many parts of about as many vertices the batch is cut, between samples. Each part has a loop
@@ -132,6 +132,11 @@ def vertex_map(
                 wanted = f"vertex_map of {len(functions)} functions needs a graph with types"
                 raise GraphError(f"{wanted}; this one has none")
             check_policy(policy)
+            if share and policy != "breadth_first":
+                warn_user(
+                    f"vertex_map(share=True) computes each vertex as soon as its children are: policy={policy!r} has "
+                    "no effect; leave it out, or pass share=False"
+                )
             in_order = BY_NUMBER if share else policy
             plans = schedules(graph, in_order, tensors, arity=arity, n_types=len(functions), parts=streams)
             parts = label, functions[0], graph, tensors, state

@@ -117,3 +117,8 @@ async def test_types_are_checked_and_otherwise_of_no_account() -> None:
 def test_the_policy_is_looked_at() -> None:
     with pytest.raises(af.GraphError, match=r"policies are 'breadth_first'.*; got 'by_number'"):
         built(slotted, policy="by_number")
+
+
+def test_a_policy_without_effect_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r": policy='depth' has no effect; leave it out, or pass share=False"):
+        built(slotted, policy="depth")
