@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 from math import ceil
 from typing import Final, cast
 
-from asyncflow.errors import AsyncflowError, OverloadedError, SessionClosedError
+from asyncflow.errors import AsyncflowError, ClientDisconnected, OverloadedError, SessionClosedError
 from asyncflow.runtime.session.session import Session
 from asyncflow.serving.responses import Application, Message, Receive, Send, error_response
 
@@ -134,6 +134,7 @@ async def answer_or_cut(
 ) -> None:
     """Let an application answer; cut a response off that fails after its start, and log it in one line.
 
+    A request of a disconnected client ends likewise, as servers print the traceback of any error they are given.
     Returning before the response is complete has servers close the connection: clients see that something is missing.
 
     Args:
@@ -157,22 +158,31 @@ async def answer_or_cut(
         await app(scope, receive, sending)
     except Exception as error:
         reason = _reason(error)
-        if reason is None or not has_started:
+        if reason is None or not (has_started or _is_of_client(reason)):
             raise
-        line = str(reason).partition("\n")[0]
-        _log.warning("%s %s was cut off: %s: %s", scope["method"], scope["path"], type(reason).__name__, line)
+        kind, line = type(reason).__name__, str(reason).partition("\n")[0]
+        _log.warning("%s %s was cut off: %s", scope["method"], scope["path"], f"{kind}: {line}" if line else kind)
 
 
 def _reason(error: BaseException | None) -> BaseException | None:
     """Return the error of a run, or of a client that has gone, that a framework may have wrapped in others."""
     while error is not None:
-        if isinstance(error, AsyncflowError | OSError):
+        if isinstance(error, AsyncflowError | OSError) or _is_of_client(error):
             return error
         if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = cast("BaseException", error.exceptions[0])
         else:
             error = error.__cause__
     return None
+
+
+def _is_of_client(error: BaseException) -> bool:
+    """Return True for an error that reports a disconnected client: a response would have no receiver.
+
+    Starlette and FastAPI raise such an error in a handler whose client disconnects while the body is read.
+    """
+    kind = type(error)
+    return kind is ClientDisconnected or (kind.__module__, kind.__name__) == ("starlette.requests", "ClientDisconnect")
 
 
 def _has_large_body(scope: Message) -> bool:

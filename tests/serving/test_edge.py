@@ -336,6 +336,31 @@ async def test_a_response_that_fails_on_the_way_is_cut_off_in_one_line(
             assert all(record.exc_info is None for record in caplog.records)
 
 
+@pytest.mark.parametrize("is_shed", [True, False])
+async def test_a_client_that_leaves_within_its_body_costs_one_line(
+    is_shed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def predict(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(str(len(await request.body())))
+
+    async def gone(scope: Any, receive: Any, send: Any) -> None:
+        raise af.ClientDisconnected("the client has gone")
+
+    messages = [{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    model, caller = Model(), Caller(path="/p")
+    wrap = model.life.shed if is_shed else model.life.around
+    async with model.life():
+        await wrap(Starlette(routes=[Route("/p", predict, methods=["POST"])]))(caller.scope, receive, caller.send)
+        await wrap(gone)(caller.scope, receive, caller.send)
+    lines = ["POST /p was cut off: ClientDisconnect", "POST /p was cut off: ClientDisconnected: the client has gone"]
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncflow.serving"] == lines
+    assert all(record.exc_info is None for record in caplog.records)
+
+
 async def test_a_real_server_reads_the_rest_of_a_large_body_and_cuts_streams_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
