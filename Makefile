@@ -89,7 +89,7 @@ bench: $(STAMP) ## Measure beside NumPy, TensorFlow, PyTorch and JAX, where they
 	$(BIN)/python -m benchmarks
 
 BASE ?=
-size: $(STAMP) ## Count the lines of code of each room, and what changed since main, or since BASE=commit
+size: $(STAMP) ## Hold the lines of code of each room to caps, and count what changed since main, or since BASE=commit
 	@$(BIN)/python -m benchmarks.code_size $(BASE)
 
 # On the Python that has CuPy, which `.venv` has not; it needs pytest besides, and nothing else of what `setup` installs.

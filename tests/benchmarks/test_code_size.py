@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from benchmarks import code_size
-from benchmarks.code_size import code_lines, main, room_of, sizes, table
+from benchmarks.code_size import CAPS, TOTAL, caps_to_lower, code_lines, faults, main, room_of, sizes, table
 from tests.patience import PATIENCE_S
 
 SOURCE = '''"""A module.
@@ -81,14 +81,38 @@ def test_rooms_add_up() -> None:
 def test_the_table_tells_rooms_that_grew_shrank_came_and_went() -> None:
     now, before = {"a/": 1000, "b/": 7, "new/": 2}, {"a/": 980, "b/": 7, "old/": 5}
     assert table(now, before).splitlines() == [
-        "a/                         1,000  +20",
-        "b/                             7  =",
-        "new/                           2  +2",
-        "old/                           0  -5",
-        "total                      1,009  +17",
-        "budget 38,000: 36,991 left",
+        "a/                         1,000     +20",
+        "b/                             7       =",
+        "new/                           2      +2",
+        "old/                           0      -5",
+        f"total                      1,009     +17  of {TOTAL:,}",
     ]
-    assert table({"a/": 38_001}, None).endswith("total                     38,001\nbudget 38,000: 1 OVER")
+    assert table({"asyncflow/graph/": 5}, None).splitlines()[0].split() == [
+        *("asyncflow/graph/", "5", "of", f"{CAPS['asyncflow/graph/']:,}")
+    ]
+
+
+def test_rooms_above_their_caps_and_without_one_are_named() -> None:
+    room, cap = "asyncflow/graph/", CAPS["asyncflow/graph/"]
+    assert faults({room: cap}) == []
+    assert faults({room: cap + 1}) == [f"{room} is 1 lines above its cap of {cap:,}"]
+    assert faults({"asyncflow/new/": 3}) == ["asyncflow/new/ has no cap: give it one"]
+    assert faults(CAPS) == [f"total is {sum(CAPS.values()) - TOTAL:,} lines above its cap of {TOTAL:,}"]
+
+
+def test_caps_far_above_their_rooms_are_to_be_lowered() -> None:
+    room, cap = "asyncflow/ops/", CAPS["asyncflow/ops/"]
+    assert caps_to_lower({room: cap - int(0.03 * cap)}) == []
+    assert caps_to_lower({room: cap - int(0.04 * cap)}) == [
+        f"{room} is {int(0.04 * cap):,} lines below its cap of {cap:,}: lower the cap"
+    ]
+    small = min(CAPS, key=lambda each: CAPS[each])
+    assert caps_to_lower({small: CAPS[small] - 40}) == []
+    assert len(caps_to_lower({small: CAPS[small] - 41})) == 1
+
+
+def test_every_room_has_a_cap_and_every_cap_a_room() -> None:
+    assert set(CAPS) == {room_of(path) for path in code_size.here()}
 
 
 def git(folder: Path, *words: str) -> None:
@@ -129,7 +153,7 @@ def test_without_main_or_tags_sizes_stand_alone(clone: Path, capsys: pytest.Capt
     assert main([], clone) == 0
     out = capsys.readouterr().out
     assert out.startswith("lines of code; nothing to compare with\n")
-    assert "asyncflow/graph/               3\n" in out
+    assert "asyncflow/graph/               3          of" in out
 
 
 def test_outside_git_sizes_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,12 +162,18 @@ def test_outside_git_sizes_stand_alone(tmp_path: Path, capsys: pytest.CaptureFix
     assert "nothing to compare with" in capsys.readouterr().out
 
 
+def test_a_room_above_its_cap_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, CAPS["asyncflow/graph/"] + 2)
+    assert main([], tmp_path) == 1
+    assert "asyncflow/graph/ is 2 lines above its cap" in capsys.readouterr().err
+
+
 def test_a_branch_is_compared_with_where_it_left_main(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     git(clone, "checkout", "-qb", "work")
     commit(clone, 5)
     write(clone, 9)  # not committed, and counted
     assert main([], clone) == 0
-    assert "asyncflow/graph/               9  +6\n" in capsys.readouterr().out
+    assert "asyncflow/graph/               9      +6" in capsys.readouterr().out
 
 
 def test_main_is_compared_with_the_last_tag_and_a_base_can_be_named(
@@ -153,9 +183,9 @@ def test_main_is_compared_with_the_last_tag_and_a_base_can_be_named(
     commit(clone, 5)
     commit(clone, 4)
     assert main([], clone) == 0
-    assert "asyncflow/graph/               4  +1\n" in capsys.readouterr().out
+    assert "asyncflow/graph/               4      +1" in capsys.readouterr().out
     assert main(["HEAD~1"], clone) == 0
-    assert "asyncflow/graph/               4  -1\n" in capsys.readouterr().out
+    assert "asyncflow/graph/               4      -1" in capsys.readouterr().out
 
 
 def test_a_base_that_is_not_there_is_told(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
