@@ -107,7 +107,7 @@ def test_every_function_of_the_standard_is_there() -> None:
     logical_and logical_not logical_or logical_xor maximum minimum multiply negative nextafter not_equal
     positive pow real reciprocal remainder round sign signbit sin sinh square sqrt subtract tan tanh trunc
     """
-    assert sorted(standard.split()) == sorted(PUBLIC)
+    assert set(standard.split()) <= set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", UNARY)
