@@ -17,7 +17,7 @@ SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md RELEASING.md SECURITY.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full test-adversary mutants check reference docs doctest bench size gpu-check package clean
+.PHONY: help setup demo serve test test-full test-adversary mutants check reference docs doctest bench size subjects gpu-check package clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ bench: $(STAMP) ## Measure beside NumPy, TensorFlow, PyTorch and JAX, where they
 BASE ?=
 size: $(STAMP) ## Hold the lines of code of each room to caps, and count what changed since main, or since BASE=commit
 	@$(BIN)/python -m benchmarks.code_size $(BASE)
+
+subjects: $(STAMP) ## Judge the subjects of the commits since main, or on main since the last release
+	@$(BIN)/python -m tests.packaging.subjects
 
 # On the Python that has CuPy, which `.venv` has not; it needs pytest besides, and nothing else of what `setup` installs.
 OUT ?= gpu-out
