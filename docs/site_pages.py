@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from docs.write_reference import constants, sections
+from docs.write_reference import constants, documentation, sections
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "docs"
@@ -38,7 +38,7 @@ _INVENTORY_HEAD = """\
 _LINK = re.compile(r"\[([^\]\[]*)\]\(((?:\.\./|[\w.-]+/)*[\w.-]*)(#[\w-]*)?\)")
 RAISES: Final = "Raises in the run:"
 _RAISES = re.compile(r"Raises \(in the run, as the cause of a KernelError\):$")
-_CODE_IN_WORD = re.compile(r"(`+)([^`\n]+)\1(?=\w)")
+_CODE_SPAN = re.compile(r"(`+)[^`]+\1\w?")
 
 
 def pages_elsewhere() -> dict[Path, str]:
@@ -149,10 +149,12 @@ def _read(app: Any, docname: str, source: list[str]) -> None:
 
 def docstring(app: Any, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Mend what reStructuredText and napoleon read otherwise than our readers do."""
-    # Code that ends in the middle of a word, as in ```spec`s``.
-    lines[:] = [_CODE_IN_WORD.sub(r"\1\2\1\\ ", line) for line in lines]
+    # Code may end in the middle of a word, as in ```spec`s``.
+    lines[:] = _CODE_SPAN.sub(lambda code: re.sub(r"`(\w)$", r"`\\ \1", code[0]), "\n".join(lines)).split("\n")
     # napoleon knows headings without brackets.
     lines[:] = [RAISES if _RAISES.match(line) else line for line in lines]
+    if what == "data":
+        lines[:] = documentation(name, value).split("\n")
     if what == "attribute":
         # In a first line, napoleon takes what is before a colon for a type.
         lines.insert(0, "")

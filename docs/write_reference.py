@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -123,9 +124,18 @@ def _names(name: str) -> list[tuple[str, object]]:
 
 
 def _line(name: str, value: object) -> str:
-    summary = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+    summary = documentation(name, value).partition("\n\n")[0].replace("\n", " ").replace("``", "`")
     line = f"- `{name}{_arguments(value)}`: {summary}"
     return "\n".join([line, *_methods(value)]) if isinstance(value, type) else line
+
+
+def documentation(name: str, value: object) -> str:
+    """Return the docstring; of a constant the one below its assignment, as Python itself gives that of its type."""
+    if isinstance(value, type) or inspect.isroutine(value):
+        return inspect.getdoc(value) or ""
+    below = re.compile(rf'^{name.rpartition(".")[2]}\b[^\n]*\n"""(.*?)"""', re.MULTILINE | re.DOTALL)
+    sources = (path.read_text(encoding="utf-8") for path in sorted(Path(af.__file__).parent.rglob("*.py")))
+    return next(found[1] for source in sources if (found := below.search(source)))
 
 
 def _methods(kind: type) -> list[str]:

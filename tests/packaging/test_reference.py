@@ -17,6 +17,7 @@ def test_the_reference_lists_methods_and_losses() -> None:
         "- `af.nn.orthogonal(",
         "- `af.einsum(",
         "  - `.aclose(",
+        "- `asyncflow.serving.HEALTH`: Paths of ",
     ):
         assert line in text
 

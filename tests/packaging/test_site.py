@@ -82,12 +82,15 @@ def test_pages_from_elsewhere_lead_into_the_site() -> None:
 
 
 def test_docstrings_are_mended() -> None:
-    lines = ["Takes `spec`s.", "Raises (in the run, as the cause of a KernelError):"]
+    lines = ["Takes `spec`s, and a `name` or `", "other`.", "Raises (in the run, as the cause of a KernelError):"]
     site_pages.docstring(None, "function", "f", None, None, lines)
-    assert lines == ["Takes `spec`\\ s.", site_pages.RAISES]
+    assert lines == ["Takes `spec`\\ s, and a `name` or `", "other`.", site_pages.RAISES]
     lines = ["Seconds: so many."]
     site_pages.docstring(None, "attribute", "s", None, None, lines)
     assert lines == ["", "Seconds: so many."]
+    lines = ["Built-in immutable sequence."]
+    site_pages.docstring(None, "data", "asyncflow.serving.HEALTH", (), None, lines)
+    assert lines[0].startswith("Paths of health checks")
 
 
 def test_named_tuples_show_only_their_own_methods() -> None:
