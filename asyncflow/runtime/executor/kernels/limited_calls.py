@@ -27,9 +27,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import inf
 from operator import add, attrgetter
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack, cast
@@ -37,6 +37,7 @@ from weakref import WeakKeyDictionary
 
 from asyncflow.errors import in_attempt
 from asyncflow.ops.user.limits import CallLimits, install_limited_calls
+from asyncflow.runtime.executor.kernels.call_cycles import BegunAttempt, waiting
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
 from asyncflow.runtime.watch.observer import note_retry
 from asyncflow.state.waiting.awaiting import wake_on
@@ -70,22 +71,7 @@ attempts_of: ContextVar[list[Attempt] | None] = ContextVar("asyncflow_attempts",
 """The attempts of the current firing, for its trace; None where it has none."""
 
 
-@dataclass(slots=True, eq=False)
-class _Begun:
-    """An attempt of a function: for what gives its slot back, and for the runs that the function asks for.
-
-    Attributes:
-        function: that it calls.
-        is_over: True if it has given back its slot.
-        is_left: True if its thread goes on although no call waits for it.
-    """
-
-    function: LimitedFunction
-    is_over: bool = False
-    is_left: bool = False
-
-
-_within: ContextVar[tuple[_Begun, ...]] = ContextVar("asyncflow_limited_calls", default=())
+_within: ContextVar[tuple[BegunAttempt, ...]] = ContextVar("asyncflow_limited_calls", default=())
 """The attempts that the current context is part of."""
 
 
@@ -146,9 +132,9 @@ class LimitedFunction(LinedState):
 
     def __init__(self, limits: CallLimits, loop: asyncio.AbstractEventLoop, seed: int | None) -> None:
         super().__init__()
-        self._name, self._slots, self._tokens = limits.name, limits.max_concurrency, limits.tokens
+        self.name, self._slots, self._tokens = limits.name, limits.max_concurrency, limits.tokens
         self._period_s = limits.period_s
-        self._loop, self._clock = loop, clock_of(loop)
+        self.loop, self._clock = loop, clock_of(loop)
         self._random = Random(None if seed is None else f"{seed} {limits.name}")
         self._line: dict[int, list[CallPlace]] = {}
         self._called: CallPlace | None = None
@@ -159,6 +145,7 @@ class LimitedFunction(LinedState):
         self._timer: asyncio.TimerHandle | None = None
         self._arrivals = 0
         self._counts: dict[str, int] = dict.fromkeys(LimitStatistics._fields, 0)
+        self.attempts: set[BegunAttempt] = set()
 
     # -- the line ------------------------------------------------------------------------------------------------
 
@@ -202,18 +189,23 @@ class LimitedFunction(LinedState):
         """True if a call that comes now need not wait."""
         return not self._line and self._wait_s() == 0
 
+    @property
+    def is_full(self) -> bool:
+        """True if every slot is taken."""
+        return self._slots is not None and self._counts["running"] >= self._slots
+
     def _begin(self) -> None:
         self._counts["running"] += 1
         if self._tokens is not None:
-            self._begun_s.append(self._loop.time())
+            self._begun_s.append(self.loop.time())
 
     def _wait_s(self) -> float:
         """Return the seconds until a call may begin: 0 for now, and infinity while all slots are taken."""
-        if self._slots is not None and self._counts["running"] >= self._slots:
+        if self.is_full:
             return float("inf")
         if len(self._begun_s) != self._tokens:
             return 0.0
-        return max(0.0, self._begun_s[0] + self._period_s - self._loop.time())
+        return max(0.0, self._begun_s[0] + self._period_s - self.loop.time())
 
     def _settle(self) -> None:
         """Call the next one if it may begin; look again when a token comes back."""
@@ -224,7 +216,7 @@ class LimitedFunction(LinedState):
         if not line or wait_s == float("inf"):
             return
         if wait_s > 0:
-            self._timer = self._loop.call_later(wait_s, self._look)
+            self._timer = self.loop.call_later(wait_s, self._look)
         elif self._called is None:
             firsts = {
                 each: next((place for place in places if not place.is_away), None) for each, places in line.items()
@@ -239,22 +231,30 @@ class LimitedFunction(LinedState):
             self._settle()
         self.wake_called()
 
-    async def _turn(self, part: RunPart, what: str, rank: tuple[float, int]) -> None:
+    async def _turn(self, part: RunPart, what: str, rank: tuple[float, int], within: Sequence[BegunAttempt]) -> None:
         """Return once an attempt may begin, which has a slot and a token then.
 
         Cancellation: the place in line is given up, and nothing was taken.
+
+        Raises:
+            RuntimeError: that would never be.
         """
         if self._has_turn and (coming := part.coming_back()) is not None:
             await coming  # it may have stepped aside before it is tried again
         if self._has_turn:
             self._begin()
             return
+        with waiting(self, within if part.deadline_s == inf else ()):
+            await self._in_line(part, what, rank)
+
+    async def _in_line(self, part: RunPart, what: str, rank: tuple[float, int]) -> None:
+        """Wait in line until an attempt may begin."""
         place = CallPlace(self, what, part.priority, rank)
         with self.lock:
             insort(self._line.setdefault(part.priority, []), place, key=attrgetter("rank"))
             self._settle()
         called = asyncio.Event()
-        wake_on(self._loop, place, called.set)
+        wake_on(self.loop, place, called.set)
         try:
             while True:
                 with in_line(place.describe):
@@ -282,11 +282,12 @@ class LimitedFunction(LinedState):
             self._settle()
         self.wake_called()
 
-    def _ended(self, begun: _Begun) -> None:
+    def _ended(self, begun: BegunAttempt) -> None:
         """Give back the slot of an attempt, once."""
         if begun.is_over:
             return
         begun.is_over = True
+        self.attempts.discard(begun)
         with self.lock:
             self._counts["running"] -= 1
             self._counts["left_behind"] -= begun.is_left
@@ -300,7 +301,7 @@ class LimitedFunction(LinedState):
     ) -> Nest:
         """Return the result of a call of a run: of its first attempt that succeeds."""
         self._arrivals += 1
-        rank = min(part.deadline_s, self._loop.time() + PATIENCE_S), self._arrivals
+        rank = min(part.deadline_s, self.loop.time() + PATIENCE_S), self._arrivals
         log, counts = attempts_of.get(), self._counts
         counts["calls"] += 1
         within = _within.get()
@@ -310,11 +311,12 @@ class LimitedFunction(LinedState):
             self._refuse_to_wait_for_itself(within)
             while True:
                 asked_ns = self._clock()
-                await self._turn(part, f"a call of {limits.name}", rank)
+                await self._turn(part, f"a call of {limits.name}", rank, within)
                 counts["attempts"] += 1
                 counts["retries"] += failed > 0
                 started_ns, status = self._clock(), "cancelled"
-                begun = _Begun(self)
+                begun = BegunAttempt(self, ends=limits.timeout is not None or part.deadline_s != inf)
+                self.attempts.add(begun)
                 _within.set((*within, begun))
                 try:
                     found = await attempt(begun)
@@ -338,7 +340,7 @@ class LimitedFunction(LinedState):
         finally:
             errors.clear()  # their tracebacks lead to this frame, and that would be a cycle
 
-    def _refuse_to_wait_for_itself(self, within: Sequence[_Begun]) -> None:
+    def _refuse_to_wait_for_itself(self, within: Sequence[BegunAttempt]) -> None:
         """Raise if every slot is taken by attempts that this call is part of.
 
         Raises:
@@ -347,7 +349,7 @@ class LimitedFunction(LinedState):
         around = sum(begun.function is self and not begun.is_over for begun in within)
         if self._slots is not None and around >= self._slots:
             raise RuntimeError(
-                f"{self._name} asked for a run that calls it again, which would wait for ever: its own "
+                f"{self.name} asked for a run that calls it again, which would wait for ever: its own "
                 f"call{'s' * (around > 1)} count for max_concurrency={self._slots}"
             )
 
@@ -362,7 +364,7 @@ class LimitedFunction(LinedState):
             in_attempt(error, f"{what}: {_no_retry(limits)}")
         else:
             delay_s = _answer("backoff", what, limits.delay_s, failed, error, self._random)
-            left_s = part.deadline_s - self._loop.time()
+            left_s = part.deadline_s - self.loop.time()
             if delay_s < left_s:
                 return delay_s
             left = f"its run has {max(0.0, left_s):.2g} s left"
@@ -380,7 +382,7 @@ class LimitedFunction(LinedState):
     # -- attempts ------------------------------------------------------------------------------------------------
 
     async def _awaited(
-        self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value], begun: _Begun
+        self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value], begun: BegunAttempt
     ) -> Nest:
         """Await a coroutine function, which is cancelled when its time is up."""
         scope = asyncio.timeout(limits.timeout)
@@ -397,10 +399,10 @@ class LimitedFunction(LinedState):
         raise self._timed_out(limits, "")
 
     async def _beside(
-        self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value], begun: _Begun
+        self, limits: CallLimits, function: Callable[..., Nest], values: Sequence[Value], begun: BegunAttempt
     ) -> Nest:
         """Call a plain function on a thread of its own, which keeps the slot until it returns."""
-        loop, returned = self._loop, Latch()
+        loop, returned = self.loop, Latch()
 
         def on_thread() -> Nest:
             try:
@@ -437,7 +439,7 @@ class LimitedFunction(LinedState):
         slot = "" if self._slots is None else f", and counts for max_concurrency={self._slots} until then"
         raise self._timed_out(limits, f"; its thread goes on until it returns{slot}")
 
-    def _leave(self, begun: _Begun) -> None:
+    def _leave(self, begun: BegunAttempt) -> None:
         """Leave the thread of an attempt behind, unless it has returned."""
         begun.is_left = not begun.is_over
         self._counts["left_behind"] += begun.is_left
