@@ -23,12 +23,12 @@ from hypothesis import HealthCheck, settings
 import asyncflow as af
 from asyncflow.compiler.program.kernels import fused
 from asyncflow.devices import captures
-from asyncflow.devices import swapping as swapping_module
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.transfers import copies as cuda_copies
 from asyncflow.devices.cuda.transfers.pinned import shared_slab
 from asyncflow.devices.figures.presets import parse_machine
 from asyncflow.devices.memory import LiveBuffer
+from asyncflow.devices.saved import mover as mover_module
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.runtime.executor.lone_firing import LoneFiring
@@ -43,7 +43,7 @@ from tests.cells import LOOPS, ON_CARDS, WITHOUT, Arrangement, LoopFactory, Sele
 from tests.clocks import CLOCKS, REAL, WorkClock
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
-from tests.moves import AuditedManager, left_over
+from tests.moves import AuditedMoves, left_over
 from tests.patience import PATIENCE_S
 from tests.processor_time import ProcessorTime
 
@@ -395,11 +395,11 @@ def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _saved_values_move_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Behaviour 68: none too small, none twice; what went out came back or was dropped, and nothing is held."""
-    monkeypatch.setattr(swapping_module, "SwapManager", AuditedManager)
-    AuditedManager.made.clear()
-    AuditedManager.found.clear()
+    monkeypatch.setattr(mover_module, "SavedMoves", AuditedMoves)
+    AuditedMoves.made.clear()
+    AuditedMoves.found.clear()
     yield
-    if any(manager.broken() for manager in AuditedManager.made):
+    if any(moves.broken() for moves in AuditedMoves.made):
         gc.collect()  # an expected error and its traceback refer to one another
     assert left_over() == []
 

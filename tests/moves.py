@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from asyncflow.devices.saved.swap import LEAST_BYTES, SwapManager
+from asyncflow.devices.saved.swap import LEAST_BYTES, SavedMoves
 
 if TYPE_CHECKING:
-    from asyncflow.devices.saved.swap import SavedHandle
+    from asyncflow.devices.saved.saved_handle import SavedHandle
 
 
-class AuditedManager(SwapManager):
-    """A manager that notes what it may not do; `broken` says afterwards what else has not come out right."""
+class AuditedMoves(SavedMoves):
+    """Moves that note what they may not do; `broken` says afterwards what else has not come out right."""
 
-    made: ClassVar[list[AuditedManager]] = []
+    made: ClassVar[list[AuditedMoves]] = []
     found: ClassVar[list[str]] = []
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -45,8 +45,8 @@ class AuditedManager(SwapManager):
 
 
 def left_over() -> list[str]:
-    """What was not right, of all managers made since this was asked last."""
-    found = [*AuditedManager.found, *(line for manager in AuditedManager.made for line in manager.broken())]
-    AuditedManager.made.clear()
-    AuditedManager.found.clear()
+    """What was not right, of all that were made since this was asked last."""
+    found = [*AuditedMoves.found, *(line for moves in AuditedMoves.made for line in moves.broken())]
+    AuditedMoves.made.clear()
+    AuditedMoves.found.clear()
     return found

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from asyncflow.devices.protocol import Device
-from asyncflow.devices.saved.swap import Space
+from asyncflow.devices.saved.saved_handle import Space
 from asyncflow.errors import PlacementError
 
 ENTRY_POINTS = "asyncflow.devices"

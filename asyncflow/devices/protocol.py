@@ -20,7 +20,7 @@ from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
-    from asyncflow.devices.saved.swap import SwapManager
+    from asyncflow.devices.saved.memory_gate import MemoryGate
     from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Array, Kernel, Value
 
@@ -224,7 +224,7 @@ class LogicalDevice(ABC, Generic[AnyStream]):
 
     asynchronous: AsynchronousDevice | None = None
     swapping: Swapping | None = None
-    pacing: SwapManager | None = None
+    pacing: MemoryGate | None = None
     xp: ModuleType = np
     memory: MemoryAccount
     threads: int = 1

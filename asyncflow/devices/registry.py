@@ -10,7 +10,7 @@ from asyncflow.devices.cuda.kind import CudaKind
 from asyncflow.devices.kinds import DeviceDescription, DeviceKind, DeviceOptions, find_kind, kind_names, register_kind
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device
-from asyncflow.devices.saved.swap import Space
+from asyncflow.devices.saved.saved_handle import Space
 from asyncflow.devices.sim.kind import SimKind
 from asyncflow.devices.sim.machine import SimMachine, current_machine
 from asyncflow.errors import PlacementError

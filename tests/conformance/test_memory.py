@@ -92,7 +92,7 @@ async def test_gradients_do_not_depend_on_where_values_are(
         async with open_session(graph, **options) as session:
             for device in session.devices:
                 if device.swapping is not None:
-                    device.swapping.manager.least_bytes = 0
+                    device.swapping.moves.least_bytes = 0
             values.append(await session.run(fetched, fed))
             moved.append(sum(memory.moved_out for memory in session.statistics().memory.values()))
     assert moved[0] == 0 < min(moved[1:])

@@ -21,7 +21,8 @@ from asyncflow.devices.cuda import progress
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.transfers import slabs, swapping
 from asyncflow.devices.figures.presets import DEFAULT_HOST
-from asyncflow.devices.saved.swap import Orders, SavedHandle, SwapManager
+from asyncflow.devices.saved.saved_handle import SavedHandle
+from asyncflow.devices.saved.swap import Orders, SavedMoves
 from asyncflow.errors import DeviceLostError
 from asyncflow.graph.structured import WhileNode
 from tests.fake_cupy import FakeCupy
@@ -83,7 +84,7 @@ class Training:
         least_bytes = options.pop("least_bytes", None)
         async with af.Session(self.graph, **{"devices": ["cuda:0"], **options}) as session:
             if least_bytes is not None:
-                swapping_of(session).manager.least_bytes = least_bytes
+                swapping_of(session).moves.least_bytes = least_bytes
             yield session
             await settled(session)
 
@@ -232,7 +233,7 @@ async def test_where_memory_is_short_streams_wait_for_copies_out_and_the_host_la
         try:
             task = asyncio.ensure_future(session.run(training.grads, training.fed))
             await until(lambda: (now := moves.statistics()).host + now.moved_in - came_back >= STEPS * VALUE // 2)
-            assert not moves._paused
+            assert not moves.gate.paused
         finally:
             cupy.resume()
         np.testing.assert_array_equal(await task, never)
@@ -288,16 +289,16 @@ async def until(is_so: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-def loses_once_away(manager: SwapManager, cupy: FakeCupy) -> None:
+def loses_once_away(moves: SavedMoves, cupy: FakeCupy) -> None:
     """The first card is lost when a value is away from it; before the next turn a gradient may ask for it again."""
-    left = manager.left
+    left = moves.left
 
     def left_and_lost(handle: SavedHandle, taken_ns: int | None) -> Orders:
         orders = left(handle, taken_ns)
         cupy.engine.lose(0, 700)
         return orders
 
-    manager.left = left_and_lost  # type: ignore[method-assign]
+    moves.left = left_and_lost  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("regions", [True, False])
@@ -308,7 +309,7 @@ async def test_a_card_is_lost_while_values_are_away(cupy: FakeCupy, regions: boo
     never, _ = await training.once(saved_values="keep")
     async with training.session(devices=["cuda:1"]) as other:
         async with training.session(regions=regions) as session:
-            loses_once_away(swapping_of(session).manager, cupy)
+            loses_once_away(swapping_of(session).moves, cupy)
             with pytest.raises(DeviceLostError, match="cuda:0 is lost") as caught:
                 await training.step(session)
             (away,) = [note for note in caught.value.__notes__ if note.startswith("away from it")]
@@ -327,7 +328,7 @@ async def test_host_values_go_on_without_the_card(cupy: FakeCupy) -> None:
         counted = af.sum(count.assign_add(1.0) * af.while_loop(lambda i: i < 5, lambda i: i + 1, 0))
     async with training.session(devices=["cuda:0", "cpu:0"], soft_placement=False) as session:
         assert await session.run(counted) == 5.0
-        loses_once_away(swapping_of(session).manager, cupy)
+        loses_once_away(swapping_of(session).moves, cupy)
         with pytest.raises(DeviceLostError, match="cuda:0 is lost"):
             await training.step(session)
         assert await session.run(counted) == 10.0

@@ -106,7 +106,7 @@ def train(
                 assert isinstance(device, SimDevice)
                 if least_bytes is not None:
                     assert device.swapping is not None
-                    device.swapping.manager.least_bytes = least_bytes
+                    device.swapping.moves.least_bytes = least_bytes
                 began_s = clock.loop.time()
                 values = await session.run(grads, {x: fed, w: fed}, trace=record)
                 took_s = clock.loop.time() - began_s

@@ -36,7 +36,7 @@ class Machine:
         (device,) = session.devices
         assert isinstance(device, SimDevice)
         assert device.swapping is not None
-        device.swapping.manager.least_bytes = 0
+        device.swapping.moves.least_bytes = 0
         self.device, self.swapping = device, device.swapping
 
     async def train(self, number: int = 0, timeout: float | None = None) -> list[Array]:
@@ -48,10 +48,10 @@ class Machine:
 
     def check_end(self) -> None:
         """Nothing is held, and nobody waits."""
-        now, manager = self.swapping.statistics(), self.swapping.manager
+        now, gate = self.swapping.statistics(), self.swapping.gate
         assert now.moved_out == now.moved_in + now.discarded
         assert (now.kept, now.host, self.swapping.spaces[0].used, self.device.memory.used) == (0, 0, 0, 0)
-        assert not (manager._groups or manager._ages or self.swapping._paused)
+        assert not (self.swapping.moves._groups or gate._ages or gate._promises or gate.paused)
 
 
 def on_machine(
@@ -215,22 +215,22 @@ def test_a_younger_run_that_waits_goes_at_once_when_it_is_cancelled(regions: boo
 
     async def main(machine: Machine) -> list[list[Array]]:
         await machine.train()  # which measures
-        manager = machine.swapping.manager
+        gate = machine.swapping.gate
         older = asyncio.ensure_future(machine.train(0))
         younger = asyncio.ensure_future(machine.train(1))
         for _ in range(1000):
             await asyncio.sleep(1e-5)
-            if machine.swapping._paused and not manager._leaving:
+            if gate.paused and not machine.swapping.moves._leaving:
                 break  # it waits for the older run alone
-        assert machine.swapping._paused
-        assert len(manager._ages) == 2
+        assert gate.paused
+        assert len(gate._ages) == 2
         younger.cancel()
         for _ in range(3):  # turns of the event loop, which take no time
             await asyncio.sleep(0)
-        assert not machine.swapping._paused
+        assert not gate.paused
         await asyncio.wait({younger})
         assert younger.cancelled()
-        assert len(manager._ages) == 1
+        assert len(gate._ages) == 1
         return [await older, await machine.train(1)]
 
     limit = (16 if regions else 14) * SMALL  # where a second run lacks memory that no copy will make free

@@ -1,4 +1,4 @@
-"""`SwapManager`: what moves, when, and in which order; every interleaving of two loops."""
+"""`SavedMoves` behind a `MemoryGate`: what moves, when, and in which order; every interleaving of two loops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from asyncflow.devices.saved.swap import Orders, SavedHandle, SavedState, Space, SwapManager
+from asyncflow.devices.saved.memory_gate import MemoryGate
+from asyncflow.devices.saved.saved_handle import SavedHandle, SavedState, Space
+from asyncflow.devices.saved.swap import Orders, SavedMoves
 from asyncflow.devices.saved.working_set import Pace, WorkingSet
 
 MIB = 1 << 20
@@ -15,7 +17,7 @@ MIB = 1 << 20
 
 @dataclass
 class Machine:
-    """A device as the manager sees it: values, copies in flight, and an account of both.
+    """A device as gate and moves see it: values, copies in flight, and an account of both.
 
     Attributes:
         limit: of the device; None for none.
@@ -29,11 +31,12 @@ class Machine:
     handles: list[SavedHandle] = field(default_factory=list)
     out: list[SavedHandle] = field(default_factory=list)
     into: list[SavedHandle] = field(default_factory=list)
-    moves: dict[tuple[int, int], int] = field(default_factory=dict)
+    moved: dict[tuple[int, int], int] = field(default_factory=dict)
     orders: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.manager = SwapManager(self, [self.space], ns_per_byte=1e-3)
+        self.gate = MemoryGate(self, self)
+        self.moves = SavedMoves(self, self.gate, [self.space], ns_per_byte=1e-3)
 
     @property
     def used(self) -> int:
@@ -58,10 +61,32 @@ class Machine:
     def lap(self) -> tuple[int, int]:
         return 0, self.used
 
+    # -- as the gate's room --------------------------------------------------------------------------------------
+
+    @property
+    def to_be_free(self) -> int:
+        return self.moves.to_be_free
+
+    @property
+    def is_held_up(self) -> bool:
+        return self.moves.is_short
+
+    def owed(self, run: int) -> int:
+        return self.moves.owed(run)
+
+    def free(self, nbytes: float, run: int | None = None) -> None:
+        self.start(self.moves.clear(nbytes, run))
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def leave(self, run: int) -> None:
+        self.gate.leaves(run)
+        self.moves.leaves(run)
+
     def start(self, orders: Orders) -> None:
         for handle in orders.out:
             moved = handle.group.key, handle.rank
-            self.moves[moved] = self.moves.get(moved, 0) + 1
+            self.moved[moved] = self.moved.get(moved, 0) + 1
             self.orders.append(f"out {handle.label}")
         self.orders += [f"in {handle.label}" for handle in orders.into]
         self.out += orders.out
@@ -69,29 +94,25 @@ class Machine:
 
     def save(self, label: str, *, nbytes: int = MIB, run: int = 1, always: bool = False) -> SavedHandle:
         self.now_ns += 1000
-        handle = SavedHandle(nbytes, label, self.manager.group(run))
+        handle = SavedHandle(nbytes, label, self.moves.group(run))
         self.handles.append(handle)
-        self.start(self.manager.saved(handle, self.now_ns, moves="always" if always else "short"))
+        self.start(self.moves.saved(handle, self.now_ns, moves="always" if always else "short"))
         return handle
 
     def read(self, handle: SavedHandle) -> bool:
         """Whether it is there; then it is let go of."""
         self.now_ns += 1000
-        self.start(self.manager.wanted(handle, self.now_ns))
+        self.start(self.moves.wanted(handle, self.now_ns))
         if handle.state is SavedState.COMING:
             return False
         self.drop(handle)
         return True
 
     def ask(self, working_set: WorkingSet, run: int = 1) -> bool:
-        may, orders = self.manager.asks(run, (working_set,))
-        self.start(orders)
-        return may
+        return self.gate.asks(run, (working_set,))
 
     def admits(self, run: int = 1) -> bool:
-        may, orders = self.manager.admits(run)
-        self.start(orders)
-        return may
+        return self.gate.admits(run)
 
     def working_set(self, nbytes: int) -> WorkingSet:
         """A loop of which iterations have been measured."""
@@ -101,17 +122,17 @@ class Machine:
         return working_set
 
     def drop(self, handle: SavedHandle) -> None:
-        assert self.manager.dropped(handle)
+        assert self.moves.dropped(handle)
 
     def end_out(self, taken_ns: int = 1000) -> None:
-        self.start(self.manager.left(self.out.pop(0), taken_ns))
+        self.start(self.moves.left(self.out.pop(0), taken_ns))
 
     def end_in(self, taken_ns: int = 1000) -> None:
-        self.manager.came(self.into.pop(0), taken_ns)
+        self.moves.came(self.into.pop(0), taken_ns)
 
     def check(self) -> None:
         """What holds at any time."""
-        now = self.manager.statistics()
+        now = self.moves.statistics()
         here = [x for x in self.handles if x.state in (SavedState.KEPT, SavedState.LEAVING, SavedState.COMING)]
         away = [x for x in self.handles if x.state is SavedState.AWAY]
         assert now.kept == sum(x.nbytes for x in here)
@@ -119,18 +140,52 @@ class Machine:
         in_flight = [x for x in self.out if x.state is not SavedState.AWAY]
         assert self.space.used == sum(x.nbytes for x in (*away, *in_flight, *self.into))
         assert now.moved_out == now.moved_in + now.discarded + sum(x.nbytes for x in (*away, *in_flight))
-        assert all(count == 1 for count in self.moves.values())
+        assert all(count == 1 for count in self.moved.values())
 
     def check_end(self) -> None:
         """What holds when all values are gone and no copy is in flight."""
         self.check()
-        now = self.manager.statistics()
+        now = self.moves.statistics()
         assert now.moved_out == now.moved_in + now.discarded
         assert now.kept == now.host == now.disk == self.space.used == 0
         assert self.used == self.others
-        assert not self.manager._groups
-        assert self.manager._leaving == self.manager._ending == self.manager._coming == 0
-        assert not self.manager._ages
+        assert not self.moves._groups
+        assert self.moves._leaving == self.moves._ending == self.moves._coming == 0
+        assert not self.gate._ages
+
+
+def test_the_example_of_saved_moves() -> None:
+    """Copies out go one after the other, and so do copies in; each takes as long as two iterations."""
+    machine = Machine(limit=10 * MIB)
+    machine.moves.ns_per_byte = 2000 / MIB
+    loop = machine.working_set(MIB // 2)
+    ends: dict[str, int] = {}
+
+    def pass_time() -> None:
+        for name, copies, end in (("out", machine.out, machine.end_out), ("in", machine.into, machine.end_in)):
+            if copies and ends.setdefault(name, machine.now_ns + 2000) <= machine.now_ns:
+                end(2000)
+                del ends[name]
+
+    values, orders = [], {}
+    for number in range(10):
+        values.append(machine.save(str(number)))
+        pass_time()
+        orders[f"save {number}"] = machine.orders[-1:]
+    machine.orders.clear()
+    for number in reversed(range(10)):
+        assert machine.ask(loop)
+        assert machine.read(values[number])
+        pass_time()
+        if machine.orders:
+            orders[f"read {number}"] = [*machine.orders]
+            machine.orders.clear()
+    outs = {f"save {number}": [f"out {number - 7}"] for number in (7, 8, 9)}
+    assert {name: each for name, each in orders.items() if each} == {**outs, "read 6": ["in 1", "in 0"]}
+    now = machine.moves.statistics()
+    assert (now.moved_out, now.moved_in, now.discarded, now.late) == (3 * MIB, 2 * MIB, MIB, 0)
+    machine.leave(1)
+    machine.check_end()
 
 
 def test_nothing_moves_while_there_is_room() -> None:
@@ -176,7 +231,7 @@ def test_a_value_that_is_read_before_it_has_left_stays() -> None:
     assert value.state is SavedState.LEAVING
     assert machine.read(value)
     machine.end_out()
-    assert machine.manager.statistics().discarded == MIB
+    assert machine.moves.statistics().discarded == MIB
     machine.check()
 
 
@@ -208,17 +263,17 @@ def test_a_value_that_all_iterations_save_brings_back_the_next_ones_alone() -> N
     shared = machine.save("w")
     values, places = [machine.save("y", always=True)], [shared.rank]
     for _ in range(7):
-        places.append(machine.manager.again(shared, "w"))
+        places.append(machine.moves.again(shared, "w"))
         values.append(machine.save("y", always=True))
     while machine.out:
         machine.end_out(taken_ns=1)
     assert machine.read(values.pop())
     machine.orders.clear()
-    machine.start(machine.manager.wanted(shared, machine.now_ns, places.pop()))
+    machine.start(machine.moves.wanted(shared, machine.now_ns, places.pop()))
     assert [values.index(handle) for handle in machine.into] == [6, 5]
     assert shared.group.until == 5
     for _ in places:
-        machine.manager.dropped(shared)
+        machine.moves.dropped(shared)
 
 
 def test_a_buffer_that_is_read_twice_counts_the_time_to_the_next_one() -> None:
@@ -261,7 +316,7 @@ def test_a_failed_copy_out_leaves_the_value_where_it_was_and_is_not_tried_again(
     machine = Machine(limit=None)
     value = machine.save("a", always=True)
     machine.save("b", always=True)
-    machine.manager.stays(machine.out.pop())
+    machine.moves.stays(machine.out.pop())
     assert value.state is SavedState.KEPT
     assert machine.space.used == 0
     machine.save("c", always=True)
@@ -274,7 +329,7 @@ def test_a_value_with_no_place_to_go_stays_and_how_much_was_missing_is_known() -
     for number in range(4):
         machine.save(str(number))
     assert machine.orders == ["out 0"]
-    assert machine.manager.missing == MIB
+    assert machine.moves.missing == MIB
 
 
 def test_the_youngest_run_makes_room() -> None:
@@ -313,13 +368,13 @@ class Measured:
 def test_no_iteration_takes_fed_bytes() -> None:
     """It counts from the one on that saves it first, which took no more than others."""
     account = Measured()
-    manager, working_set = SwapManager(account, []), WorkingSet(account)
-    manager.asks(1, (working_set,))
+    gate, working_set = MemoryGate(account), WorkingSet(account)
+    gate.asks(1, (working_set,))
     account.iteration(5 + 30, 9 + 30)
     account.used, account.fed = account.used + 30, 30
-    manager.asks(1, (working_set,))
+    gate.asks(1, (working_set,))
     account.iteration(4, 4)
-    manager.asks(1, (working_set,))
+    gate.asks(1, (working_set,))
     assert (working_set.most, working_set.total) == (5, 9)
 
 
@@ -328,12 +383,12 @@ def test_an_iteration_of_an_outer_loop_is_measured_until_an_inner_one_begins(is_
     """That is what it asks for; in all it takes what all do. A loop in a region does not know what is around it."""
     account = Measured()
     outer = WorkingSet(account, is_around=True)
-    manager, inner = SwapManager(account, []), WorkingSet(account, outer if is_placed else None)
+    gate, inner = MemoryGate(account), WorkingSet(account, outer if is_placed else None)
     for _ in range(4):
-        manager.asks(1, (outer,))
+        gate.asks(1, (outer,))
         account.iteration(3, 3)
         for _ in range(2):
-            manager.asks(1, (inner,))
+            gate.asks(1, (inner,))
             account.iteration(7, 8)
     assert (outer.most, outer.total) == (3, 3 + 2 * 8)
     assert (inner.most, inner.total) == (7, 8)
@@ -343,48 +398,48 @@ def test_an_iteration_of_an_outer_loop_is_measured_until_an_inner_one_begins(is_
 def test_what_an_iteration_takes_is_measured_from_one_to_the_next() -> None:
     """The most of any, and in all; none that ran beside another."""
     account = Measured()
-    manager, working_set = SwapManager(account, []), WorkingSet(account)
+    gate, working_set = MemoryGate(account), WorkingSet(account)
     for most, total in ((5, 9), (7, 8), (4, 4)):
-        assert manager.asks(1, (working_set,)) == (True, Orders())
+        assert gate.asks(1, (working_set,))
         assert not working_set.fits(3)  # nobody knows well enough yet
         account.iteration(most, total)
-    assert manager.asks(1, (working_set,))[0]
+    assert gate.asks(1, (working_set,))
     assert (working_set.most, working_set.total) == (7, 9)
     assert working_set.fits(11)
     assert not working_set.fits(12)
     account.iteration(50, 50)  # of several iterations
-    manager.asks(1, (working_set,))
+    gate.asks(1, (working_set,))
     assert (working_set.most, working_set.total) == (7, 9)
     account.iteration(3, 3)
-    manager.asks(2, (WorkingSet(account),))
+    gate.asks(2, (WorkingSet(account),))
     account.iteration(60, 60)  # of somebody else
-    manager.asks(1, (working_set,))
+    gate.asks(1, (working_set,))
     assert (working_set.most, working_set.total) == (7, 9)
 
 
 def test_a_measurement_beside_another_run_stands_until_a_run_is_alone() -> None:
     """It is too much, and a run that is done again alone would have too little room for it."""
     account = Measured()
-    manager, working_set = SwapManager(account, []), WorkingSet(account)
+    gate, working_set = MemoryGate(account), WorkingSet(account)
     for others in (1, 0, 1, 0):
         for run in range(others):
-            manager.enters(8 + run)
-        manager.enters(7)
-        manager.asks(7, (working_set,))
+            gate.enters(8 + run)
+        gate.enters(7)
+        gate.asks(7, (working_set,))
         account.iteration(50 if others else 5, 60 if others else 6)
-        manager.asks(7, (working_set,))
+        gate.asks(7, (working_set,))
         assert (working_set.most, working_set.total) == ((50, 60) if others else (5, 6))
         for run in (7, 8):
-            manager.leaves(run)
+            gate.leaves(run)
 
 
 def test_one_iteration_is_enough_to_go_by_where_much_is_free() -> None:
     account = Measured(limit=1000)
-    manager, working_set = SwapManager(account, []), WorkingSet(account)
-    assert manager.asks(1, (working_set,))[0]
+    gate, working_set = MemoryGate(account), WorkingSet(account)
+    assert gate.asks(1, (working_set,))
     assert not working_set.fits(2)
     account.iteration(5, 10)
-    assert manager.asks(1, (working_set,))[0]
+    assert gate.asks(1, (working_set,))
     assert working_set.fits(25)  # four times as much, at most
     assert not working_set.fits(26)
 
@@ -397,11 +452,11 @@ def test_values_whose_copies_back_could_not_start_come_ahead_later() -> None:
         machine.end_out(taken_ns=1 << 40)
     machine.orders.clear()
     assert machine.read(values[7])
-    assert sorted(handle.rank for handle in machine.manager.away()) == list(range(7))
+    assert sorted(handle.rank for handle in machine.moves.away()) == list(range(7))
     ahead, machine.into = machine.into, []
     for handle in ahead:
-        machine.manager.refused(handle)
-    assert sorted(handle.rank for handle in machine.manager.away()) == list(range(7))
+        machine.moves.refused(handle)
+    assert sorted(handle.rank for handle in machine.moves.away()) == list(range(7))
     machine.check()
     assert not machine.read(values[6])
     assert machine.orders == [*(f"in {number}" for number in range(6, -1, -1))] * 2
@@ -436,18 +491,18 @@ def test_an_iteration_begins_once_unneeded_copies_out_have_ended(fails: bool) ->
         value.has_moved = True  # so that nothing else can go
     assert not machine.ask(loop)
     assert not machine.admits()
-    assert machine.manager.is_short
+    assert machine.moves.is_short
     if fails:
-        machine.manager.stays(machine.out.pop())
+        machine.moves.stays(machine.out.pop())
     else:
         machine.end_out()
     assert machine.used == 8 * MIB
     assert machine.admits()  # nothing else will make room
-    assert not machine.manager.is_short
+    assert not machine.moves.is_short
     for value in values[1:7]:
         assert machine.read(value)
     machine.others = 0
-    machine.manager.leaves(1)
+    machine.leave(1)
     machine.check_end()
 
 
@@ -465,8 +520,8 @@ def test_a_younger_run_waits_for_the_older_and_all_its_values_go() -> None:
     """Fault F32: the older one waits for copies alone, whatever the younger one holds."""
     machine = Machine(limit=10 * MIB)
     loop = machine.working_set(2 * MIB)
-    machine.manager.enters(1)
-    machine.manager.enters(2)
+    machine.gate.enters(1)
+    machine.gate.enters(2)
     for number in range(2):
         for run in (2, 1):
             assert machine.ask(loop, run)
@@ -481,7 +536,7 @@ def test_a_younger_run_waits_for_the_older_and_all_its_values_go() -> None:
     machine.others = 6 * MIB
     assert not machine.ask(loop, run=2)
     assert not machine.admits(run=2)  # though nothing is in flight
-    machine.manager.leaves(1)
+    machine.leave(1)
     assert machine.admits(run=2)
 
 
@@ -490,7 +545,7 @@ def test_runs_that_do_more_than_compute_wait_for_no_run_and_no_run_for_them(aged
     """One may wait for what the other does."""
     machine = Machine(limit=10 * MIB, others=9 * MIB)
     for run in aged:
-        machine.manager.enters(run)
+        machine.gate.enters(run)
     loop = machine.working_set(2 * MIB)
     assert machine.ask(loop, run=1)
     assert machine.ask(loop, run=2)
@@ -509,7 +564,7 @@ class Loop:
         self.waits = self.cancelled = self.paused = False
         self.working_set = None if needs is None else machine.working_set(needs)
         self.is_admitted = needs is None
-        machine.manager.enters(run)
+        machine.gate.enters(run)
 
     def step(self, machine: Machine) -> None:
         if not self.is_admitted:
@@ -531,7 +586,7 @@ class Loop:
         self.left -= 1
         self.is_admitted = self.working_set is None
         if not self.left:
-            machine.manager.leaves(self.run)
+            machine.leave(self.run)
 
     def can_step(self) -> bool:
         waits = self.waits and self.values[self.left - 1].state is SavedState.COMING
@@ -541,7 +596,7 @@ class Loop:
         self.cancelled, self.paused = True, False
         for value in self.values[: self.left]:
             machine.drop(value)
-        machine.manager.leaves(self.run)
+        machine.leave(self.run)
 
     def look(self, machine: Machine) -> None:
         """Go on, if that may be now."""
@@ -575,7 +630,7 @@ def _do(event: str, number: int, machine: Machine, loops: list[Loop]) -> None:
     elif event == "out":
         machine.end_out()
     elif event == "fail":
-        machine.manager.stays(machine.out.pop(0))
+        machine.moves.stays(machine.out.pop(0))
     else:
         machine.end_in()
     for loop in loops:

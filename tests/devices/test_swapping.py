@@ -1,4 +1,4 @@
-"""What the mover of saved values costs where nothing moves, and what it hands to its manager once something may."""
+"""What the mover of saved values costs where nothing moves, and what it hands over once something may."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import asyncflow as af
 from asyncflow.autodiff.stores.stores import MovingLog
 from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.memory import MemoryAccount
-from asyncflow.devices.saved.swap import Space
-from asyncflow.devices.swapping import SavedEntry
+from asyncflow.devices.saved.saved_handle import SavedEntry, Space
 from asyncflow.streams.cpu.stream import ThreadStream
 from tests.streams.outcomes import see_off
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ROOMS = tuple(str(Path(af.__file__).parent / room) for room in ("devices", "autodiff"))
-"""Of the account, the manager and the stores."""
+"""Of the account, the gate, the moves and the stores."""
 STEPS = 60
 ROWS = np.linspace(-1, 1, 96 * 192, dtype=np.float32).reshape(96, 192)
 WEIGHTS = np.linspace(-0.02, 0.02, 192 * 192, dtype=np.float32).reshape(192, 192)
@@ -65,7 +64,7 @@ async def calls(**options: Any) -> float:
     return found / STEPS
 
 
-async def test_a_manager_costs_little_where_nothing_moves(tmp_path: Path) -> None:
+async def test_a_mover_costs_little_where_nothing_moves(tmp_path: Path) -> None:
     """Two saves, two reads and two questions for memory an iteration: fewer than two calls each."""
     limit = 1 << 30
     counted = await calls(memory_limit=limit)
@@ -91,7 +90,7 @@ def test_stores_hand_over_their_values_iteration_by_iteration(tmp_path: Path) ->
     ]
     assert all(logs[k % 2].take(k // 2) is values[k] for k in reversed(range(20)))
     del logs
-    assert swapping.manager.is_empty
+    assert swapping.moves.is_empty
     assert not swapping.is_at_rest
     last = MovingLog((), swapping, label="last", run=2, moves="short", loop="while")
     last.add(values[0])

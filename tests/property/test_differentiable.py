@@ -62,7 +62,7 @@ async def moved(program: Program, device: str, **options: Any) -> tuple[list[byt
     graph, fetched, fed = program
     async with af.Session(graph, devices=[device], **options) as session:
         if (swapping := session.devices[0].swapping) is not None:
-            swapping.manager.least_bytes = 0
+            swapping.moves.least_bytes = 0
         found = [np.asarray(value).tobytes() for value in await session.run(fetched, fed)]
         return found, session.statistics().memory[device].moved_out
 

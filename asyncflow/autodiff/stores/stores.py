@@ -14,8 +14,9 @@ from functools import reduce
 from threading import Lock
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
+from asyncflow.devices.saved.saved_handle import SavedEntry
 from asyncflow.devices.saved.swap import Moves
-from asyncflow.devices.swapping import SavedEntry, Swapping
+from asyncflow.devices.swapping import Swapping
 from asyncflow.graph.op import OPAQUE, HostInputs, Op, define
 from asyncflow.graph.values.dtypes import VARIANT, summed_in
 from asyncflow.graph.values.shapes import format_shape
@@ -95,7 +96,7 @@ class MovingLog(StoreLog["Value"]):
                 if swapping.rests(self):
                     self.append(value)
                     return
-        if getattr(value, "nbytes", 0) >= swapping.manager.least_bytes:
+        if getattr(value, "nbytes", 0) >= swapping.moves.least_bytes:
             value = swapping.keep(value, self.label, run, moves=self._moves, tag=self._tag(len(self)))
         self.append(value)
 

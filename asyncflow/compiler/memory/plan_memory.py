@@ -393,7 +393,7 @@ class _Candidate:
     def add(self, change: SavedChange, *inner: SavedChange) -> None:
         """Add a possible set of saved values, in the loop and maybe in inner loops."""
         swapping, changes, saved = self.device.swapping, [change, *inner], self.saved([change, *inner])
-        least = swapping.manager.least_bytes if swapping is not None else 0
+        least = swapping.moves.least_bytes if swapping is not None else 0
         sizes = {value: each.nbytes * each.times for value, each in saved.items()}
         movable = [value for value, each in saved.items() if swapping is not None and each.nbytes >= least > 0]
         movable.sort(key=lambda value: -sizes[value])

@@ -9,7 +9,8 @@ from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.machine.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.memory import MemoryAccount, spill_advice
 from asyncflow.devices.protocol import Capabilities, Device, LogicalDevice
-from asyncflow.devices.saved.swap import Space, SwapManager
+from asyncflow.devices.saved.memory_gate import MemoryGate
+from asyncflow.devices.saved.saved_handle import Space
 from asyncflow.devices.told import ToldAccount
 from asyncflow.streams.cpu.stream import ThreadStream
 
@@ -64,7 +65,7 @@ class CpuDevice(LogicalDevice[ThreadStream]):
                 self.swapping = CpuSwapping(self.memory, spaces, spill_directory, self.d2h, self.h2d)
                 self.memory.advise = self.swapping.advice
             else:
-                self.pacing = SwapManager(self.memory, ())
+                self.pacing = MemoryGate(self.memory)
 
     async def aclose(self, grace_s: float) -> bool:
         """Refuse further work and wait up to ``grace_s`` seconds for present work; return True if all of it ended.

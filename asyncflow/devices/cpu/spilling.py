@@ -11,9 +11,9 @@ import numpy as np
 
 from asyncflow.devices.machine.heap import process_heap
 from asyncflow.devices.memory import MemoryAccount, owner_of
+from asyncflow.devices.saved.saved_handle import Movable, SavedHandle, Space
 from asyncflow.devices.saved.spill import SpillBlock, SpillError, SpillFile
-from asyncflow.devices.saved.swap import SavedHandle, Space
-from asyncflow.devices.swapping import Movable, Swapping
+from asyncflow.devices.swapping import Swapping
 from asyncflow.devices.values import DType
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.values import Array, Value

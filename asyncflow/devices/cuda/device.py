@@ -43,7 +43,7 @@ from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Placed, Span, Spans
-from asyncflow.devices.saved.swap import Space
+from asyncflow.devices.saved.saved_handle import Space
 from asyncflow.devices.values import DeviceValue, RowsToJoin, as_scalar, stays_on_host
 from asyncflow.errors import PlacementError
 from asyncflow.foreign_names import install

@@ -1,23 +1,20 @@
 """Choice and time of saved values' moves out of a device's memory and back: a pure state machine (EuroSys '18 §5.3).
 
 It starts no copy, knows no device and never waits: it is told of saves, reads and copies that have ended, and answers
-which copies to start next. `asyncflow.devices.swapping` carries out its orders.
+which copies to start next. `asyncflow.devices.swapping` carries out its orders. Whether an iteration may begin is the
+matter of `asyncflow.devices.saved.memory_gate`, which asks for values to go.
 
 Rules, the paper's:
 
-1. A value under 64 KiB never moves, and no buffer moves twice: a returned value stays. 2. Of a run, the oldest value
-goes first, since a gradient loop reads it last; of several runs, the youngest run's values. 3. A value that *always*
-moves goes once a newer one is saved. Other values go once more than 70 % of the limit are held, and only as many as
-needed; values planned to stay, above 90 %. 4. Values come back in the order in which they are read, the newest first:
-an iteration ahead, and only into free memory. They come back further ahead once an iteration's bytes are known, if the
-times of copies and steps show that they would come late. 5. A value that is read before it has left stays where it is.
-6. A loop asks before each iteration for what one takes at most, as measured. If that is not free, more values go, and
-the iteration begins once there is room, or no copy out is in flight that could make some. A copy out holds the memory
-of its value until it ends, even if the value is GONE by then. 7. Runs that only compute have an age. To begin an
-iteration, a run leaves the older ones the memory of theirs. If it cannot, all of its values go, and it waits until they
-have ended, or there is room. The oldest waits for copies alone, so that no run waits for ever. Other runs wait for no
-run, and no run for them. 8. While less than half of the limit is held nothing is decided, and stores keep their saved
-values to themselves.
+1. A value under 64 KiB never moves, and no buffer moves twice: a returned value stays.
+2. Of a run, the oldest value goes first, since a gradient loop reads it last; of several runs, the youngest run's.
+3. A value that *always* moves goes once a newer one is saved. Other values go once more than 70 % of the limit are
+   held, and only as many as needed; values planned to stay, above 90 %.
+4. Values come back in the order in which they are read, the newest first: an iteration ahead, and only into free
+   memory. They come back further ahead once an iteration's bytes are known, if the times of copies and steps show that
+   they would come late.
+5. A value that is read before it has left stays where it is.
+6. A copy out holds the memory of its value until it ends, even if the value is GONE by then.
 
 ==========  ===========================  ================================================================
 state       told                         becomes
@@ -29,7 +26,7 @@ LEAVING     stays (the copy failed)      KEPT
 AWAY        wanted, or will be soon      COMING: start the copy in
 COMING      refused (it did not start)   AWAY
 COMING      came                         KEPT
-any         dropped by the last holder   GONE: what is away is freed, at the end of a copy that is in flight
+any         dropped by the last holder   GONE: its place is freed, at the end of a copy that is in flight
 ==========  ===========================  ================================================================
 
 Bytes that went out come in, or are thrown away: ``moved_out == moved_in + discarded`` once all values are GONE.
@@ -37,34 +34,24 @@ Bytes that went out come in, or are thrown away: ``moved_out == moved_in + disca
 
 from __future__ import annotations
 
-import enum
-import itertools
 from bisect import insort
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
-from threading import Lock
 from typing import Literal, NamedTuple, TypeAlias
 
-from asyncflow.devices.protocol import Placed
-from asyncflow.devices.saved.working_set import Account, Pace, WorkingSet
+from asyncflow.devices.saved.memory_gate import MemoryGate
+from asyncflow.devices.saved.saved_handle import SHORT, SavedGroup, SavedHandle, SavedState, Space
+from asyncflow.devices.saved.working_set import Account
 
 LEAST_BYTES = 64 << 10
 """Smaller values never move: a copy would cost more than the memory is worth."""
-
-SHORT = 0.70
-"""Above this part of the limit, memory is short."""
 
 LATE = 0.90
 """The same for values that were planned to stay: they go only where more is held than was predicted."""
 
 FULL = 0.85
 """Above this part, whoever needs more waits for copies out."""
-
-REST = 0.5
-"""Up to this part values need not be told of."""
 
 _GRAIN = 1 / 256
 """Share of the limit saved between two checks for short memory."""
@@ -81,157 +68,7 @@ Moves: TypeAlias = Literal["short", "late", "always"]
 """Time at which a value moves: once memory is short, once more is held than was planned, or from the first byte."""
 
 
-class Space:
-    """A place where values go: the host's memory, or a file. Devices of a session share it; any thread may use it.
-
-    Attributes:
-        name: ``"host"`` or ``"disk"``.
-        limit: bytes; None for no limit.
-        used: bytes.
-    """
-
-    __slots__ = ("_lock", "limit", "name", "used")
-
-    def __init__(self, name: str, limit: int | None = None) -> None:
-        self.name = name
-        self.limit = limit
-        self.used = 0
-        self._lock = Lock()
-
-    def take(self, nbytes: int) -> bool:
-        """Take `nbytes` bytes, if they are free; return True if so."""
-        with self._lock:
-            if self.limit is not None and self.used + nbytes > self.limit:
-                return False
-            self.used += nbytes
-            return True
-
-    def give(self, nbytes: int) -> None:
-        """Give bytes back."""
-        with self._lock:
-            self.used -= nbytes
-
-
-class SavedState(enum.Enum):
-    """Place of a value; see the table above."""
-
-    KEPT = enum.auto()
-    LEAVING = enum.auto()
-    AWAY = enum.auto()
-    COMING = enum.auto()
-    GONE = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class SavedGroup:
-    """The values of one run, in the order in which they were saved, which is the reverse of their reads.
-
-    Attributes:
-        key: of the run.
-        count: how many were saved so far.
-        live: how many of them are not GONE.
-        newest: the last value that always moves, and has not been asked to.
-        kept: values that may go once memory is short, the oldest first.
-        out: values that have left, or are leaving, the newest last, whichever went first.
-        short: memory is for them above this part of the limit.
-        saves, reads: how fast they follow one another.
-        last: the rank of the last value that each node saved.
-        until: an iteration reads values of higher rank, as far as is known.
-        sets: of the loops that have asked last for room for an iteration.
-        largest: what any has asked for.
-    """
-
-    key: int
-    count: int = 0
-    live: int = 0
-    newest: SavedHandle | None = None
-    kept: deque[SavedHandle] = field(default_factory=deque)
-    out: list[SavedHandle] = field(default_factory=list)
-    short: float = SHORT
-    saves: Pace = field(default_factory=Pace)
-    reads: Pace = field(default_factory=Pace)
-    last: dict[str, int] = field(default_factory=dict)
-    until: int = 0
-    sets: Sequence[WorkingSet] = ()
-    largest: int = 0
-
-    @property
-    def takes(self) -> int:
-        """Bytes that its iteration takes; a guess without measurement."""
-        takes = 0
-        for working_set in self.sets:
-            takes += working_set.expected(self.largest)
-        return takes
-
-    @property
-    def needs(self) -> int:
-        """The same, with values that have to come back first."""
-        if not self.out:
-            return self.takes
-        read = itertools.takewhile(lambda handle: handle.rank > self.until, reversed(self.out))
-        return self.takes + sum(handle.nbytes for handle in read if handle.state is SavedState.AWAY)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class SavedHandle:
-    """A saved value that may move.
-
-    Attributes:
-        nbytes: its size.
-        label: the node that saves it.
-        group: its group.
-        rank: its place there.
-        stride: distance in places to the value that the same node saved before: the values of one iteration.
-        state: where it is; `SwapManager` alone changes it.
-        holders: how many entries of stores refer to it.
-        has_moved: it has left, or was about to, and never will again.
-        space: where it goes or is.
-        copying: a copy of it is in flight.
-        here: the device's buffer, for whoever copies it.
-        there: the copied value.
-        error: why it cannot come back.
-        tag: its iteration, where that is traced.
-        is_late: True if a reader waits for it to come back.
-    """
-
-    nbytes: int
-    label: str
-    group: SavedGroup
-    rank: int = 0
-    stride: int = 1
-    state: SavedState = SavedState.KEPT
-    holders: int = 1
-    has_moved: bool = False
-    space: Space | None = None
-    copying: bool = False
-    here: Placed = None
-    there: Placed = None
-    error: BaseException | None = None
-    tag: str = ""
-    is_late: bool = False
-
-    def __repr__(self) -> str:
-        return f"<SavedHandle {self.label} #{self.rank} {self.state.name} {self.nbytes} B>"
-
-
 _RANK = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class _Lap:
-    """The beginning of an iteration that is measured.
-
-    Attributes:
-        group: of the run.
-        used, total, ahead: the account's figures then, and the bytes that had come ahead of their reads.
-        taken: the most bytes that it has taken; None until it has ended, or a loop inside it has begun.
-    """
-
-    group: SavedGroup
-    used: int
-    total: int
-    ahead: int
-    taken: int | None = None
 
 
 class Orders(NamedTuple):
@@ -239,9 +76,6 @@ class Orders(NamedTuple):
 
     out: Sequence[SavedHandle] = ()
     into: Sequence[SavedHandle] = ()
-
-
-_NOTHING = Orders()
 
 
 class SwapStatistics(NamedTuple):
@@ -264,37 +98,36 @@ class SwapStatistics(NamedTuple):
     """Number of reads of values that were away, and had not been requested ahead."""
 
 
-class SwapManager:
-    """The manager of the saved values of one device of a session; see the rules above. One caller at a time.
+class SavedMoves:
+    """The moves of the saved values of one device of a session; see the rules above. One caller at a time.
+
+    An example: ten iterations save a value of 1 MiB each, under a limit of 10 MiB. A copy takes as long as two of them.
+
+    - Values 0 to 6 stay. With value 7, 8 MiB are held, more than 70 %, and value 0 is ordered out. It counts as free
+      from now on: else each save would order one more out until the copy has ended. Values 8 and 9 order out 1 and 2.
+    - The gradient reads 9, 8 and 7. Then value 2 would have to come back in time, but has not left yet: it stays, and
+      its copy is thrown away.
+    - While 6 is read, 1 and 0 are ordered in: 1 is read in four iterations, twice the time of its copy (`_AHEAD`). They
+      are back when they are read. Else `wanted` would order them, and `SwapStatistics.late` would count them.
 
     Attributes:
         least_bytes: smaller values never move.
         missing: bytes of the largest value that had no place to go.
-        plenty: bytes up to which it need not be told of values.
         ns_per_byte: what a copy takes, as measured so far.
     """
 
-    def __init__(
-        self, account: Account, spaces: Sequence[Space], *, least_bytes: int = LEAST_BYTES, ns_per_byte: float = 0.1
-    ) -> None:
-        """Begin without values.
+    def __init__(self, account: Account, gate: MemoryGate, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
+        """Begin without values, which may go to `spaces`, the best place first.
 
-        Args:
-            account: of the device.
-            spaces: where values may go, the best place first.
-            least_bytes: smaller values never move.
-            ns_per_byte: what a copy is expected to take, until one has been measured.
+        Values that come back leave runs the memory that `gate` has promised them.
         """
-        self.least_bytes = least_bytes
+        self.least_bytes = LEAST_BYTES
         self.missing = 0
-        self._account = account
-        self._spaces = spaces
-        self.plenty = inf if account.limit is None else REST * account.limit
-        self._groups: dict[int, SavedGroup] = {}
-        self._ages: set[int] = set()
-        self._laps: dict[WorkingSet, _Lap] = {}
-        self._ahead = 0
         self.ns_per_byte = ns_per_byte
+        self._account = account
+        self._gate = gate
+        self._spaces = spaces
+        self._groups: dict[int, SavedGroup] = {}
         self._copied = [0, 0]
         self._on_the_way: set[SavedHandle] = set()
         self._held = {"kept": 0, "host": 0, "disk": 0}
@@ -362,7 +195,9 @@ class SwapManager:
         else:
             self._discard(handle)
         self._has_ended(handle)
-        return self.relieve()
+        out: list[SavedHandle] = []
+        self._relieve(out)
+        return Orders(out=out)
 
     def took(self, nbytes: int, taken_ns: int) -> None:
         """Note the time of a copy."""
@@ -442,110 +277,28 @@ class SwapManager:
             while known and known[-1].state is SavedState.GONE:
                 known.pop()
         group.live -= 1
-        if not (group.live or group.sets) and self._groups.get(group.key) is group:
+        # A run that is promised memory has more iterations: the pace and the order of its values hold for them, too.
+        if not (group.live or self._gate.has_promised(group.key)) and self._groups.get(group.key) is group:
             del self._groups[group.key]
         return True
 
-    def enters(self, key: int) -> None:
-        """A run begins that only computes: it may wait for older ones, and younger ones for it."""
-        self._ages.add(key)
+    def has_saved(self, run: int) -> bool:
+        """Return True if a run has saved values here."""
+        return run in self._groups
 
-    def knows(self, key: int) -> bool:
-        """Return True if a run has an age, or has saved values or asked for room."""
-        return key in self._ages or key in self._groups
-
-    def leaves(self, key: int) -> None:
+    def leaves(self, run: int) -> None:
         """A run has ended."""
-        self._ages.discard(key)
-        self._groups.pop(key, None)
-
-    def asks(self, key: int, sets: Sequence[WorkingSet]) -> tuple[bool, Orders]:
-        """Let a run begin an iteration of these loops, or not yet; return that, and the orders that make room."""
-        group = self.group(key)
-        most, used = self._account.lap()
-        self._measure(group, sets, most)
-        group.sets = sets
-        for working_set in sets:
-            group.largest = max(group.largest, working_set.most)
-        return self._admits(group, used)
-
-    def _measure(self, group: SavedGroup, sets: Sequence[WorkingSet], most: int) -> None:
-        """End the laps of loops that ask; where a loop inside asks, its own iterations take all that follows."""
-        fed, total = self._ahead + self._account.fed, self._account.total
-        for lap in self._laps.values():
-            if lap.taken is None:
-                lap.taken = most - lap.used - (fed - lap.ahead)
-        ended = self._laps.get(sets[0]) if len(sets) == 1 else None
-        if ended is not None and ended.group is group and ended.taken is not None:
-            is_alone = len(self._groups) < 2 and len(self._ages) < 2
-            sets[0].measured(ended.taken, total - ended.total - (fed - ended.ahead), is_alone=is_alone)
-        around = {outer for each in sets for outer in each.loops_around()}
-        is_placed = bool(around) or any(each.is_around for each in sets)
-        for each in list(self._laps):
-            if each not in around and (is_placed or not each.is_around):
-                del self._laps[each]
-
-    def has_plenty(self, takes: float = 0) -> bool:
-        """Return True if much is free beside `takes` bytes; thread-safe."""
-        return self._account.at_most + takes <= self.plenty
-
-    def need_not_ask(self, key: int, sets: Sequence[WorkingSet]) -> bool:
-        """Return True if a run need not ask before an iteration: it has been measured, and much is free."""
-        group = self._groups.get(key)
-        if group is None:
-            return False
-        takes: float = 0
-        for working_set in sets:
-            takes += working_set.most if working_set.is_measured else inf
-        if not self.has_plenty(takes):
-            return False
-        group.sets = sets
-        self._laps.clear()
-        return True
+        self._groups.pop(run, None)
 
     @property
     def is_empty(self) -> bool:
         """True if no value is known, here or away: then no needed copy is in flight."""
         return not any(self._held.values())
 
-    def admits(self, key: int) -> tuple[bool, Orders]:
-        """Decide again, for a run that has asked before."""
-        group = self._groups.get(key)
-        return (True, _NOTHING) if group is None else self._admits(group, self._account.lap()[1])
-
-    def _admits(self, group: SavedGroup, used: int) -> tuple[bool, Orders]:
-        """Return whether an iteration may begin while `used` bytes are held, as the account has just reported."""
-        limit = self._account.limit
-        if limit is None:
-            return True, _NOTHING
-        missing, elders = used + group.needs - limit, self._elders(group) if len(self._groups) > 1 else ()
-        missing += sum(elder.needs for elder in elders)
-        orders = _NOTHING
-        if missing > 0:
-            orders = Orders(out=(out := list[SavedHandle]()))
-            if elders:
-                self._clear(limit, (group,), out)
-            else:  # for the next iteration as well, which then need not wait
-                self._clear(missing + group.needs - self._to_be_free, self._youngest_first(), out)
-            if self._to_be_free or elders:
-                return False, orders
-        if len(group.sets) == 1:
-            (working_set,) = group.sets
-            self._laps[working_set] = _Lap(group, used, self._account.total, self._ahead + self._account.fed)
-        return True, orders
-
-    def _elders(self, group: SavedGroup) -> list[SavedGroup]:
-        """Return the older runs for which this one has to wait if memory is short."""
-        ages = self._ages
-        return [x for x in self._groups.values() if x.key < group.key and x.key in ages and group.key in ages]
-
-    def relieve(self, nbytes: float | None = None) -> Orders:
-        """Return orders for values that go because memory is short now, or because `nbytes` more are needed at once."""
+    def clear(self, nbytes: float, run: int | None = None) -> Orders:
+        """Return orders for values that go because `nbytes` more are needed: of one run, or of the youngest first."""
         out: list[SavedHandle] = []
-        if nbytes is None:
-            self._relieve(out)
-        else:
-            self._clear(nbytes, self._youngest_first(), out)
+        self._clear(nbytes, self._youngest_first() if run is None else [self.group(run)], out)
         return Orders(out=out)
 
     # -- asked ---------------------------------------------------------------------------------------------------
@@ -561,19 +314,19 @@ class SwapManager:
     def is_short(self) -> bool:
         """True if code that needs more memory should wait for the copies out in flight."""
         limit = self._account.limit
-        if not self._to_be_free or limit is None:
+        if not self.to_be_free or limit is None:
             return False
-        return self._account.used > min(FULL * limit, limit - self.largest)
+        return self._account.used > min(FULL * limit, limit - self._gate.largest)
 
     @property
-    def _to_be_free(self) -> int:
+    def to_be_free(self) -> int:
         """Bytes that copies out free when they end: of values that leave, or are GONE by now."""
         return self._leaving + self._ending
 
-    @property
-    def largest(self) -> int:
-        """The most bytes that an iteration of a run in flight has taken."""
-        return max((group.largest for group in list(self._groups.values())), default=0)
+    def owed(self, run: int) -> int:
+        """Return the bytes of a run's values that its next iteration reads, and that are away."""
+        group = self._groups.get(run)
+        return 0 if group is None else group.owed
 
     def away(self) -> list[SavedHandle]:
         """All values that are AWAY, or COMING by copies that have not ended."""
@@ -605,7 +358,7 @@ class SwapManager:
             return
         self._unasked = 0
         short = max((group.short for group in self._groups.values()), default=SHORT)
-        self._clear(self._account.used - self._to_be_free - short * limit, self._youngest_first(), out)
+        self._clear(self._account.used - self.to_be_free - short * limit, self._youngest_first(), out)
 
     def _youngest_first(self) -> list[SavedGroup]:
         return sorted(self._groups.values(), key=lambda group: -group.key)
@@ -639,7 +392,7 @@ class SwapManager:
         come late.
         """
         limit, step_ns = self._account.limit, group.reads.step_ns() or group.saves.step_ns()
-        takes, is_measured = group.takes, all(each.is_measured for each in group.sets)
+        takes, is_measured = self._gate.promised(group.key), self._gate.is_measured(group.key)
         free = inf
         if limit is not None:
             most = min((FULL if group.short > SHORT else _AHEAD_UP_TO) * limit, limit - takes)
@@ -660,7 +413,7 @@ class SwapManager:
                     self._come(handle, into)
                     free -= handle.nbytes
                     if is_further:
-                        self._ahead += handle.nbytes
+                        self._gate.ahead += handle.nbytes
                 else:
                     self._stay(handle)
             group.out.pop()

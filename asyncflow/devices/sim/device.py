@@ -36,7 +36,7 @@ import numpy as np
 from asyncflow.devices.figures.presets import kernel_ns
 from asyncflow.devices.memory import spill_advice
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Placed
-from asyncflow.devices.saved.swap import Space
+from asyncflow.devices.saved.saved_handle import Space
 from asyncflow.devices.sim.launch import SimHostLauncher
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine

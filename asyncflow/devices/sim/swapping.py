@@ -17,13 +17,14 @@ import numpy as np
 
 from asyncflow.devices.memory import owner_of
 from asyncflow.devices.protocol import Placed, Shape, recording
+from asyncflow.devices.saved.saved_handle import Movable
 from asyncflow.devices.sim.values import SimArray, SimOpaque, Storage
-from asyncflow.devices.swapping import Movable, Swapping
+from asyncflow.devices.swapping import Swapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.devices.saved.swap import SavedHandle, Space
+    from asyncflow.devices.saved.saved_handle import SavedHandle, Space
     from asyncflow.devices.sim.device import SimDevice
     from asyncflow.devices.values import DType
     from asyncflow.values import Array, Value

@@ -234,7 +234,7 @@ class Timeline(LaunchingDevice[SimStream]):
             return
         now_ns, used, swapping = self.machine.loop.now_ns, self.memory.used, self.swapping
         # Not by `Swapping.sample`, which takes a lock: one thread drives all simulated devices.
-        held = (now_ns, used) if swapping is None else (now_ns, used, *swapping.manager.sample())
+        held = (now_ns, used) if swapping is None else (now_ns, used, *swapping.moves.sample())
         spans.append(_new_tuple(Span, (label, role, started_ns, ended_ns, nbytes, held)))
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from asyncflow.compiler.plan import PlanNode
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.protocol import AsynchronousDevice, CountedSpans, Device, Spans
-from asyncflow.devices.swapping import SwapCopy, memory_sample
+from asyncflow.devices.saved.saved_handle import SwapCopy
+from asyncflow.devices.swapping import memory_sample
 from asyncflow.ops.user.recorded_calls import in_log
 from asyncflow.runtime.executor.kernels.limited_calls import Attempt
 from asyncflow.runtime.executor.kernels.provenance import describe

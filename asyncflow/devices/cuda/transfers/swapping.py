@@ -30,10 +30,11 @@ from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, Landing
 from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.protocol import Placed, Shape, recording
+from asyncflow.devices.saved.saved_handle import Movable, SavedEntry, SavedHandle, SavedState, Space
 from asyncflow.devices.saved.spill import SpillBlock, SpillFile
-from asyncflow.devices.saved.swap import Orders, SavedHandle, SavedState, Space
+from asyncflow.devices.saved.swap import Orders
 from asyncflow.devices.saved.working_set import WorkingSet
-from asyncflow.devices.swapping import Movable, SavedEntry, Swapping
+from asyncflow.devices.swapping import Swapping
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaEvent, active
 
@@ -158,7 +159,7 @@ class CudaSwapping(Swapping):
             self.sent(handle, there, taken_ns)
         elif error is None:
             with self._noted(handle, "d2h", taken_ns), self._locked():
-                self.manager.took(handle.nbytes, taken_ns)
+                self.moves.took(handle.nbytes, taken_ns)
         if passing and error is None:
             self._write(handle, there.buffer)
         else:
@@ -259,7 +260,7 @@ class CudaSwapping(Swapping):
             handle = entry.handle
             with self._locked():
                 try:
-                    self._start(self.manager.wanted(handle, self.now_ns(), entry.rank), handle)
+                    self._start(self.moves.wanted(handle, self.now_ns(), entry.rank), handle)
                 except MemoryLimitExceeded as error:
                     handle.error = copy(error)  # without what led here
                 if handle.state is SavedState.COMING and handle.here is None:
@@ -275,7 +276,7 @@ class CudaSwapping(Swapping):
     @property
     def is_held_up(self) -> bool:
         """True if memory is short, or a value has been asked for that is not read from the file yet."""
-        return bool(self._absent) or self.manager.is_short
+        return bool(self._absent) or self.moves.is_short
 
     # -- room on the device --------------------------------------------------------------------------------------
 
@@ -295,10 +296,10 @@ class CudaSwapping(Swapping):
             return False
         with self._locked():
             for handle in [*self._flights]:
-                if self._may_go_on(run):
+                if self.gate.may_go_on(run):
                     return True
                 self._leave_early(handle)
-            return self._may_go_on(run)
+            return self.gate.may_go_on(run)
 
     def make_room(self, nbytes: float) -> bool:
         """Free `nbytes` at once, for an allocation that found no room; return True if any bytes were freed.
@@ -323,7 +324,7 @@ class CudaSwapping(Swapping):
         if (missing := nbytes - before + account.used) > 0:
             self._device.hand_over(missing)
         while (missing := nbytes - before + account.used) > 0:
-            going = self.manager.relieve(missing).out
+            going = self.moves.clear(missing).out
             for handle in going:
                 self.send(handle)
             left = [self._leave_early(handle) for handle in going if handle in self._flights]

@@ -1,0 +1,243 @@
+"""The mover of saved values of one device (`Mover`): it starts the copies that `SavedMoves` order, and notes their end.
+
+A kind of device says which values can move (`movable`), and starts copies (`send`, `bring`). At their ends `sent`,
+`not_sent`, `brought` or `not_brought` is called, on any thread. The gate, the moves and their counts are asked and
+changed under one lock. Stores let go of values wherever they are collected, maybe on a thread that has the lock: such
+values wait in `_released` until that thread gives the lock back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from threading import Condition, Lock
+
+from asyncflow.devices.memory import MemoryAccount, MemoryLimitExceeded
+from asyncflow.devices.saved.memory_gate import MemoryGate
+from asyncflow.devices.saved.saved_handle import Movable, SavedEntry, SavedHandle, SavedState, Space, SwapCopy
+from asyncflow.devices.saved.swap import Orders, SavedMoves
+from asyncflow.errors import SessionClosedError
+from asyncflow.values import Value
+
+
+class _Owner(weakref.ref[object]):
+    """A weak reference to the owner of a value's memory, as the value's identity."""
+
+    __slots__ = ("handle", "key")
+
+    handle: SavedHandle
+    key: int
+
+
+def _forget(known: dict[int, _Owner], reference: weakref.ref[object]) -> None:
+    assert isinstance(reference, _Owner)
+    if known.get(reference.key) is reference:
+        del known[reference.key]
+
+
+class Mover(ABC):
+    """A mover of the saved values of one device of a session. All threads may call it.
+
+    Attributes:
+        account: of the device.
+        gate: says which iterations may begin; only to be asked under the lock, as are `moves`.
+        moves: says what moves, and when.
+        spaces: where values may go.
+        waits: True if readers wait until a value is present, and not the streams that use it.
+    """
+
+    waits = False
+
+    def __init__(self, account: MemoryAccount, spaces: Sequence[Space], *, ns_per_byte: float) -> None:
+        """Begin without values; `ns_per_byte` is what a copy is expected to take, until one has been measured."""
+        self.account = account
+        self.gate = MemoryGate(account, self)
+        self.moves = SavedMoves(account, self.gate, spaces, ns_per_byte=ns_per_byte)
+        self.spaces = spaces
+        # By what owns their memory, as long as that is alive: a value may have left while others still use it here.
+        self._known: dict[int, _Owner] = {}
+        self._dies = partial(_forget, self._known)  # which keeps that alive, and nothing else
+        self._released: deque[SavedEntry] = deque()
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
+        self._waiting = 0
+        self._is_closed = False
+        self._copies: dict[int, list[SwapCopy]] = {}
+
+    @property
+    def ns_per_byte(self) -> float:
+        """The time of a copy, out or back: as measured, or before that as expected."""
+        return self.moves.ns_per_byte
+
+    # -- for kinds of devices ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def movable(self, value: Value) -> Movable | None:
+        """Return how the value can be moved; None if it cannot, or if that would free nothing."""
+
+    @abstractmethod
+    def send(self, handle: SavedHandle) -> None:
+        """Start to copy ``handle.here`` to ``handle.space``; it ends with `sent` or `not_sent`, never before."""
+
+    @abstractmethod
+    def bring(self, handle: SavedHandle) -> None:
+        """Start to copy ``handle.there`` back; it ends with `brought` or `not_brought`, never before."""
+
+    @abstractmethod
+    def discard(self, there: object) -> None:
+        """Give back the copy's memory or disk space."""
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """The time by which saves, reads and copies are measured."""
+
+    def ended_ns(self) -> int:
+        """The time of a trace, when a copy has just ended."""
+        return self.now_ns()
+
+    def comes_late(self, handle: SavedHandle) -> bool:
+        """Return True if a COMING value will not be there in time for its present reader."""
+        return True
+
+    def sent(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
+        """A copy out has ended, and has made `there`."""
+        with self._noted(handle, "d2h", taken_ns), self._locked():
+            self._has_left(handle, there, taken_ns)
+
+    def not_sent(self, handle: SavedHandle) -> None:
+        """A copy out has failed: the value stays on the device."""
+        with self._locked():
+            self.moves.stays(handle)
+
+    def brought(self, handle: SavedHandle, taken_ns: int, here: object = None) -> None:
+        """A copy in has ended. `here` is the buffer that owns its memory, if `bring` has not said so before."""
+        with self._noted(handle, "h2d", taken_ns), self._locked():
+            self.moves.came(handle, taken_ns)
+            if handle.state is not SavedState.GONE and here is not None:
+                self.arrives(handle, here, here)
+            self._discard(handle)
+
+    def not_brought(self, handle: SavedHandle, error: BaseException) -> None:
+        """A copy in has failed: whoever reads the value gets the error."""
+        with self._locked():
+            self.moves.came(handle, 0)
+            handle.error = copy(error)
+            self._discard(handle)
+
+    # -- as the room of the gate ---------------------------------------------------------------------------------
+
+    @property
+    def is_held_up(self) -> bool:
+        """True if launching has to pause."""
+        return self.moves.is_short
+
+    @property
+    def to_be_free(self) -> int:
+        """See `Room`."""
+        return self.moves.to_be_free
+
+    def owed(self, run: int) -> int:
+        """See `Room`."""
+        return self.moves.owed(run)
+
+    def free(self, nbytes: float, run: int | None = None) -> None:
+        """See `Room`; under the lock."""
+        self._start(self.moves.clear(nbytes, run))
+
+    def sample(self) -> tuple[int, ...]:
+        """Return the bytes held by the device, and the figures of `SwapStatistics` that a `MemorySample` has."""
+        with self._lock:
+            return (self.account.used, *self.moves.sample())
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _noted(self, handle: SavedHandle, stream: str, taken_ns: int) -> Iterator[None]:
+        yield
+        moves = self._copies.get(handle.group.key)
+        if moves is not None:
+            until, is_late = self.ended_ns(), stream == "h2d" and handle.is_late
+            sample = self.sample()
+            moves.append(
+                SwapCopy(handle.label, handle.tag, stream, until - taken_ns, until, handle.nbytes, is_late, sample)
+            )
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+                self._tell()
+        finally:
+            self._settle()
+
+    def _tell(self) -> None:
+        """Wake waiting readers, and resume paused launchers that may go on."""
+        if self._waiting:
+            self._changed.notify_all()
+        if self.gate.paused:
+            self.gate.look_again()
+
+    def _settle(self) -> None:
+        """Drop entries that stores have released; a thread with the lock does so when it gives the lock back."""
+        while self._released and self._lock.acquire(blocking=False):
+            try:
+                while self._released:
+                    self._drop(self._released.popleft().handle)
+            finally:
+                self._lock.release()
+
+    def _wait(self) -> None:
+        if self._is_closed:
+            raise SessionClosedError("the session was closed while a saved value was on its way")
+        self._waiting += 1
+        try:
+            self._changed.wait()
+        finally:
+            self._waiting -= 1
+
+    def _start(self, orders: Orders, wanted: SavedHandle | None = None) -> None:
+        """Start copies. For the value that is `wanted` now there has to be room, and for what follows it need not."""
+        for handle in orders.out:
+            self.send(handle)
+        for number, handle in enumerate(orders.into):
+            try:
+                self.bring(handle)
+            except BaseException as error:
+                for refused in orders.into[number:]:
+                    self.moves.refused(refused)
+                if handle is not wanted and isinstance(error, MemoryLimitExceeded):
+                    return
+                raise
+
+    def _has_left(self, handle: SavedHandle, there: object, taken_ns: int | None) -> None:
+        handle.there = there
+        orders = self.moves.left(handle, taken_ns)
+        if handle.state is SavedState.AWAY:
+            handle.here = None
+        else:
+            self._discard(handle)
+        self._start(orders)
+
+    def _drop(self, handle: SavedHandle) -> None:
+        if self.moves.dropped(handle):
+            handle.here = None
+            if not handle.copying:
+                self._discard(handle)
+
+    def arrives(self, handle: SavedHandle, owner: object, here: object) -> None:
+        """The device's buffer of a value is `here`; `bring` may say so at once, where streams order what follows."""
+        handle.here = here
+        reference = _Owner(owner, self._dies)
+        reference.key, reference.handle = id(owner), handle
+        self._known[reference.key] = reference
+
+    def _discard(self, handle: SavedHandle) -> None:
+        there, handle.there = handle.there, None
+        if there is not None:
+            self.discard(there)
