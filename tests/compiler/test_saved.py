@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ def test_a_loop_lists_its_saved_values_with_bytes_and_readers() -> None:
         slope = af.gradients(y, x)
     heading, line = _explained(slope, x)
     assert heading.startswith("loop loop (")
-    assert heading.endswith(f"{__file__.rpartition('/')[2]}:19) saves 48 bytes an iteration for its gradient")
+    assert heading.endswith(f"{__file__.rpartition('/')[2]}:21) saves 48 bytes an iteration for its gradient")
     assert line == "  loop/body/var_1: float32[4,3], 48 bytes; for the gradient of loop/body/sin"
 
 
@@ -105,3 +107,15 @@ def test_a_buffer_with_two_names_counts_once() -> None:
     assert "saves 96 bytes an iteration" in heading
     assert sum("float64[4,3], 96 bytes" in line or "float64[12], 96 bytes" in line for line in lines) == 1
     assert all("in the buffer of" in line for line in lines[1:]) and len(lines) > 1
+
+
+@pytest.mark.parametrize("part", [af.real, af.imag])
+def test_parts_of_complex_numbers_are_saved_without_the_numbers(part: Callable[[af.Tensor], af.Tensor]) -> None:
+    """A part looks into an array of twice its bytes, which a loop would keep alive."""
+    with af.Graph():
+        x = af.placeholder("float32", (64, 64), name="x")
+        _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, part(af.fft.fft(v)) ** 2), (0, x), name="loop")
+        slope = af.gradients(y, x)
+    heading, line = _explained(slope, x)
+    assert "saves 16,384 bytes an iteration" in heading
+    assert line == "  loop/body/positive: float32[64,64], 16,384 bytes; for the gradient of loop/body/square"

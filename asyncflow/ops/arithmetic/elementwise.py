@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.errors import DTypeError
 from asyncflow.graph.building.build import TensorLike, apply, as_tensor, identity
 from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import KERNELS, Op, define
+from asyncflow.graph.op import KERNELS, VIEW, Op, define
 from asyncflow.graph.values.dtypes import DType
 from asyncflow.graph.values.operators import install
 from asyncflow.graph.values.shapes import broadcast
@@ -162,8 +162,8 @@ def _part_spec(x: Spec) -> Spec:
     return Spec(real_dtype(x.dtype), x.shape)
 
 
-REAL = define("real", _part_spec, lambda xp: xp.real, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=KERNELS)
-IMAG = define("imag", _part_spec, lambda xp: xp.imag, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=KERNELS)
+REAL = define("real", _part_spec, lambda xp: xp.real, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=VIEW)
+IMAG = define("imag", _part_spec, lambda xp: xp.imag, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=VIEW)
 
 
 def _clip_spec(x: Spec, *bounds: Spec, low: bool, high: bool, dtype: DType) -> Spec:
