@@ -127,15 +127,12 @@ _UNCOMMENTED: Final = """
     compiler/regions/regions.py
     control/stores/array_store.py
     control/stores/tensor_array.py
-    devices/cuda/transfers/swapping.py
     devices/memory.py
     devices/protocol.py
     devices/sim/device.py
     devices/sim/launch.py
     devices/sim/repeated.py
     devices/sim/values.py
-    devices/saved/swap.py
-    devices/swapping.py
     errors.py
     graph/graph.py
     graph/op.py

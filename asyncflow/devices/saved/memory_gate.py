@@ -178,6 +178,7 @@ class MemoryGate:
         promise = self._promises.get(run)
         if promise is None:
             promise = self._promises[run] = _Promise(run)
+        # One question for both figures: it settles what was freed, under the account's lock.
         most, used = self._account.lap()
         self._measure(run, sets, most)
         promise.sets = sets

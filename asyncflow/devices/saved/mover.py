@@ -158,7 +158,7 @@ class Mover(ABC):
 
     @contextmanager
     def _noted(self, handle: SavedHandle, stream: str, taken_ns: int) -> Iterator[None]:
-        yield
+        yield  # until the lock is given back, which `sample` takes
         moves = self._copies.get(handle.group.key)
         if moves is not None:
             until, is_late = self.ended_ns(), stream == "h2d" and handle.is_late
@@ -185,6 +185,7 @@ class Mover(ABC):
 
     def _settle(self) -> None:
         """Drop entries that stores have released; a thread with the lock does so when it gives the lock back."""
+        # Finalizers run on any thread, at any moment, maybe on the thread that has the lock: to wait would never end.
         while self._released and self._lock.acquire(blocking=False):
             try:
                 while self._released:
@@ -209,6 +210,7 @@ class Mover(ABC):
             try:
                 self.bring(handle)
             except BaseException as error:
+                # The rest would find no more room: each is asked for again when it is read.
                 for refused in orders.into[number:]:
                     self.moves.refused(refused)
                 if handle is not wanted and isinstance(error, MemoryLimitExceeded):
@@ -227,7 +229,7 @@ class Mover(ABC):
     def _drop(self, handle: SavedHandle) -> None:
         if self.moves.dropped(handle):
             handle.here = None
-            if not handle.copying:
+            if not handle.copying:  # else at the end of the copy, which reads or writes there
                 self._discard(handle)
 
     def arrives(self, handle: SavedHandle, owner: object, here: object) -> None:

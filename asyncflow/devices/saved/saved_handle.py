@@ -33,7 +33,7 @@ class Space:
         self.name = name
         self.limit = limit
         self.used = 0
-        self._lock = Lock()
+        self._lock = Lock()  # copies of several devices end on threads of their own
 
     def take(self, nbytes: int) -> bool:
         """Take `nbytes` bytes, if they are free; return True if so."""
@@ -91,12 +91,14 @@ class SavedGroup:
     @property
     def owed(self) -> int:
         """Bytes that the next iteration reads, and that have to come back first."""
+        # The newest is read first, and stands last. Of what is leaving or coming the memory counts already.
         if not self.out:
             return 0
         read = itertools.takewhile(lambda handle: handle.rank > self.until, reversed(self.out))
         return sum(handle.nbytes for handle in read if handle.state is SavedState.AWAY)
 
 
+# Compared by identity: two saves of equal values are two values, of which one may be away.
 @dataclass(slots=True, eq=False, repr=False)
 class SavedHandle:
     """A saved value that may move.

@@ -142,7 +142,7 @@ class SavedMoves:
         handle.rank, group.count, group.live = group.count, group.count + 1, group.live + 1
         handle.stride = handle.rank - group.last.get(handle.label, handle.rank - 1)
         group.last[handle.label] = handle.rank
-        if now_ns is not None:
+        if now_ns is not None:  # values of stores at rest come all at once: that is no pace
             group.saves.note(now_ns, handle.rank, 1)
         group.until = handle.rank - handle.stride
         self._held["kept"] += handle.nbytes
@@ -153,7 +153,7 @@ class SavedMoves:
         if moves == "always":
             before, group.newest = group.newest, handle
             if before is not None and not self._goes(before, out):
-                group.kept.append(before)
+                group.kept.append(before)  # there may be a place later, once memory is short
         else:
             group.kept.append(handle)
         self._relieve(out)
@@ -171,10 +171,10 @@ class SavedMoves:
         into: list[SavedHandle] = []
         rank = handle.rank if rank is None else rank
         group.reads.note(now_ns, rank, -1)
-        group.until = rank - 2 * handle.stride
+        group.until = rank - 2 * handle.stride  # what this iteration reads, and the next
         self._late += handle.state is SavedState.AWAY
         if handle.state is SavedState.LEAVING:
-            self._stay(handle)
+            self._stay(handle)  # no copy can be withdrawn: this one is thrown away at its end
         elif handle.state is SavedState.AWAY:
             self._come(handle, into)
         if group.out:
@@ -192,7 +192,7 @@ class SavedMoves:
             self._leaving -= handle.nbytes
             self._held["kept"] -= handle.nbytes
             self._hold(handle, handle.nbytes)
-        else:
+        else:  # it was wanted, or dropped, meanwhile
             self._discard(handle)
         self._has_ended(handle)
         out: list[SavedHandle] = []
@@ -229,7 +229,7 @@ class SavedMoves:
         self._on_the_way.discard(handle)
         self._coming -= handle.nbytes
         self._arriving -= handle.nbytes
-        self._moved_in -= handle.nbytes
+        self._moved_in -= handle.nbytes  # it never started
         self._held["kept"] -= handle.nbytes
         self._hold(handle, handle.nbytes)
         if handle not in handle.group.out:
@@ -273,6 +273,7 @@ class SavedMoves:
         group = handle.group
         if group.newest is handle:
             group.newest = None
+        # Gradients read the newest first: values end at these ends. Those that end in between are passed over later.
         for known in (group.kept, group.out):
             while known and known[-1].state is SavedState.GONE:
                 known.pop()
@@ -330,6 +331,7 @@ class SavedMoves:
 
     def away(self) -> list[SavedHandle]:
         """All values that are AWAY, or COMING by copies that have not ended."""
+        # Copies of all: whoever finds the device lost asks without the lock, which another thread may have.
         out = [handle for group in list(self._groups.values()) for handle in list(group.out)]
         away = [handle for handle in out if handle.state is SavedState.AWAY]
         return away + [handle for handle in list(self._on_the_way) if handle.state is SavedState.COMING]
@@ -355,7 +357,7 @@ class SavedMoves:
         """Have the oldest of the youngest run go, and so on, until what stays is no more than may."""
         limit = self._account.limit
         if limit is None or self._unasked < limit * _GRAIN:
-            return
+            return  # to ask the account takes its lock, and groups are sorted: not for each value
         self._unasked = 0
         short = max((group.short for group in self._groups.values()), default=SHORT)
         self._clear(self._account.used - self.to_be_free - short * limit, self._youngest_first(), out)
@@ -368,6 +370,7 @@ class SavedMoves:
         for group in groups:
             while nbytes > 0 and group.kept:
                 handle = group.kept[0]
+                # What came back stays: else a value that is read late would go to and fro.
                 if handle.state is SavedState.KEPT and not handle.has_moved:
                     if not self._goes(handle, out):
                         return
@@ -383,7 +386,7 @@ class SavedMoves:
         handle.state, handle.space, handle.has_moved, handle.copying = SavedState.LEAVING, space, True, True
         self._leaving += handle.nbytes
         self._moved_out += handle.nbytes
-        insort(handle.group.out, handle, key=_RANK)
+        insort(handle.group.out, handle, key=_RANK)  # a newer value may have left before, as it always moves
         out.append(handle)
         return True
 
@@ -401,8 +404,10 @@ class SavedMoves:
             handle = group.out[-1]
             if handle.state in (SavedState.AWAY, SavedState.LEAVING):
                 is_away, is_further = handle.state is SavedState.AWAY, handle.rank < rank
+                # Copies in go one after the other: this one has to wait for all that are coming.
                 needs_ns = (self._coming + _AHEAD * handle.nbytes) * self.ns_per_byte
                 is_early = step_ns is not None and (rank - handle.rank) * step_ns > needs_ns
+                # Before an iteration is measured its bytes are a guess, which values from further ahead might exceed.
                 if is_further and (is_early or not is_measured):
                     return
                 # This iteration may end with more than it began with, and the next needs its room beside that.

@@ -295,6 +295,7 @@ class CudaSwapping(Swapping):
         if run is None and self._absent:
             return False
         with self._locked():
+            # The oldest first, whose copies end first; and no more, since what is leaving may still be wanted here.
             for handle in [*self._flights]:
                 if self.gate.may_go_on(run):
                     return True
@@ -307,6 +308,7 @@ class CudaSwapping(Swapping):
         Values that are leaving go first, then memory held for other streams, then other values that may. The next work
         on their streams waits for those copies and that work, and the host for nothing.
         """
+        # Only the loop's thread gives tickets; and a wait for a copy would become part of a capture.
         stream = active.stream
         if asyncio._get_running_loop() is None or (stream is not None and stream.raw.is_capturing()):
             return False
@@ -321,6 +323,7 @@ class CudaSwapping(Swapping):
         for handle in [*self._flights]:
             if before - account.used < nbytes:
                 self._leave_early(handle)
+        # Before values that may move: each of those costs two copies, and this one event.
         if (missing := nbytes - before + account.used) > 0:
             self._device.hand_over(missing)
         while (missing := nbytes - before + account.used) > 0:
@@ -328,14 +331,14 @@ class CudaSwapping(Swapping):
             for handle in going:
                 self.send(handle)
             left = [self._leave_early(handle) for handle in going if handle in self._flights]
-            if not any(left):
+            if not any(left):  # there is no pinned memory for them yet
                 break
         return account.used < before
 
     def _leave_early(self, handle: SavedHandle) -> bool:
         """Return True if the memory of a value that leaves, or is GONE, may be used again before its copy has ended."""
         flight = self._flights[handle]
-        if handle.state is SavedState.KEPT:
+        if handle.state is SavedState.KEPT:  # it was wanted meanwhile: its memory is in use
             return False
         home = flight.landing.home
         home.wait(flight.ended)
