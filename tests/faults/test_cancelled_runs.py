@@ -15,12 +15,7 @@ import asyncflow as af
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, until
 from tests.patience import PATIENCE_S
-
-KINDS: dict[str, Callable[..., af.Queue]] = {
-    "fifo": lambda capacity, name: af.FIFOQueue(capacity, INT, name=name),
-    "shuffle": lambda capacity, name: af.ShuffleQueue(capacity, INT, seed=1, name=name),
-    "padding": lambda capacity, name: af.PaddingQueue(capacity, INT, bucket_by=lambda x: x % 2, name=name),
-}
+from tests.state.queue_kinds import KINDS
 
 
 class Crowd:
@@ -33,19 +28,20 @@ class Crowd:
 
     def __init__(self, seed: int, kind: str) -> None:
         self.random = random.Random(seed)
-        self.first = KINDS[kind](self.random.randint(1, 4), "first")
-        self.second = KINDS[kind](self.random.randint(1, 4), "second")
+        self.kind = KINDS[kind]
+        self.first = self.kind.make(self.random.randint(1, 4), INT, "first")
+        self.second = self.kind.make(self.random.randint(1, 4), INT, "second")
         self.put: list[int] = []
         self.got: list[int] = []
         self.is_over = False
         with af.Graph() as self.graph:
             self.x = af.placeholder("int64", ())
-            self.enqueue = (self.first.enqueue(self.x), self.x + 0)
-            self.move = self.second.enqueue(self.first.dequeue() + 0)
-            self.take = self.second.dequeue()
-            two = self.second.dequeue_many(2)
-            self.take_two = two[0] if isinstance(two, tuple) else two
-            self.take_both = (self.second.dequeue(), self.first.dequeue())
+            self.enqueue = (self.first.enqueue(self.kind.element(self.x, self.x)), self.x + 0)
+            moved = self.kind.value(self.first.dequeue()) + 0
+            self.move = self.second.enqueue(self.kind.element(moved, moved))
+            self.take = self.kind.value(self.second.dequeue())
+            self.take_two = self.kind.values(self.second.dequeue_many(2))
+            self.take_both = (self.kind.value(self.second.dequeue()), self.kind.value(self.first.dequeue()))
 
     async def run(self, count: int) -> None:
         async with af.Session(self.graph, devices=["cpu:0"]) as self.session:
@@ -64,7 +60,7 @@ class Crowd:
         assert sorted([*self.got, *left[0], *left[1]]) == sorted(self.put)
 
     async def _left(self, queue: af.Queue) -> list[int]:
-        return [int(await queue.get()) for _ in range(queue.size_nowait())]
+        return [int(self.kind.value(await queue.get())) for _ in range(queue.size_nowait())]
 
     async def _repeat(self, act: Callable[[], Awaitable[None]]) -> None:
         while not self.is_over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -16,6 +16,7 @@ from asyncflow.semantics.program import NeededGraph, conflict
 from asyncflow.semantics.rules import Rules
 from asyncflow.semantics.state import Firing
 from tests.semantics.programs import Program, stateful_program
+from tests.state.queue_kinds import KINDS
 
 
 def unordered() -> af.Graph:
@@ -348,11 +349,8 @@ def kinds_of(races: Sequence[Race]) -> set[tuple[str, str]]:
 
 
 INT = af.spec("int64", ())
-MIXED: dict[str, Callable[[], tuple[af.Queue, Any]]] = {
-    "shuffle": lambda: (af.ShuffleQueue(9, INT, seed=1, name="q"), 5),
-    "priority": lambda: (af.PriorityQueue(9, INT, name="q"), (5, 5)),
-    "buckets": lambda: (af.PaddingQueue(9, INT, bucket_by=lambda x: x % 2, name="q"), 5),
-}
+MIXED = {name: kind for name, kind in KINDS.items() if not kind.make(9, INT, "q").is_fifo}
+"""Kinds whose other elements decide which leaves next."""
 
 
 def test_puts_race_with_puts_and_takes_with_takes() -> None:
@@ -379,9 +377,9 @@ def test_puts_race_with_puts_and_takes_with_takes() -> None:
 def test_the_leaving_element_depends_on_the_present_ones(kind: str, effects: Any) -> None:
     """Where the queue chooses, with ordered effects too; not if a control edge says what has come in by then."""
     with af.Graph(effects=effects) as graph:
-        queue, element = MIXED[kind]()
-        many = queue.enqueue_many(([1, 2], [1, 2]) if kind == "priority" else [1, 2])
-        put = queue.enqueue(element)
+        queue, element = MIXED[kind].make(9, INT, "q"), MIXED[kind].element
+        many = queue.enqueue_many(element([1, 2], [1, 2]))
+        put = queue.enqueue(element(5, 5))
         beside = queue.dequeue()
         with af.control_dependencies([put]):
             after = queue.dequeue()
@@ -398,8 +396,8 @@ def test_the_leaving_element_depends_on_the_present_ones(kind: str, effects: Any
 
 def test_runs_race_for_the_elements_of_a_queue() -> None:
     with af.Graph() as graph:
-        queue, element = MIXED["priority"]()
-        put, taken = queue.enqueue(element), queue.dequeue()
+        queue = af.PriorityQueue(9, INT, name="q")
+        put, taken = queue.enqueue((5, 5)), queue.dequeue()
     pairs_of_runs = kinds_of([race for race in find_races(graph, [put, taken], runs=2) if race.between == "runs"])
     assert pairs_of_runs == {("enqueue", "enqueue"), ("dequeue", "dequeue"), ("enqueue", "dequeue")}
 

@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.state.queue_kinds import KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SPEC = {"x": af.spec("float32", (None, 2)), "word": af.spec("string", ())}
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "first": lambda: af.FIFOQueue(9, SPEC, name="work"),
-    "shuffled": lambda: af.ShuffleQueue(9, SPEC, min_after_dequeue=0, seed=3, name="work"),
-}
 
 
 def element(k: int) -> dict[str, Any]:
@@ -27,12 +22,12 @@ def element(k: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_elements_come_back_in_their_order(kind: str, tmp_path: Path) -> None:
-    queue = KINDS[kind]()
+    queue = KINDS[kind].make(9, SPEC, "work")
     with af.Graph() as graph:
-        taken = queue.dequeue()
+        taken = KINDS[kind].value(queue.dequeue())
     async with af.Session(graph) as session:
-        for k in range(5):
-            await queue.put(element(k))
+        for k in range(5, 0, -1):
+            await queue.put(KINDS[kind].element(element(k), k))
         await session.run(taken)
         path = await session.save(tmp_path)
         queue.close_nowait()
@@ -41,12 +36,12 @@ async def test_elements_come_back_in_their_order(kind: str, tmp_path: Path) -> N
             await session.run(taken)
         await session.restore(path)
         assert_same([await session.run(taken) for _ in range(4)], expected)
-    queue = KINDS[kind]()
+    queue = KINDS[kind].make(9, SPEC, "work")
     with af.Graph() as graph:
-        taken = queue.dequeue()
+        taken = KINDS[kind].value(queue.dequeue())
     async with af.Session(graph, restore=path) as session:
         assert_same([await session.run(taken) for _ in range(4)], expected)
-        await queue.put(element(7))  # it is open
+        await queue.put(KINDS[kind].element(element(7), 7))  # it is open
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
@@ -56,7 +51,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 
 async def test_an_empty_queue_that_is_closed(tmp_path: Path) -> None:
-    queue = KINDS["first"]()
+    queue = af.FIFOQueue(9, SPEC, name="work")
     with af.Graph() as graph:
         taken = queue.dequeue()
     async with af.Session(graph) as session:
@@ -68,7 +63,7 @@ async def test_an_empty_queue_that_is_closed(tmp_path: Path) -> None:
 
 
 async def test_a_queue_of_other_elements(tmp_path: Path) -> None:
-    queue = KINDS["first"]()
+    queue = af.FIFOQueue(9, SPEC, name="work")
     with af.Graph() as graph:
         queue.dequeue()
     async with af.Session(graph) as session:

@@ -17,6 +17,7 @@ from benchmarks.walks import walk_of
 from tests.conftest import OpenSession
 from tests.faults.kernels import late, until
 from tests.patience import PATIENCE_S
+from tests.state.queue_kinds import KINDS
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -652,3 +653,24 @@ async def test_two_that_wait_in_one_run_are_served_in_order(session: af.Session,
 def test_names_of_other_queues_are_told_ours(name: str, use: str) -> None:
     with pytest.raises(AttributeError, match=rf"a queue has no attribute '{name}'; .*{use}"):
         getattr(af.FIFOQueue(2, af.spec("int64", ())), name)
+
+
+def test_every_kind_of_queue_is_looked_at() -> None:
+    def kinds_below(kind: type[af.Queue]) -> Iterator[type[af.Queue]]:
+        for each in kind.__subclasses__():
+            yield each
+            yield from kinds_below(each)
+
+    ours = {each for each in kinds_below(af.Queue) if each.__module__.startswith("asyncflow.")}
+    assert {type(kind.make(9, INT, "q")) for kind in KINDS.values()} == ours
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_elements_of_every_kind_come_out_once(kind: str) -> None:
+    queue = KINDS[kind].make(9, INT, "q")
+    with af.Graph() as graph:
+        taken = KINDS[kind].value(queue.dequeue())
+    async with af.Session(graph) as session:
+        await queue.put_many([KINDS[kind].element(each, each) for each in (3, 1, 2)])
+        queue.close_nowait()
+        assert sorted([int(await session.run(taken)) for _ in range(3)]) == [1, 2, 3]
