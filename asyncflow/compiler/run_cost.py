@@ -40,7 +40,8 @@ class Crowd:
     progress then: they keep the database busy, and wait for half of their time. While runs end in time, the limit grows
     by one each time that as many runs as the limit have ended. A few misses among many runs change nothing, as some
     calls just take long. Nor do misses while no run ends in time: clients that poll wait for something rare, and not
-    for one another.
+    for one another. Polls with some success do count: ten messages a second end ten runs a second however many wait,
+    and a database that serves ten requests a second does the same. Runs that wait in lines of queues do not count.
 
     Attributes:
         count: runs that are in progress.

@@ -15,6 +15,7 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.run_cost import Crowd, RunCost
 from asyncflow.runtime.gates.run_queue import QueuedRun, RunQueue
+from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
 from tests.faults.kernels import INT
 
@@ -250,3 +251,32 @@ def test_runs_that_just_take_long_are_not_refused() -> None:
     """Hundreds at a time, nearly as long as they may be, and one in twenty longer: none of the others is refused."""
     found = on_virtual_time(1000, lambda number: 11.0 if number % 20 == 0 else 8.0, 10.0, 20.0, 10.0)
     assert found == {"in time": 190, "DeadlineExceeded": 10}
+
+
+def test_polls_of_queues_that_sometimes_succeed_are_not_refused() -> None:
+    """As many elements come as a crowd of runs would be bounded to, and yet the runs wait in a line of the session."""
+    queue = af.FIFOQueue(100, af.spec("int64", ()))
+    with af.Graph() as graph:
+        item = af.placeholder("int64", ())
+        put, taken = queue.enqueue(item), queue.dequeue()
+    found = Counter[str]()
+
+    async def poll(session: af.Session) -> None:
+        for _ in range(8):
+            try:
+                await session.run(taken, timeout=1.0)
+                found["in time"] += 1
+            except af.AsyncflowError as error:
+                found[type(error).__name__] += 1
+
+    async def main() -> None:
+        async with af.Session(graph, devices=["cpu:0"]) as session, asyncio.TaskGroup() as group:
+            for _ in range(30):
+                group.create_task(poll(session))
+            for _ in range(40):
+                await asyncio.sleep(0.15)
+                await session.run(put, {item: 1})
+
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        runner.run(main())
+    assert found == {"in time": 40, "DeadlineExceeded": 200}
