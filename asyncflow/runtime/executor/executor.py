@@ -7,6 +7,11 @@ run meet in its rendezvous, and nothing above them schedules them.
 
 An exception ends the run, wherever it is raised: a firing's failure by `Executor.kernel_failed`, any other by
 `Executor.broken`. The event loop enters an executor only by `start`, `drive` and the callbacks of `expect`.
+
+For example, a plan on a CPU computes ``b(a(x))``, where `a` takes 10 µs and `b` 2 ms. `start` feeds ``x`` and drives:
+`a` is a plain call, its result makes `b` ready, and `b` goes to a thread, with ``in_flight`` at 1. Nothing is ready any
+more, so `drive` returns False. When the thread is done, the event loop calls the callback of `expect`: ``in_flight`` is
+0, `b` completes, and the executor drives the fetch. Then it is quiet, and so the run ends.
 """
 
 from __future__ import annotations

@@ -8,6 +8,11 @@ LSTM cell need not save tanh(c) beside c.
 
 Constants, counters and captures need no saving. Values in one buffer, such as an iteration's result and the next one's
 variable, count once. A kernel that runs again has a price in bytes: saving so little costs less than that.
+
+For example, the gradient of ``o * tanh(c)`` reads `tanh(c)`, and that of ``f * c`` reads `c`. If each is
+``float32[64,256]``, a loop would save 128 KiB an iteration. Computing `tanh(c)` again has a price of `KERNEL` + 64 KiB
+/ `PASS` = 4,352 bytes, and frees 65,536: the cut keeps `c` alone. If each is ``float32[64]``, the price is 272 bytes
+and frees 256: both are saved.
 """
 
 from __future__ import annotations
@@ -43,8 +48,10 @@ KERNEL = 256
 """Price of a kernel that runs again, in bytes: so few are made and kept in the time that a call takes."""
 
 PASS = 16
-"""Bytes of a result whose extra cost equals one elementwise kernel. Memory that is written for the first time is slow,
-so that keeping a value costs about as much time as making it again."""
+"""Divisor of a result's bytes in the price of an elementwise kernel, which is added to `KERNEL`.
+
+Memory that is written for the first time is slow, so that keeping a value costs about as much time as making it again.
+"""
 
 COMPOSITE = 1
 """The same of an op that is several kernels."""
