@@ -97,7 +97,7 @@ def hvp(y: Tensor, x: Tensor | Variable, v: TensorLike) -> Tensor:
 def _slope(y: Tensor, x: Tensor | Variable) -> Tensor:
     target = _differentiable("second derivatives: y", y, is_y=True)
     if target.shape != ():
-        raise ShapeError(f"second derivatives are those of a scalar, not of {y!r}; af.jacobian takes any shape")
+        raise ShapeError(f"second derivatives need a scalar, not {y!r}; af.jacobian takes any shape")
     _differentiable("second derivatives: x", x)
     (slope,) = gradients([target], [x], unconnected="zero")
     return as_tensor(slope)

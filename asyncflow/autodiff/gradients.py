@@ -187,8 +187,8 @@ def _tensor(graph: Graph, leaf: TensorLike, what: str) -> Tensor:
         raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}")
     if tensor.dtype == VARIANT and what != "stop_gradients":
         raise GraphError(
-            f"gradients: {what} are tensors and variables; {tensor!r} is a TensorArray or RowStore: use what is "
-            f"read from it or written to it"
+            f"gradients: {what} are tensors and variables; {tensor!r} is a TensorArray or RowStore: use the values "
+            "read from it or written to it"
         )
     if graph.can_use(tensor.graph):
         return tensor
@@ -330,7 +330,8 @@ def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
     if given is None:
         if y.dtype.kind == "c":
             raise GraphError(
-                f"gradients: {y!r} is complex, so it has no one direction to rise in: give its weights with grad_ys=, "
+                f"gradients: {y!r} is complex, so it has no single direction to rise in: give its weights with "
+                f"grad_ys=, "
                 f"such as af.ones_like(y), or differentiate a real number made of it, such as af.real(y) or af.abs(y)"
             )
         return ones(shape_of(y), dtype=y.dtype)

@@ -505,8 +505,8 @@ def _fits(compared: _Comparison, name: str, arrays: Mapping[str, Array], found: 
 
 
 _NO_GRAPH = (
-    "\n  the session has no graph, and knows the variables alone that it has run: open it with af.Session(graph), or "
-    "begin it with af.Session(restore=path), which keeps values for those that come"
+    "\n  the session has no graph, and knows only the variables of its runs: open it with af.Session(graph), or "
+    "begin it with af.Session(restore=path), which keeps values for later variables"
 )
 
 
@@ -516,8 +516,8 @@ def _refuse(compared: _Comparison, no_graph: str) -> None:
         if any(_UNNAMED.search(fault) for fault in compared.faults):
             hint += "\n  names such as 'variable_2' depend on what else a process has made: give variables names"
         raise CheckpointError(
-            f"nothing was restored: {_listed(compared.faults)}{hint}\n  restore(..., strict=False) takes what fits, "
-            "and says what it skips"
+            f"nothing was restored: {_listed(compared.faults)}{hint}\n  restore(..., strict=False) restores the "
+            "values that fit, and lists the others"
         )
 
 

@@ -88,7 +88,7 @@ def begin_step(root: Path, step: int) -> Path:
     target = step_path(root, step)
     if target.exists():
         is_complete = (target / NAME).is_file()
-        why = "what is complete is never overwritten" if is_complete else f"is no complete step, as it has no {NAME}"
+        why = "a complete step is never overwritten" if is_complete else f"is no complete step, as it has no {NAME}"
         raise CheckpointError(
             f"{target}: is there already, and {why}; save under another step, or delete this one first"
         )

@@ -142,7 +142,7 @@ def read_manifest(path: Path) -> Manifest:
         pass  # it is no JSON, or not what is written here
     if written != FORMAT:
         raise CheckpointError(f"{file}: is of the format {brief(written)}; this version of asyncflow reads {FORMAT!r}")
-    raise CheckpointError(f"{file}: is damaged: it is not what was written; take another step, or a copy of this one")
+    raise CheckpointError(f"{file}: is damaged: its checksum is wrong; take another step, or a copy of this one")
 
 
 def _parsed(raw: bytes) -> Manifest:

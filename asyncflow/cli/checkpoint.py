@@ -17,7 +17,7 @@ from asyncflow.values import Array
 
 ACTIONS = {
     "list": "the steps in a directory, or one step",
-    "show": "what is in a step",
+    "show": "contents of a step",
     "verify": "read all of a step, and check every byte",
     "diff": "compare two steps, or the latest two of a directory",
 }
@@ -37,7 +37,7 @@ def checkpoint(action: str, paths: Sequence[Path]) -> int:
         return _verified(find_step(paths[0]))
     else:
         lines = list(_differences(*_two(paths)))
-        print("\n".join(lines) or "no difference in what was written; verify tells whether it is still there")
+        print("\n".join(lines) or "no difference in the written data; verify checks the files")
         return int(bool(lines))
     print("\n".join(lines))
     return 0

@@ -90,7 +90,7 @@ examples:
   asyncflow profile train.py:main -o trace.json.gz --epochs 3        arguments for the program come last
   asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
-Runs are recorded as they are: loops, and what is between them, as a whole. With --detail node every node shows; runs
+Runs are recorded as they are: loops, and the code between them, as a whole. With --detail node every node shows; runs
 are then interpreted, which takes some microseconds a node more, so that its times are not those of other runs.
 Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline; .png and .svg need matplotlib.
 """
@@ -190,7 +190,7 @@ def _add_check(add: _AddCommand) -> None:
         "check",
         help="name reads and writes of variables that nothing orders",
         description="Names the races of a graph, or of every graph that a program runs: reads and writes of one "
-        "variable that nothing orders, and what may come of them if the graph is small enough to try all orders.",
+        "variable that nothing orders, and their possible outcomes if the graph is small enough to try all orders.",
         usage="asyncflow check [-h] target [--runs {1,2}] [arguments of the program ...]",
         epilog=_CHECK_EXAMPLES,
     )
@@ -308,7 +308,7 @@ def _add_simulate(add: _AddCommand) -> None:
     simulated = add(
         "simulate",
         help="run a program on a machine that is not there and predict its times",
-        description="Runs a program on simulated devices and virtual time, and prints what it would take on them.",
+        description="Runs a program on simulated devices and virtual time, and prints the predicted time and memory.",
         usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] [--shapes-only] "
         "[--host HOST] [--launches HOW] [arguments of the program ...]",
         epilog=_SIMULATE_EXAMPLES,

@@ -16,7 +16,7 @@ from asyncflow.profiler.save import check_destination
 from asyncflow.runtime.watch.trace import Trace
 
 _ABOUT: Final = {
-    "region": "loops, and what is between them, as they really run; --detail node shows every node, interpreted",
+    "region": "loops, and the code between them, as they really run; --detail node shows every node, interpreted",
     "node": "every node, interpreted: some microseconds a node more; --detail region shows what really runs",
 }
 

@@ -376,7 +376,7 @@ def check_without(names: object) -> None:
         needed = pass_named(name).needed
         if needed:
             others = ", ".join(each.name for each in PASSES if not each.needed)
-            raise ValueError(f"the pass {name!r} cannot be left out: {needed}. Those that can are {others}")
+            raise ValueError(f"the pass {name!r} cannot be left out: {needed}. Passes that can be left out: {others}")
 
 
 def check_dump(asked: object) -> None:
@@ -390,6 +390,6 @@ def check_dump(asked: object) -> None:
         pass_named(asked)
     elif not (isinstance(asked, bool) or callable(asked)):
         raise TypeError(
-            "dump is True, the name of a pass, or a function that is given the name of each and what it changed; "
+            "dump is True, the name of a pass, or a function of the name of each and its change; "
             f"got {type(asked).__name__} {asked!r}"
         )

@@ -249,7 +249,7 @@ class _Variables:
 
     def next_values(self, label: str, body: Subgraph, returned: Nest) -> list[Tensor]:
         """The results of the body, checked against the loop variables."""
-        rule = f"the body of {label} must return what it was given, {nest.describe(self.structure)}"
+        rule = f"the body of {label} must return a nest like its arguments, {nest.describe(self.structure)}"
         leaves = nest.match(self.structure, self.listed(returned), rule)
         return [self._next_value(label, body, index, leaf) for index, leaf in enumerate(leaves)]
 

@@ -102,7 +102,7 @@ def _count(tensors: Sequence[Tensor], axes: Sequence[int | None], paths: Sequenc
         if axis is None:
             continue
         if x.shape is None:
-            wanted = "vmap needs to know the rank of what has rows while the graph is built"
+            wanted = "vmap needs to know the rank of arguments with rows while the graph is built"
             raise ShapeError(f"{wanted}; that of {path}, {x!r}, is unknown: give it one with af.reshape")
         if not x.shape:
             raise ShapeError(f"vmap: {path} has no axis {axis} for rows: {x!r}; say None for it in in_axes")

@@ -226,7 +226,7 @@ def _slot(
 def _static_shape(variable: Variable) -> tuple[int, ...]:
     if variable.shape is None or not is_static(variable.shape):
         raise GraphError(
-            f"variable {variable.name!r} is {variable.spec}, and what is remembered for it needs a shape that is "
-            f"known in full: give it one, Variable(..., shape=...)"
+            f"variable {variable.name!r} is {variable.spec}, and its optimiser state needs a "
+            f"shape that is known in full: give it one, Variable(..., shape=...)"
         )
     return tuple(extent for extent in variable.shape if extent is not None)

@@ -54,7 +54,7 @@ def describe_races(
             if len(values or ()) == len(feeds):
                 yield from _outcomes(here, graph, fetches, values or {}, count)
             else:
-                yield "  outcomes depend on what is fed, so none are listed"
+                yield "  outcomes depend on the feeds, so none are listed"
             yield f"  {_advice(here)}"
 
 

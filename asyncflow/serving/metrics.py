@@ -30,7 +30,7 @@ _OTHER: Final = "other"
 _LIMIT_COUNTS: Final = {
     "calls": "Calls of functions with limits.",
     "attempts": "Attempts of these calls.",
-    "retries": "Attempts after one that failed.",
+    "retries": "Attempts after a failed one.",
     "timeouts": "Attempts that took longer than timeout=.",
     "failed": "Calls that failed for good.",
 }
@@ -207,7 +207,7 @@ class Metrics:
         yield Metric(
             "asyncflow_requests_total",
             "counter",
-            "Runs that have ended, how, and as which HTTP status: 499 for those whose callers have gone.",
+            "Runs that have ended, how, and as which HTTP status: 499 for callers that have gone.",
             tuple(
                 Sample({"fetch": label, "status": status, "code": str(code)}, count)
                 for label, fetch in fetches
@@ -266,7 +266,7 @@ class Metrics:
             for label, each in found.items()
             for state in ("running", "left_behind", "waiting", "backing_off")
         )
-        text = "Calls of functions with limits now: those under way, of these left behind, and those that wait."
+        text = "Calls of functions with limits now: under way, left behind by a timeout, and waiting."
         yield Metric("asyncflow_limited_now", "gauge", text, states)
 
     def _of_session(self, now: SessionStatistics) -> Iterator[Metric]:
@@ -275,7 +275,7 @@ class Metrics:
         refused = (Sample(MappingProxyType({}), now.refused),)
         text = "Runs that were not started, and requests that were refused before they were read."
         yield Metric("asyncflow_refused_total", "counter", text, refused)
-        yield _gauge("queue_bytes", "What is fed to runs that wait, in bytes.", now.queued_bytes)
+        yield _gauge("queue_bytes", "Feeds of queued runs, in bytes.", now.queued_bytes)
         yield _gauge("plans", "Compiled plans that are kept.", now.plans)
         yield _gauge(
             "event_loop_lag_seconds", "How late the event loop was, the last time it was looked at.", self._lag_s

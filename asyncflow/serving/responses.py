@@ -124,7 +124,7 @@ def error_response(
     """
     given: object = error  # which callers may get wrong
     if not isinstance(given, BaseException):
-        raise TypeError(f"error_response takes what was raised; got {brief(given)}")
+        raise TypeError(f"error_response takes an exception; got {brief(given)}")
     status = status_code(error, overloaded=overloaded, late=late)
     message = str(error) if details or isinstance(error, FeedError | OverloadedError) else _TEXTS[status]
     if not details:

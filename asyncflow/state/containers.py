@@ -150,7 +150,7 @@ def state_key(resource: Resource) -> str:
 
 
 def _closed() -> SessionClosedError:
-    return SessionClosedError("the session is closed, and what was in its queues is gone with it")
+    return SessionClosedError("the session is closed, and the elements of its queues are gone with it")
 
 
 def find_state(resource: Resource, session: HasState | None) -> object:

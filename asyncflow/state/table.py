@@ -270,5 +270,5 @@ TABLE_SIZE = _table_op(
 
 not_differentiable(
     *(TABLE_WRITE, TABLE_APPEND, TABLE_GATHER, TABLE_SAMPLE, TABLE_SIZE),
-    because="rows of a table are data; keep in an af.Variable what is to be learned",
+    because="rows of a table are data; keep weights in an af.Variable",
 )

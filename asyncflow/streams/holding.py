@@ -162,5 +162,5 @@ def refuse_to_queue(context: Context) -> None:
         raise RuntimeError(
             "a function on a thread of the session asked for this run, which needs a thread of the session too: it "
             "might wait for itself, for ever; make that function a coroutine (async def) that awaits session.run(...), "
-            "put what it runs into its own graph, or use another session"
+            "put the nodes of that run into its own graph, or use another session"
         )

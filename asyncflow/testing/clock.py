@@ -125,7 +125,7 @@ class VirtualClock:
             main.close()  # or Python would warn that it was never awaited
             if self._runner is None:
                 raise RuntimeError(self._not_entered())
-            raise RuntimeError("clock.run cannot be called by what it runs: await the coroutine instead")
+            raise RuntimeError("clock.run cannot be called inside its own program: await the coroutine instead")
         return self._runner.run(main, context=copy_context())
 
     @property

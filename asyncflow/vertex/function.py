@@ -32,7 +32,7 @@ REDUCE_CHILDREN = define(
 
 Its inputs are what `each` captures, and then the values of its `reads` of variables.
 """
-not_differentiable(REDUCE_CHILDREN, because="it stands in vertex functions alone, and what is built of them is")
+not_differentiable(REDUCE_CHILDREN, because="it stands in vertex functions alone, and nodes built of them are")
 
 
 @dataclass(frozen=True, slots=True)

@@ -499,7 +499,7 @@ def _arity(functions: Sequence[VertexFunction]) -> int | None:
     first = functions[0]
     for other in functions:
         if (other.structure, other.specs) != (first.structure, first.specs):
-            raise GraphError(f"states of {first} and {other} differ; vertices gather those of any of their children")
+            raise GraphError(f"states of {first} and {other} differ; vertices gather states of any of their children")
         if (other.children is None) != (first.children is None):
             raise GraphError(f"{first} and {other}: both have any number of children, or neither")
     return None if first.children is None else max(each.children or 0 for each in functions)

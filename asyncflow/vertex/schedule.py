@@ -181,8 +181,8 @@ def _kernel(
         for name, found in zip(pulls, more[len(known) :], strict=True):
             if found[:1] != size:
                 raise ValueError(
-                    f"pulls[{name!r}] has a row for each vertex: the graph has {size} vertices, and what is "
-                    f"pulled is of shape {format_shape(found.tolist())}"
+                    f"pulls[{name!r}] has a row for each vertex: the graph has {size} vertices, and the pulled rows "
+                    f"are of shape {format_shape(found.tolist())}"
                 )
         if edges is None:
             return order_chains(len(samples) - 1, size, arity)

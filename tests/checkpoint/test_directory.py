@@ -93,7 +93,7 @@ def test_where_no_checkpoint_is(name: str, message: str, tmp_path: Path) -> None
 
 def test_a_complete_step_is_never_overwritten(tmp_path: Path) -> None:
     path = write(tmp_path, 3, x=1)
-    with pytest.raises(CheckpointError, match=r"step-3: is there already, and what is complete is never overwritten"):
+    with pytest.raises(CheckpointError, match=r"step-3: is there already, and a complete step is never overwritten"):
         write(tmp_path, 3, x=2)
     assert read(path) == {"x": 1}
     assert os.listdir(tmp_path) == ["step-3"]

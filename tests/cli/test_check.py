@@ -94,7 +94,7 @@ def test_races_between_runs_are_asked_for(capsys: pytest.CaptureFixture[str]) ->
     assert out.startswith("race on variable w: read (train.py:13) and assign (train.py:13) have no order in two runs\n")
     assert "w afterwards 1.5 after run 1: w/read, run 2: w/read, " in out
     assert main(["check", "train.py:ordered", "--runs=2"]) == 1
-    assert "outcomes depend on what is fed, so none are listed" in capsys.readouterr().out
+    assert "outcomes depend on the feeds, so none are listed" in capsys.readouterr().out
 
 
 def test_programs_that_fail_or_run_nothing(capsys: pytest.CaptureFixture[str]) -> None:

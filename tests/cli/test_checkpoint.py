@@ -68,7 +68,7 @@ def test_diff(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "diff", root / "step-9", root) == (1, expected)
     assert output(capsys, "diff", root, root / "step-10") == (
         0,
-        "no difference in what was written; verify tells whether it is still there\n",
+        "no difference in the written data; verify checks the files\n",
     )
     write(root, 11, w=np.zeros(2))
     assert "  w  float32[2,3] became float64[2]\n" in output(capsys, "diff", root)[1]

@@ -172,7 +172,7 @@ def test_profiles_a_graph_function(program: Path) -> None:
 
 def test_says_what_either_detail_shows(program: Path, output: Output) -> None:
     assert main(["profile", "program.py:squares"]) == 0
-    assert "loops, and what is between them, as they really run; --detail node" in output()[0]
+    assert "loops, and the code between them, as they really run; --detail node" in output()[0]
     assert main(["profile", "program.py:squares", "--detail=node"]) == 0
     assert "every node, interpreted: some microseconds a node more; --detail region" in output()[0]
 

@@ -272,7 +272,7 @@ async def test_of_an_unknown_number_of_iterations_the_fitting_ones_keep_their_va
     limit = int(share * usual.peak)
     less = await train(of_unknown_length, memory_limit=limit, loop_batching=False)
     assert less.peak <= limit
-    assert "keep 32.0 KiB each, and those behind them run again for the gradient, in segments of 1, 2, 3" in less.text
+    assert "keep 32.0 KiB each, and later ones run again for the gradient, in segments of 1, 2, 3" in less.text
     for one, other in zip(less.values, usual.values, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -291,7 +291,7 @@ async def test_why_nothing_is_predicted_is_said() -> None:
         return loop(af.boolean_mask(x, x[:, 0] > -9), w) if hasattr(af, "boolean_mask") else loop(x[x[:, 0] > -9], w)
 
     text = (await train(of_any_rows, memory_limit=1 << 30)).text
-    assert "nothing is predicted, as only a run knows the sizes of what it saves" in text
+    assert "nothing is predicted, as only a run knows the sizes of its saved values" in text
 
 
 # -- on a simulated card ----------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_values_of_loops_in_one_another_are_chosen_together(share: float) -> Non
     assert [value.nbytes for value in inner] == [4 * VALUE, 4 * VALUE]
     assert less.peak <= share * usual.peak
     assert planned.held == pytest.approx(less.peak, rel=0.2)
-    assert "its values are chosen with those of the loop around it" in less.text
+    assert "its values are chosen with the outer loop's" in less.text
     for one, other in zip(less.values, usual.values, strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -173,7 +173,7 @@ REFUSED_BODIES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "one value too few": (lambda i, x: (i,), af.GraphError, "expected a tuple of 2 values"),
     "another structure": (lambda i, x: (i, (x,)), af.GraphError, r"\[1\]: expected one value, got a tuple of 1 value"),
     "another dtype": (lambda i, x: (i, af.astype(x, "float64")), af.DTypeError, r"loop_vars\[1\].*float32.*float64"),
-    "nothing": (lambda i, x: None, af.GraphError, "must return what it was given"),
+    "nothing": (lambda i, x: None, af.GraphError, "must return a nest like its arguments"),
 }
 
 

@@ -45,7 +45,8 @@ NAMES = [field.name for field in fields(SessionOptions)]
         (
             {"without": ["cse", "place"]},
             ValueError,
-            "the pass 'place' cannot be left out: every node runs on a device. Those that can are loop_variables, fold",
+            "the pass 'place' cannot be left out: every node runs on a device. Passes that can be left out: "
+            "loop_variables, fold",
         ),
         ({"dump": "flod"}, ValueError, "no pass is called 'flod'; did you mean 'fold'"),
         ({"dump": 1}, TypeError, "dump is True, the name of a pass, or a function .* got int 1"),

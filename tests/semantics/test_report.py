@@ -89,7 +89,7 @@ def test_outcomes_that_cannot_be_found_say_why() -> None:
         x = af.placeholder("int64", (), name="x")
         fed, asked = [v.assign(x), v.read()], [v.assign(ask()), v.read()]
         same = [v.assign(0), v.read()]
-    assert list(describe_races(graph, fed, [x]))[1] == "  outcomes depend on what is fed, so none are listed"
+    assert list(describe_races(graph, fed, [x]))[1] == "  outcomes depend on the feeds, so none are listed"
     assert "0 if the read is" in list(describe_races(graph, fed, [x], {x: np.int64(4)}))[1]
     assert list(describe_races(graph, asked))[1].startswith("  outcomes are not listed: ask (ask) acts on the world")
     assert list(describe_races(graph, same))[1] == "  outcomes: one with these values, whatever is first"

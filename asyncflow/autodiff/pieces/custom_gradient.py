@@ -91,7 +91,7 @@ class CustomRule:
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise GraphError(
                 f"grad_fn of {self.name} takes variables=, so it is to return the gradients of the arguments and a "
-                f"list of those of the variables, (grads, variable_grads); it returned {brief(returned)}"
+                f"list of the variables' gradients, (grads, variable_grads); it returned {brief(returned)}"
                 f"\n  differentiates {node.name}, built at {node.location}"
             )
         first, second = returned

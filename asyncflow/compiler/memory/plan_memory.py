@@ -238,7 +238,7 @@ def plan_memory(
             notes[loop] += f"; {_ALL[asked]}" if asked is not None else ""
     stores = [store for candidates in found.values() for each in candidates for store in each.inner]
     for inner in [loop for store in stores for loop in store.loops]:
-        notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with those of the loop around it"
+        notes[inner] = f"loop {inner.name} ({inner.location}): its values are chosen with the outer loop's"
     planned = [each for candidates in found.values() for each in _planned(graph, candidates, pending, asked)]
     of_unknown = [each for each in planned if isinstance(each, str)]
     return MemoryPlan(tuple(each for each in planned if not isinstance(each, str)), (*notes.values(), *of_unknown))
@@ -386,7 +386,7 @@ class _Candidate:
             return f"{says}; the values of all of them {moves}, as {why or 'several gradients read them'}"
         loop_to_segment(self.loop).rewrite(None, kept)
         return (
-            f"{says}; the first {kept:,} keep {format_bytes(nbytes)} each, and those behind them run again for the "
+            f"{says}; the first {kept:,} keep {format_bytes(nbytes)} each, and later ones run again for the "
             f"gradient, in segments of 1, 2, 3, ...: {_ms(figures.forward.ns)} each"
         )
 
@@ -510,7 +510,7 @@ def _candidate(loop: WhileNode, device: Device, costs: LoopCosts) -> _Candidate 
     if len(known) < len(inner) or (inner and count is None):
         return "only a run knows how much the loops in it save"
     if not all(is_static(largest_spec(store.value).shape) for store in stores):
-        return "only a run knows the sizes of what it saves"
+        return "only a run knows the sizes of its saved values"
     segmented = loop_to_segment(loop)
     if not segmented.readers:
         return segmented.why_not

@@ -110,7 +110,7 @@ class _Analysis:
         if any(isinstance(node, PooledNode) for node in self.stream_path[:-1]):
             raise FetchError(
                 f"{streamed[0].name} is in a branch or loop inside of a loop with a pool, which hands out values of "
-                f"its own body alone: stream one that is made there\n  built at {streamed[0].node.location}"
+                f"its own body alone: stream a value of that body\n  built at {streamed[0].node.location}"
             )
         # Nested loops ask about their inner loops again and again while their own needs grow.
         self._memo: dict[tuple[Node, tuple[int, ...]], _Inside] = {}

@@ -41,9 +41,9 @@ class DeviceMemoryExhausted(MemoryLimitExceeded):
     def _message(self, largest: str) -> str:
         return (
             f"{self.device} has no {format_bytes(self.requested)} in one piece; it would hold "
-            f"{format_bytes(self.used)} of {format_bytes(self.limit)}, but what is free is in smaller pieces, or in "
-            f"use by others on the card; largest now: {largest}; lower memory_limit= to what the card has, or run "
-            "fewer iterations or requests at once"
+            f"{format_bytes(self.used)} of {format_bytes(self.limit)}, but the free memory is in smaller pieces, or in "
+            f"use by other programs on the card; largest now: {largest}; lower memory_limit= to what the card has, or "
+            "run fewer iterations or requests at once"
         )
 
 

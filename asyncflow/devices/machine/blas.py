@@ -102,7 +102,7 @@ class _Process:
     def _look_for_libraries(self) -> None:
         if ThreadpoolController is None:
             _log.warning(
-                "threadpoolctl is not installed: BLAS keeps its own threads, which fight with those of streams"
+                "threadpoolctl is not installed: BLAS keeps its own threads, which compete with the streams' threads"
             )
         # This walks every shared library of the process, so it is repeated only when an import may have loaded one.
         elif self._controller is None or self._modules != len(sys.modules):

@@ -87,7 +87,7 @@ class SpillFile:
         except OSError as error:
             raise SpillError(error.errno, f"{where}: {error.strerror}") from error
         if crc32(data) != block.checksum:
-            raise SpillError(0, f"{where}: its bytes at {block.offset:,} are not those that were written")
+            raise SpillError(0, f"{where}: its bytes at {block.offset:,} differ from the written ones")
 
     def free(self, block: SpillBlock) -> None:
         """Let the room of a block be used again."""

@@ -94,7 +94,7 @@ class Operators(NoValue):
         """
         if api_version not in (None, *API_VERSIONS):
             raise GraphError(
-                f"there is no Array API {api_version!r} here; asyncflow has {API_VERSIONS[-1]}, and what is older"
+                f"there is no Array API {api_version!r} here; asyncflow has {API_VERSIONS[-1]}, and older versions"
             )
         return sys.modules["asyncflow"]
 

@@ -541,8 +541,9 @@ def _add_call(
     outer = {inner: outer for outer, inner in body.captures.items() if outer.node.op is not CONSTANT}
     if (store := next((x for x in outer.values() if x.dtype == VARIANT), None)) is not None:
         raise GraphError(
-            f"{label} cannot be batched: {store.name}, which it captures, is a TensorArray or RowStore; pass in what "
-            f"it reads of it\n  built at {store.node.location}"
+            f"{label} cannot be batched: {store.name}, which it captures, is a TensorArray or RowStore; pass in "
+            f"the values "
+            f"read from it\n  built at {store.node.location}"
         )
     own = body.inputs[: len(given) + (ragged is not None)]
     has_rows = {**dict.fromkeys(own, True), **{x: not is_same_for_all(outer[x]) for x in outer}}

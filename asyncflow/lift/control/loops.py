@@ -100,7 +100,7 @@ def _back(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flag
         raise CannotLift(f"{node.name} draws random numbers, in iterations of each row's own")
     stores = {x for x in node.body.inputs[node.n_vars :] if x.dtype == VARIANT}
     if any(not stores.isdisjoint(each.inputs) for each in node.body.nodes if isinstance(each, StructuredNode)):
-        raise CannotLift(f"{node.name} is left by each row for itself, and hands a store on to what is inside of it")
+        raise CannotLift(f"{node.name} is left by each row for itself, and hands a store on to its inner nodes")
     rows, counts, captures = lifting.rows, inputs[0].tensor, inputs[node.n_vars :]
 
     def step(left: Tensor, *values: Tensor) -> Nest:

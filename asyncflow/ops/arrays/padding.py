@@ -21,7 +21,7 @@ Widths: TypeAlias = tuple[tuple[int, int], ...]
 
 def _pad_spec(x: Spec, value: Spec, *, widths: Widths) -> Spec:
     if value.dtype != x.dtype:
-        raise DTypeError(f"the value has the dtype of what is padded, not {value} beside {x}")
+        raise DTypeError(f"the value has the dtype of the padded array, not {value} beside {x}")
     if value.rank not in (0, None):
         raise ShapeError(f"takes one value for all that is added, of rank 0; got {value}")
     if x.shape is None:

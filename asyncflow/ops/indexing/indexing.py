@@ -217,7 +217,7 @@ def _changed_spec(x: Spec, values: Spec, *indices: Spec, key: Key) -> Spec:
     if target is not None and values.shape is not None and not _fits(values.shape, target):
         raise ShapeError(
             f"values of shape {format_shape(values.shape)} do not broadcast to {format_shape(target)}, "
-            f"the shape of what they change"
+            f"the shape of the changed elements"
         )
     return x
 

@@ -295,7 +295,7 @@ class _Walk:
             return index.shape
         if not is_compatible(index.shape, extents):
             seen = f"{format_shape(index.shape)} for axes of extent {format_shape(extents)}"
-            raise ShapeError(f"a boolean mask must be shaped like what it selects from, got {seen}")
+            raise ShapeError(f"a boolean mask must have the shape of the axes it selects from, got {seen}")
         return (None,)
 
     def _join(self, shape: Shape) -> None:

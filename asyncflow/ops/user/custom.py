@@ -209,8 +209,8 @@ class CustomOp(Generic[P]):
     def _require_outputs(self, outputs: Outputs) -> None:
         if not nest.flatten(outputs)[0]:
             raise GraphError(
-                f"@op: {self.name} has no outputs that anything could ask for, and without stateful=True no effects "
-                f"either, so no run would call it; say stateful=True, or declare what it returns"
+                f"@op: {self.name} has no outputs to ask for, and without stateful=True no effects "
+                f"either, so no run would call it; say stateful=True, or declare its outputs"
             )
 
 
@@ -446,7 +446,7 @@ def _declared(name: str, function: Callable[..., object], outputs: Outputs) -> O
         outputs = _return_annotation(function)
     if outputs is None:
         raise GraphError(
-            f"@op: {name} does not say what it returns; write @af.op(outputs=af.spec(dtype, shape)), "
+            f"@op: {name} does not declare its outputs; write @af.op(outputs=af.spec(dtype, shape)), "
             f"with a tuple of specs for several outputs and () for none"
         )
     if isinstance(outputs, type) or not callable(outputs):
@@ -591,7 +591,7 @@ def _checked(spec: Spec, value: Any, what: str = "its result") -> Array:
         if spec.dtype != string or value.dtype.kind != "U":
             raise TypeError(
                 f"the function returned dtype {value.dtype} as {what}, declared as {spec}; convert it with "
-                f".astype({dtype_name(spec.dtype)!r}), or declare what it returns"
+                f".astype({dtype_name(spec.dtype)!r}), or declare its outputs"
             )
         value = np.asarray(value).astype(string)
     array: Array = value

@@ -210,7 +210,7 @@ class TorchOp:
         except Exception as error:  # of the module's own code
             seen = ", ".join(f"{x.name} {x.spec}" for x in tensors)
             raise GraphError(
-                f"{self.name}: what it returns cannot be inferred ({type(error).__name__}: {brief(str(error))}); "
+                f"{self.name}: its outputs cannot be inferred ({type(error).__name__}: {brief(str(error))}); "
                 f"declare it: af.from_torch(module, outputs=af.spec(dtype, shape))\n  inputs   {seen or 'none'}"
             ) from error
         return _joined(found)

@@ -88,7 +88,8 @@ class AtomicRuns:
                     raise RuntimeError(
                         "this run and an atomic one would wait for each other for ever: each is part of a run that has "
                         "begun and has variables that the other needs; let both outer runs use one variable in common, "
-                        "so that one of them waits for the other before it begins"
+                        "so that one of them "
+                        "waits for the other before it begins"
                     )
                 waiter.woken.clear()
                 await waiter.woken.wait()
@@ -111,9 +112,10 @@ class AtomicRuns:
             self._wake()
             if claim.before and within and self._waits_for(claim, within, True):
                 raise RuntimeError(
-                    "this atomic run and one in flight would wait for each other for ever: that one uses a variable "
-                    "that this one needs, and a run inside it waits for one that this one is part of; let both outer "
-                    "runs use one variable in common, so that one of them waits for the other before it begins"
+                    "this atomic run and a run in flight would wait for each other for ever: the other run uses a "
+                    "variable that this one needs, and a run inside it waits for an enclosing run of this one; let "
+                    "both outer runs use one variable in common, so that one of "
+                    "them waits for the other before it begins"
                 )
             if claim.before:
                 await claim.alone.wait()

@@ -348,7 +348,7 @@ class Runs:
         """The plan of a call, kept there unless it is for a trace that looks inside regions; its values where it is."""
         call, ask, plan = passing.call, passing.ask, passing.plan
         if passing.waits:
-            async with ask.in_time("what is fed was not copied"):
+            async with ask.in_time("the feeds were not copied"):
                 passing.values = await self.copies.of_feeds(passing.values)
         if plan is None:
             passing.take_now()

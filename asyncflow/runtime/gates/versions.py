@@ -74,7 +74,7 @@ class Versions:
         if written:
             listed = ", ".join(map(repr, sorted(written)))
             raise CheckpointError(
-                f"nothing was replaced: a run in flight writes {listed}, and what it writes would be lost; let it end "
+                f"nothing was replaced: a run in flight writes {listed}, and its writes would be lost; let it end "
                 "first, name other variables=, or use restore, which waits for such runs"
             )
 

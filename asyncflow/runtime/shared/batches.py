@@ -265,7 +265,7 @@ class Batches(TellingState):
             return
         known.is_told = True
         warnings.warn_explicit(
-            f"{shared.label} is hardly batched: {known.calls} calls were for {known.members} members. Those of one "
+            f"{shared.label} is hardly batched: {known.calls} calls were for {known.members} members. Members of one "
             f"call have arguments of equal shapes, and there were more than {_MOST_KINDS} shapes; pad=, bucket= or "
             'ragged="packed" lets different ones share a call',
             UserWarning,

@@ -155,7 +155,7 @@ def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
         _refuse_inner(leaf)
     if isinstance(leaf, Tensor) and leaf.dtype == VARIANT:
         raise FetchError(
-            f"{leaf!r} holds an opaque value, such as a TensorArray; fetch what is read from it, such as "
+            f"{leaf!r} holds an opaque value, such as a TensorArray; fetch a value read from it, such as "
             f"array.stack()\n  built at {leaf.node.location}"
         )
     return leaf

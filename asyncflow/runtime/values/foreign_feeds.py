@@ -36,7 +36,7 @@ def exchanged(value: Any) -> Array | ForeignArray:
         NotExchangeable: it is neither on the host nor on a card of CUDA's, or records gradients, or cannot be read.
     """
     if getattr(value, "requires_grad", False):
-        raise NotExchangeable("it requires grad, and what is fed is not recorded; feed its .detach()")
+        raise NotExchangeable("it requires grad, and torch does not record feeds; feed its .detach()")
     try:
         memory, number = value.__dlpack_device__()
         if memory in CUDA_MEMORY:

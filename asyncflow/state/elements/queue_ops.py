@@ -229,4 +229,4 @@ QUEUE_CLOSE = define(
 )
 PUTS, TAKES = (ENQUEUE, ENQUEUE_MANY), (DEQUEUE, DEQUEUE_MANY)
 QUEUE_OPS = (ENQUEUE, ENQUEUE_MANY, DEQUEUE, DEQUEUE_MANY, QUEUE_SIZE, QUEUE_CLOSE)
-not_differentiable(*QUEUE_OPS, because="what goes through a queue may come from another run, whose values are gone")
+not_differentiable(*QUEUE_OPS, because="elements of a queue may come from another run, whose values are gone")

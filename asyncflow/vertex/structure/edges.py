@@ -124,7 +124,7 @@ class Edges:
         edge = (self.heights[self.children] >= self.heights[self.parents]).argmax()
         vertex, child = int(self.parents[edge]), self.children[edge]
         heights = f"is of height {self.heights[vertex]}, and has a child of height {self.heights[child]}"
-        return self.error(vertex, f"{heights}; each is above those of its children")
+        return self.error(vertex, f"{heights}; each must be above its children's")
 
     def cycle(self, vertex: int) -> GraphError:
         """The error of a vertex that is on a cycle."""

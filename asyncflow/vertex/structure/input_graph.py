@@ -147,7 +147,9 @@ class InputGraph:
         if not hasattr(graph, "is_directed"):
             raise GraphError(f"from_networkx takes a networkx.DiGraph; got {brief(graph)}")
         if not graph.is_directed():
-            raise GraphError("edges lead from parents to children, so a graph has to be directed; got one that is not")
+            raise GraphError(
+                "edges lead from parents to children, so a graph has to be directed; got an undirected one"
+            )
         numbers = {node: number for number, node in enumerate(graph.nodes())}
         return cls.from_edges(len(numbers), [(numbers[a], numbers[b]) for a, b in graph.edges()], types)
 
