@@ -3,9 +3,9 @@
 For example, the body ``cond(row[0] > 0, lambda: tanh(row @ w), lambda: zeros(4))`` is lifted over 100 rows of shape
 ``[8]``, and captures ``w`` of shape ``[8, 4]``. The rows come in as ``x`` of shape ``[100, 8]``; ``w`` has no rows, and
 is not repeated. ``row[0] > 0`` becomes ``x[:, 0] > 0`` by the row rules of its ops. The predicate has rows, so the
-branch is taken apart (`asyncflow.lift.branches`): the rows that hold, say 60, are gathered, ``tanh(x60 @ w)`` is one
-product for all of them, and the results go back to their places beside the zeros of the other 40. A node none of whose inputs
-has rows is built once.
+branch is taken apart (`asyncflow.lift.control.branches`): the rows that hold, say 60, are gathered.
+``tanh(x60 @ w)`` is one product for all of them, and the results go back to their places beside the zeros of the
+other 40. A node is built once if no input of it has rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Expected time of a firing that has not been measured. Firings of unknown length go to a thread, to be measured there.
 
-The event loop must not be the place that discovers that a function of the user's waits for a second, or that the values
-in a run are large. So a kernel's first firing is on the loop only if its work is known to be short, by the present
+A function of the user's may wait for a second, or the values in a run may be large; the event loop must not be the
+place that finds out. So a kernel's first firing is on the loop only if its work is known to be short, by the present
 shapes. Nothing is known of a user's function without ``cost=``, nor of an op whose output size depends on a value, such
 as `arange`.
 """

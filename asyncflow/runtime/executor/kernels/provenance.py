@@ -48,8 +48,8 @@ def _described(values: Sequence[object]) -> tuple[str, ...]:
 def as_kernel_error(
     error: BaseException, node: PlanNode, tag: str, inputs: Sequence[Value], device: str
 ) -> BaseException:
-    """Return `error` with its provenance; exceptions meant for the interpreter (SystemExit, …) stay themselves, with a
-    note.
+    """Return `error` with its provenance; exceptions meant for the interpreter (SystemExit, …) are returned unchanged,
+    with a note.
 
     `GeneratorExit` is meant for the generator that is closed. Out of a run it would look as if the caller were closed.
     """

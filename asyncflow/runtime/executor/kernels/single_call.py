@@ -50,7 +50,7 @@ def quiet_context() -> Context:
 def run_single_call(
     call: SingleCall, device: Device, quiet: Context, feeds: Sequence[Value], limit_ns: float = INLINE_LIMIT_NS
 ) -> list[Value] | None:
-    """Return the fetched values for these feeds; None if computing them may take too long for the event loop.
+    """Return the fetched values for these feeds; None if computing them may hold the event loop too long.
 
     Args:
         call: the call.
@@ -197,9 +197,9 @@ def _fail(error: BaseException, node: PlanNode, inputs: Sequence[Value], device:
 
 
 def _outputs(region: Generator[object, int | None, Value]) -> Value:
-    """Run a region that would stop between its long kernels to its end, and return its outputs.
+    """Run a region to its end, past the stops between its long kernels, and return its outputs.
 
-    If a user's function takes too long in it, return the region, which has stopped there.
+    If a user's function in it takes too long, return the region, which has stopped there.
     """
     budget: int | None = None
     try:

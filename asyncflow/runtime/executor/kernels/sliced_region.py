@@ -53,7 +53,7 @@ def in_parts(node: PlanNode) -> Callable[..., object]:
 
 
 class PhaseSpan(NamedTuple):
-    """A time span in which a traced region computed in one of its phases."""
+    """The time span of one phase of a traced region."""
 
     phase: Phase
     started_ns: int
@@ -78,7 +78,7 @@ class SlicedRegion:
     inputs: Sequence[Value]
     generator: RegionGenerator
     spans: Spans | None = None
-    """Spans that an asynchronous device records for it; None if the run is not traced."""
+    """Spans that an asynchronous device records for the region; None if the run is not traced."""
     clock: Callable[[], int] | None = None
     is_traced: bool = field(default=False, kw_only=True)
     budget: int | None = field(default=None, init=False)
@@ -90,21 +90,21 @@ class SlicedRegion:
     lacks_memory: bool = field(default=False, init=False)
     """True if it has stopped before an iteration for which memory is short."""
     place: PlaceInLine | None = field(default=None, init=False)
-    """Place in line in which it has stopped until it is called."""
+    """Place in line at which the region has stopped until it is called."""
     is_suspect: bool = field(init=False)
-    """True if an earlier slice may have been long, in this firing or the one before."""
+    """True if an earlier slice may have been long, in this firing or the previous."""
     is_user: bool = field(init=False)
-    """True if it calls user code."""
+    """True if the region calls user code."""
     is_unsettled: bool = field(default=False, init=False)
-    """True if nothing has checked yet whether the last long slice was long by itself."""
+    """True while it is unknown whether the last long slice was long by itself."""
     is_proved: bool = field(default=False, init=False)
     """True if a slice has proved to be long by itself."""
     is_watched: bool = field(default=True, init=False)
     """The next slice's time of the processor will be taken."""
     size: int = field(init=False)
-    """Number of elements of its inputs."""
+    """Number of elements of the region's inputs."""
     hold_ns: int = field(default=0, init=False)
-    """Longest time for which it has held its thread without giving way."""
+    """Longest time for which the region has held its thread without giving way."""
     has_learned: bool = field(default=False, init=False)
     inline_ns: int = field(default=0, init=False)
     """Time for which it has computed on the event loop."""
@@ -126,7 +126,9 @@ class SlicedRegion:
         self.size = size_of(self.inputs)
 
     def expected_hold_ns(self) -> float:
-        """Return the time for which it is expected to hold its thread without giving way; infinite if unknown."""
+        """Return the time for which the region is expected to hold its thread without giving way; infinite if
+        unknown.
+        """
         hold: MeasuredCost | None = self.node.hold
         if hold is None and self.is_user:
             hold = self.node.hold = user_cost(self.node)
@@ -228,7 +230,9 @@ class SlicedRegion:
         self.has_learned = True
 
     def learn(self, on_thread_ns: int = 0) -> None:
-        """Learn at its end: `learn_hold`, if that is news, and its time, on a thread and before."""
+        """Learn the region's times at its end: its hold (`learn_hold`) if that is news, and its time on a thread and
+        before.
+        """
         self.node.is_suspect = self.is_unsettled
         is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
         if not (self.has_learned or is_known):
