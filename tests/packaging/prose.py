@@ -90,7 +90,7 @@ FIGURES: Final = {
     "ops": Figures(0.0, 31, 8, 0),
     "optim": Figures(0.0, 37, 0, 0),
     "profiler": Figures(0.0, 21, 0, 2),
-    "runtime": Figures(13.4, 65, 44, 86),
+    "runtime": Figures(9.8, 58, 45, 64),
     "semantics": Figures(1.9, 39, 8, 0),
     "serving": Figures(0.8, 27, 2, 0),
     "state": Figures(0.5, 40, 3, 0),

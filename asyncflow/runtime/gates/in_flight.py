@@ -65,20 +65,20 @@ class InFlight:
         options: of the session.
 
     Attributes:
-        runs: those that the scheduler runs.
+        runs: runs of the scheduler.
         closed: why nothing runs any more; None while the session is open.
         drained: why nothing new runs any more; None while the session is not drained.
-        is_stopping: nothing starts any more, and what goes on is stopped.
-        begun: how many there have been, the ones that needed no scheduler included.
+        is_stopping: True if no run starts any more, and runs in flight are stopped.
+        begun: number of runs so far, including calls that needed no scheduler.
         numbered_from: the number of a run, which random numbers depend on, is so much more than it is in `begun`.
         random_seed: of the random ops of graphs without one.
-        observers: who is told of runs; None while there never was one.
+        observers: told of runs; None until the first is added.
         turn: the session's share of the event loop, from when it has one.
         atomic: the claims of atomic runs.
-        cuts: who waits for a moment between runs.
+        cuts: cuts of the session's state that wait for a moment between runs.
         versions: of variables, whose memory is given back when the last run that sees them has ended.
         quiet: a context without floating-point warnings.
-        ended: set when something has ended; None while nobody ever waited for that.
+        ended: set when a run has ended; None until a caller waits for that.
     """
 
     versions: Versions
@@ -123,7 +123,9 @@ class InFlight:
         *,
         is_part: bool = False,
     ) -> list[Value] | Begun | None:
-        """The fetched values of a plan that is one call; None, or what is begun, if the scheduler has to do it."""
+        """Return the fetched values of a plan that is one call; None, or the begun call, if the scheduler has to do
+        it.
+        """
         call = plan.single_call
         has_own_turn = limit_ns > INLINE_LIMIT_NS
         if call is None or self.closed is not None or self._options.debug:
@@ -227,12 +229,12 @@ class InFlight:
             then(run)
 
     def tell_ended(self) -> None:
-        """Has those look again who wait for something to end."""
+        """Wake the callers that wait for a run to end."""
         if self.ended is not None:
             self.ended.set()
 
     async def wait(self, is_over: Callable[[], bool], grace_s: float | None) -> None:
-        """Comes back when ``is_over()``, which is asked whenever something has ended, or after so many seconds."""
+        """Wait until ``is_over()`` holds, asked whenever a run has ended, or for so many seconds."""
         self.ended = ended = self.ended or asyncio.Event()
         try:
             async with asyncio.timeout(grace_s):
@@ -243,6 +245,6 @@ class InFlight:
             pass  # the caller stops what is left
 
     def close_all(self) -> None:
-        """Ends what is in flight because the session closes."""
+        """End runs in flight because the session closes."""
         for run in list(self.runs):
             run.close()

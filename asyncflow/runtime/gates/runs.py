@@ -1,8 +1,8 @@
 """The runs of a session: the gates that a call passes before it is one.
 
-In this order: what needs no scheduler is done at once; it waits for its place (`Admission`), for its plan and what it
-is fed, and for atomic runs (`AtomicRuns`); it runs, and where memory is short again, alone (`MemoryTurns`); its results
-are copied. `Session.stream` passes the same gates.
+The gates come in this order. A call that needs no scheduler is done at once. Else it waits for its place (`Admission`),
+for its plan and feeds, and for atomic runs (`AtomicRuns`). It runs, and where memory is short again, alone
+(`MemoryTurns`). Its results are copied. `Session.stream` passes the same gates.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class _GatedCall(Passed):
 
     Attributes:
         call: what to run.
-        ask: what else is asked.
+        ask: the options of the call.
         plan: of the call; None until it is known.
         waits: some of the values still have to be copied or read.
         allow_dead: fetches on a branch not taken give None.
-        is_wanted: says whether the caller, who is on another thread, still takes the result.
-        values: what is fed, once that is checked.
-        is_checked: whether it is.
+        is_wanted: returns whether the caller, on another thread, still takes the result.
+        values: the fed values, once they are checked.
+        is_checked: True once the values are checked.
         taken: the elements that its run has taken and gives back if it ends early.
     """
 
@@ -86,7 +86,7 @@ class _GatedCall(Passed):
     taken: Taken | None = None
 
     def take_now(self) -> None:
-        """Before it waits: whoever has what is fed may go on to change it."""
+        """Copy fed values before the call waits: the caller may change them afterwards."""
         self.values = as_of_now(self.values)
 
 
@@ -95,18 +95,18 @@ class Runs:
 
     Args:
         devices: by name.
-        plans: those of the session.
-        compile: makes one that is missing.
+        plans: plans of the session.
+        compile: compiles a missing plan.
         state: of the session's variables.
         options: of the session.
 
     Attributes:
-        in_flight: those that have started.
+        in_flight: runs that have started.
         copies: of large arrays.
-        admission: who has to wait; None without a limit.
+        admission: lets runs start within the limits; None without a limit.
         batches: firings that are computed together; None before `bind`.
         limited: functions with limits; None before `bind`.
-        memory_turns: who is done again; None without a limit of memory.
+        memory_turns: turns of runs that are computed again; None without a limit of memory.
         versions: of variables.
     """
 
@@ -159,7 +159,7 @@ class Runs:
         priority: int = 0,
         is_wanted: Callable[[], bool] | None = None,
     ) -> Nest:
-        """Do what `Session.run` promises, once it is known what to run; see `Ask` for what else is asked."""
+        """Run a call (`Session.run`) once its request is known; `Ask` has the other options."""
         note_ask()
         if timeout is not None:
             timeout = as_timeout(timeout)
@@ -241,7 +241,7 @@ class Runs:
         trace: Trace | None,
         priority: int = 0,
     ) -> AsyncGenerator[Nest, None]:
-        """Does what `Session.stream` promises; ``ask()`` gives what to run, and the values to feed."""
+        """Stream the results of a call (`Session.stream`); ``ask()`` returns the call and the values to feed."""
         timeout, priority = as_timeout(timeout), as_priority(priority)
         check_trace(trace, may_be_path=False)
         in_flight = self.in_flight
@@ -279,7 +279,7 @@ class Runs:
                 in_flight.tell_ended()
 
     async def warm_up(self, call: Call, values: Sequence[Value], sizes: Sequence[int]) -> int:
-        """Does what `Session.warm_up` promises."""
+        """Warm up a call (`Session.warm_up`)."""
         in_flight = self.in_flight
         plan = await self._plans.get(call.request, self._compile)
         nodes = [node.source for partition in plan.partitions for node in partition.nodes]
@@ -299,7 +299,7 @@ class Runs:
         return sum(sizes)
 
     def expect(self, timeout: float | None, priority: int) -> ExpectedRun:
-        """Does what `Session.expect_run` promises."""
+        """Expect a run (`Session.expect_run`)."""
         if self.in_flight.closed is not None:
             raise SessionClosedError(self.in_flight.closed)
         if self.in_flight.drained is not None:
@@ -433,7 +433,7 @@ class Runs:
         return self.batches is not None and self.batches.is_left_over()
 
     def _leave(self, passing: _GatedCall, *, is_whole: bool = False) -> None:
-        """A call has ended, however that came, and gives back what the gates have given it."""
+        """Give back what the gates gave to a call that has ended in any way."""
         if passing.claim is not None:
             self.in_flight.atomic.leave(passing.claim)
         if passing.ticket is not None and self.admission is not None:
@@ -455,7 +455,7 @@ class Runs:
     # -- ending --------------------------------------------------------------------------------------------------
 
     def refuse(self, why: str) -> None:
-        """Starts nothing more, and ends all waiting."""
+        """Start no more runs, and end all waiting."""
         self.in_flight.closed = why
         if self.admission is not None:
             self.admission.close(why)
@@ -463,12 +463,12 @@ class Runs:
             self.in_flight.runs.clear()  # no callback will ever say that they have ended
 
     def release(self) -> None:
-        """Lets go of what was kept for later runs."""
+        """Release what was kept for later runs."""
         if self.batches is not None:
             self.batches.clear()
 
     async def drain(self, why: str, grace_s: float) -> None:
-        """Refuses what is new, and gives what was asked for before so many seconds to end; then stops the rest."""
+        """Refuse new calls, give earlier ones so many seconds to end, then stop the rest."""
         in_flight = self.in_flight
         in_flight.drained = why
         if self.batches is not None:
@@ -482,7 +482,7 @@ class Runs:
         await in_flight.wait(lambda: not in_flight.runs, None)
 
     async def end(self, grace_s: float) -> None:
-        """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""
+        """Give runs in flight so many seconds to end; stop streams whose consumers have gone at once."""
         in_flight = self.in_flight
         if self.batches is not None and in_flight.runs:
             self.batches.hurry()
@@ -493,7 +493,7 @@ class Runs:
             await in_flight.wait(lambda: not in_flight.runs, grace_s)
 
     async def stop(self) -> None:
-        """Stops what is still in flight."""
+        """Stop runs that are still in flight."""
         in_flight = self.in_flight
         in_flight.is_stopping = True
         in_flight.close_all()

@@ -1,11 +1,11 @@
-"""Versions of variables: new values for some of them, which later runs see, while those in flight keep the old ones.
+"""Versions of variables: later runs see new values, while runs in flight keep the old ones.
 
-The kernels of a plan are bound to states. So a new version is states of its own, and plans that are bound to these,
-compiled beside those in use. The *flip* puts both in the place of the old ones, in one step of the event loop: a run in
-flight goes on with the kernels that it has, and no read asks which version it is of.
+The kernels of a plan are bound to states. So a new version has states of its own, and plans that are bound to these,
+compiled beside the plans in use. The *flip* puts both in the place of the old ones, in one step of the event loop: a
+run in flight goes on with the kernels that it has, and no read asks which version it is of.
 
-What a run writes would be lost with the version that it began with. Runs that write what is to be replaced, and are in
-flight at the flip, therefore keep it from happening: it is refused, and the old version stays.
+What a run writes would be lost with the version that it began with. Runs in flight at the flip that write the variables
+therefore prevent it: it is refused, and the old version stays.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 
 
 _ROUNDS: Final = 4
-"""So often others go on while those plans are compiled that came meanwhile; then the last ones are, before anybody."""
+"""Rounds in which other calls go on while plans that came meanwhile are compiled; then the last plans are, before
+any call.
+"""
 
 
 class CompileFor(Protocol):
     """Makes the plan of a request; `resolve` looks up states, if it is not the session that does."""
 
     def __call__(self, request: PlanRequest, *, resolve: Resolve | None = None) -> Plan:
-        """The plan, which nobody else has."""
+        """Return a plan that is shared with no other caller."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,16 +61,16 @@ class Versions:
     _plans: PlanCache
     _compile: CompileFor
     _state: StateStore
-    """Where states are."""
+    """Store of the states."""
     _copies: CopyThread
-    """Whose thread gives memory back."""
+    """Thread that gives memory back."""
     retired: list[_Retired] = field(default_factory=list, init=False)
 
     def check_writers(self, names: Mapping[Hashable, str]) -> None:
-        """Checks that no run in flight may write some states; `names` has those of their variables, by key.
+        """Check that no run in flight may write some states; `names` has the names of their variables, by key.
 
         Raises:
-            CheckpointError: one may; says which.
+            CheckpointError: a run may; the error names the variables.
         """
         written = {names[key] for run in self._in_flight for key in run.writes.intersection(names)}
         if written:
@@ -79,10 +81,10 @@ class Versions:
             )
 
     async def install(self, versions: Collection[NewVersion]) -> None:
-        """Makes these the versions that runs see which start when this has returned.
+        """Install new versions, seen by runs that start after this has returned.
 
         Raises:
-            CheckpointError: a run in flight writes one of them.
+            CheckpointError: a run in flight writes a variable of a version.
             AsyncflowError: a plan cannot be compiled; the old versions stay.
         """
         new = {id(version.old): version.new for version in versions}

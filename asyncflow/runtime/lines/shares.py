@@ -19,10 +19,10 @@ def share_of(count: int) -> float:
 
 
 class PriorityShares:
-    """The turns of priorities: the lowest number goes first, except for the shares of the other waiting ones.
+    """The turns of priorities: the lowest number goes first, except for the shares of other waiting priorities.
 
-    Of whatever one takes, a share is owed to each other one. A priority goes first that is owed as much as its cost
-    minus its own share; of several, the one that is owed most, and then the lowest number.
+    Of every cost that a priority takes, a share is owed to each other waiting priority. The next priority is owed at
+    least its cost less its own share: the most owed first, then the lowest number.
     """
 
     __slots__ = ("_owed",)

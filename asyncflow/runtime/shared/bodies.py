@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Starter(Protocol):
-    """The runs in flight of a session, of which those of bodies are some; see `InFlight`."""
+    """The runs in flight of a session, among them the runs of bodies; see `InFlight`."""
 
     observers: Observers | None
     turn: Turn
@@ -56,7 +56,7 @@ class Starter(Protocol):
         """Starts a run, which may have ended when this returns."""
 
     def tell_ended(self) -> None:
-        """Has those look again who wait for something to end."""
+        """Wake the callers that wait for a run to end."""
 
 
 class Bodies:
@@ -104,7 +104,7 @@ class Bodies:
         return 1 if has_users else min(device.threads for device in devices)
 
     def memory_home(self, plan: Plan) -> str | None:
-        """The device that a body runs on, if it is one, and can keep values between runs."""
+        """Return the device that a body runs on, if it is a single one and can keep values between runs."""
         device = self._devices[plan.partitions[0].device]
         is_home = len(plan.partitions) == 1 and device.asynchronous is not None and device.capabilities.own_memory
         return device.name if is_home else None

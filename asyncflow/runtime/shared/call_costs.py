@@ -1,4 +1,4 @@
-"""What is learnt of calls for several members: how long they take, and how soon those come back whom they answered."""
+"""Learnt costs of calls for several members: how long calls take, and how soon answered members return."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from random import Random
 import numpy as np
 
 _MOST_SIZES = 64
-"""Of so many sizes one keeps what calls took; larger ones are told from the largest."""
+"""Most sizes for which call times are kept; calls of further sizes count for the nearest."""
 
 _FRESH = 0.25
-"""The weight of a new measurement beside those before it."""
+"""Weight of a new measurement against the earlier mean."""
 
 _MOST_GROWN = 2
-"""What takes more than so many times as long as it does on average was held up, and says no more than that."""
+"""A call that takes more than so many times its mean was held up, and teaches no more than that."""
 
 _SURE = 3
-"""So many measurements of a size make it known; before, it may be better than it seemed."""
+"""Number of measurements that make a size known; before, it may be better than it seemed."""
 
 _NEWS = 0.1
-"""A mean that has changed by this part makes other sizes the best ones."""
+"""Relative change of a mean that makes other sizes the best ones."""
 
 EXPLORE = 32
-"""One call in so many is of another size than is best, as far as is known: what was slow once may not be any more."""
+"""One call in so many tries another size than the best known: a size that was slow may not be any more."""
 
 _SHORT_NS = 1_000_000
-"""Differences of so much may be anything."""
+"""Differences up to this may be noise."""
 
 _WORTH_NS = 2_000_000
 """Calls that take less are made whole: to start another is work, too, and what keeps a thread waiting is chance."""
 
 _LATE = 2
-"""Whoever is to come back is expected with so many times the usual difference from when such ones came."""
+"""Answered members are expected back with so many times the usual deviation from their mean time."""
 
 _PATIENT = 1.5
-"""Who is waited for has at least so many times as long as such ones take: to give up just before is to lose most."""
+"""Waiting for members lasts at least so many times their usual time: to give up just before they come loses most."""
 
 
 @dataclass(slots=True)
 class SizeTimes:
-    """How long something takes for so many, as a running mean; one is a size of its own.
+    """How long calls of each size take, as a running mean; size 1 is kept by itself.
 
     Attributes:
         taken_ns: the means, by size.
@@ -51,7 +51,7 @@ class SizeTimes:
     _counts: dict[int, int] = field(default_factory=dict)
 
     def observe(self, size: int, taken_ns: float) -> int:
-        """It took so long; gives the size that it counts for."""
+        """Note that a call of a size took so long; return the size for which it is counted."""
         known = self.taken_ns.get(size)
         if known is None and size > 1 and len(self.taken_ns) >= _MOST_SIZES:
             size = min(self.taken_ns, key=lambda other: abs(other - size))
@@ -67,7 +67,7 @@ class SizeTimes:
         return size
 
     def predict_ns(self, size: int) -> float:
-        """How long it will take: between measured sizes on a line, beyond them as the nearest."""
+        """Return the expected time of a size: on a line between measured sizes, beyond them as the nearest."""
         known = self.taken_ns.get(size)
         if known is not None and (self._counts[size] >= _SURE or size == 1):
             return known
@@ -84,7 +84,9 @@ class SizeTimes:
 
 @dataclass(slots=True)
 class _Answered:
-    """Who was answered by one call: how many, since when, when they should be back, and late, and how many are not."""
+    """The members answered by a call: how many, since when, when they should be back, and late, and how many are
+    missing.
+    """
 
     size: int
     since_ns: int
@@ -95,23 +97,24 @@ class _Answered:
 
 @dataclass(slots=True)
 class Returns:
-    """How soon those are back whom a call has answered.
+    """How soon members that a call has answered come back.
 
-    Clients that ask again once they have their answer come back together. Whoever waited for the call to end had better
-    wait for them, too, if one call for all takes so much less: or else both halves take turns for ever.
+    Clients that ask again once they have their answer come back together. A member that waited for the call to end had
+    better wait for these clients too, if one call for all takes so much less time: otherwise both halves take turns for
+    ever.
 
     Attributes:
-        taken: how long it took until as many had come as were answered.
+        taken: time until as many members had come as were answered.
         apart: how far that was from what was expected.
     """
 
     taken: SizeTimes = field(default_factory=SizeTimes)
     apart: SizeTimes = field(default_factory=SizeTimes)
     _away: list[_Answered] = field(default_factory=list)
-    """Those who are not back, by when they were answered."""
+    """Answered members that are not back, by when they were answered."""
 
     def answer(self, size: int, now_ns: int) -> None:
-        """A call for so many has ended."""
+        """Note that a call for `size` members has ended."""
         while self._away and now_ns > self._away[0].late_ns:
             self._learn(self._away.pop(0), now_ns)  # they may never come back
         expected_ns = self.taken.predict_ns(size)
@@ -128,9 +131,9 @@ class Returns:
                 self._learn(self._away.pop(0), now_ns)
 
     def waits_until_ns(self, costs: CallCosts, waiting: int, most: int, now_ns: int) -> float:
-        """Until when it pays for those who wait to wait for those who are to come back; minus infinity if not.
+        """Return until when it pays to wait for answered members to come back; minus infinity if it does not pay.
 
-        It does if less time is lost until all are back than a call of their own would take.
+        It pays if less time is lost until all are back than a call of their own would take.
         """
         if not self._away:
             return -inf
@@ -154,26 +157,26 @@ class CallCosts(SizeTimes):
     A product of one row and of two take different kernels, so that two may cost more than twice one.
 
     Attributes:
-        fits: the most members for which there was memory, once there was none for more.
+        fits: the most members for which memory sufficed, once it did not for more.
         threads: how many calls the device may compute at the same time.
-        returns: how soon those come back whom such calls have answered.
+        returns: how soon members that such calls answered come back.
     """
 
     fits: int | None = None
     threads: int = 1
     returns: Returns = field(default_factory=Returns)
     _in_parts: dict[int, SizeTimes] = field(default_factory=dict)
-    """By how many calls were made at once for so many."""
+    """Times by how many calls were made at once for a size."""
     _used: dict[int, float] = field(default_factory=dict)
     """Times by which the sizes below were chosen."""
     _in_all: list[float] = field(default_factory=list)
     """The least time for so many members."""
     _first: list[int] = field(default_factory=list)
-    """How many of so many go first, then."""
+    """Size of the first call in the division of so many members that takes least time."""
     _most: int = 0
-    """How many could share a call, then."""
+    """The most members that could share a call when these were computed."""
     _line: tuple[float, float] | None = None
-    """Through the times of all sizes but one: what is there whatever the size, and what each adds."""
+    """A line through the times of all sizes but one: the time whatever the size, and the time per member."""
 
     def observe(self, size: int, taken_ns: float, parts: int = 1, mean_ns: float | None = None) -> int:
         """A call of that size took so long, or calls for the parts of it; gives the size that it counts for.
@@ -218,7 +221,9 @@ class CallCosts(SizeTimes):
         return self._first[waiting]
 
     def parts(self, size: int, random: Random) -> int:
-        """Into how many calls, made at once, so many members are best cut; now and then another number is tried."""
+        """Return into how many calls, made at once, so many members are best cut; now and then another number is
+        tried.
+        """
         like = _size_class(size)
         if self.threads == 1 or 1 not in self._in_parts or self._in_parts[1].predict_ns(like) < _WORTH_NS:
             return 1
@@ -239,7 +244,7 @@ class CallCosts(SizeTimes):
         return max(found_ns, fixed + each * size)
 
     def saved_ns(self, waiting: int, coming: int, most: int) -> float:
-        """How much less time it takes in all if those who wait go with those who are to come, and not before them."""
+        """Return how much less time it takes in all if waiting members go with the coming ones, and not before them."""
         coming = min(coming, most - waiting)
         if coming <= 0 or not waiting:
             return 0.0

@@ -1,9 +1,10 @@
-"""How many members share a call when not all deadlines can be met: the most answers in time for the time of a call.
+"""The size of a call when not all deadlines can be met: the size with the most answers in time per time.
 
-Small calls meet the first deadline, and cost more for each member. That pays while all who wait can be answered in time
-so. Under overload others are late for it, and more of them the smaller calls are. For example, a call takes 20 ms and
-4 ms for each member, 260 requests come a second, and each is of use within 200 ms. Calls that meet every first deadline
-have two members and answer 65 requests a second; calls of 22 answer 200, and drop members that they would answer late.
+Small calls meet the first deadline, and cost more for each member. That pays while every waiting member can be answered
+in time so. Under overload other members are late for it, and more of them the smaller calls are. For example, a call
+takes 20 ms and 4 ms for each member, 260 requests come a second, and each is of use within 200 ms. Calls that meet
+every first deadline have two members and answer 65 requests a second; calls of 22 answer 200, and drop members that
+they would answer late.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 _EACH = 8
-"""Every size up to this is looked at, and of larger ones four in each doubling."""
+"""Every size up to this is tried; of larger sizes, four in each doubling."""
 
 
 def size_under_overload(
@@ -26,7 +27,7 @@ def size_under_overload(
         lines: deadlines of the members that wait, the most important priority first.
         now_ns: the time.
         most: how many may share a call.
-        cost_ns: how long a call for so many takes.
+        cost_ns: returns the time of a call by its size.
     """
     sizes = list(_sizes(min(most, sum(map(len, lines)))))
     taken_ns = {size: cost_ns(size) for size in sizes}

@@ -1,9 +1,9 @@
 """The steps of a pooled loop whose rows stand in the memory of a device: launched, and not waited for.
 
-A step is launched before it is known who goes on after the one before, whose flags are copied to the host meanwhile.
-Where nobody has come or gone for a while, that is several steps. Whoever has ended is computed once more; then the rows
-that are left, and those that have joined, are made slabs of. Where something fails, the rows come to the host as they
-were before, and are stepped there.
+A step is launched before it is known which rows go on after the previous step, whose flags are copied to the host
+meanwhile. Several steps are launched at once while no row has come or gone for a while. A row that has ended is
+computed once more; then slabs are made of the rows that are left and those that have joined. Where a step fails, the
+rows come to the host as they were before, and are stepped there.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class _Before(NamedTuple):
-    """Where values stood before a step.
+    """The places of values before a step.
 
     Attributes:
         places: of rows in the slabs.
         slabs: of the inputs that have rows.
-        steps: how many the pool had made.
+        steps: number of steps that the pool had made.
     """
 
     places: Mapping[PooledActivation, int]
@@ -77,7 +77,7 @@ class _PlacedRun:
         self._values: list[Array] | None = None
 
     async def values(self) -> Sequence[Array]:
-        """All values, at its end."""
+        """Return all values at its end."""
         values = self._values
         if values is None:
             with contained_exits:
@@ -85,7 +85,7 @@ class _PlacedRun:
         return values
 
     async def staying(self) -> Sequence[Value]:
-        """Those that stay, which are there once they have been launched: mostly by now."""
+        """Return the staying values, which are there once they have been launched: mostly by now."""
         with contained_exits:
             is_there = await self._run.wait_for_staying()
         if is_there:
@@ -106,7 +106,7 @@ class PlacedSteps:
         self._several: asyncio.Task[Plan] | None = None
 
     async def step(self, group: Group) -> None:
-        """Launches a step of all rows, and then looks who goes on after the one before."""
+        """Launch a step of all rows, and then read which rows go on after the previous step."""
         unread, self._unread = self._unread, None
         before = _Before(dict(zip(group.rows, group.places, strict=True)), group.slabs, self._pool.rows.steps)
         try:
@@ -121,13 +121,13 @@ class PlacedSteps:
             await self.forget()
 
     async def catch_up(self, group: Group) -> None:
-        """Looks who goes on after the last step that was launched."""
+        """Read which rows go on after the last launched step."""
         unread, self._unread = self._unread, None
         if unread is not None:
             await self._read(group, unread)
 
     async def forget(self) -> None:
-        """Waits for the end of a step that nobody is left to use."""
+        """Wait for the end of a step whose results no row uses."""
         unread, self._unread = self._unread, None
         if unread is not None:
             try:

@@ -1,8 +1,8 @@
-"""Whose step is next, of the pools, shared vertex maps and batches of a session: a pure state machine.
+"""Which step is next, of the pools, shared vertex maps and batches of a session: a pure state machine.
 
-Each is a *stepper*. Its *rank* is the lowest number of priority among those who are in it, its *place* the device that
-makes its steps; a CPU has room for several long ones. Who is alone, or of one rank with all others, asks nobody: each
-makes a step, or a launch, before any makes its next one.
+Each is a *stepper*. Its *rank* is the lowest number of priority among its members, its *place* the device that makes
+its steps; a CPU has room for several long ones. A stepper that is alone, or of one rank with all others, begins without
+asking: each makes a step, or a launch, before any makes its next one.
 
 ======== ============================================================== ===============================================
 event    state                                                          what happens
@@ -16,11 +16,11 @@ event    state                                                          what hap
                                                                         long as it took after it was owed this one
 ======== ============================================================== ===============================================
 
-So a rank that is not the lowest has an eighth of the time, or an equal part where more than eight ask; or, where steps
-of others are longer, one between two of each. The lowest waits for no more than the others' shares, or a step of each.
-Of those of a rank that wait, the one goes first that is most overdue: a step is due a second after it was asked for, or
-at the first deadline of those who are in it. Who was there until a moment ago counts as there (`LINGER_NS`), as clients
-whose calls have ended ask again.
+A rank that is not the lowest has an eighth of the time, or an equal part where more than eight ask; where steps of
+others are longer, it has one step between two of each. The lowest waits for no more than the others' shares, or a step
+of each. Of waiting steppers of a rank, the most overdue goes first: a step is due a second after it was asked for, or
+at the first deadline of its members. A stepper that was there until a moment ago counts as there (`LINGER_NS`), as
+clients whose calls have ended ask again.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from typing import Protocol
 from asyncflow.runtime.lines.shares import PATIENCE_S, share_of
 
 LINGER_NS = 1_000_000
-"""So long those count as there who have gone, or have made a step (1 ms)."""
+"""Time for which a stepper counts as there after it has gone or made a step (1 ms)."""
 
 _AWAY_NS = 8 * LINGER_NS
-"""Who is away for longer is owed nothing for that time."""
+"""A rank that is away for longer is owed nothing for that time."""
 
 
 class Present(Protocol):
-    """Who may have something to do.
+    """A stepper that may have work.
 
     Attributes:
-        rank: the lowest number of priority among those who are in it; infinity if there is nobody.
+        rank: the lowest number of priority among its members; infinity without members.
         place: the device that makes its steps; None before it is known.
-        is_stepping: it makes a step, of which the machine knows.
+        is_stepping: True while it makes a step that the machine knows of.
     """
 
     place: Hashable
@@ -58,18 +58,18 @@ class Present(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Stepper:
-    """A pool, as far as others are concerned.
+    """A pool, vertex map or batch in the turns of the session.
 
     Attributes:
         rank: see `Present`, as are others.
-        room: how many steps are made in its place at a time.
-        is_in_line: steps are made there one after another, and wait for each other.
-        deadline_ns: the first of those who are in it.
+        room: number of steps that its place makes at a time.
+        is_in_line: True if steps are made there one after another, and wait for each other.
+        deadline_ns: the first deadline of its members.
         began_ns: when its step began.
-        together: of how many of those that wait for each other it is one.
+        together: number of steppers, itself included, that wait for each other.
         owed_ns: since when it was owed that.
         due_ns: when the step that it waits for is due.
-        is_behind: it makes a step because that was due, and others would go before it.
+        is_behind: True if it makes a step because that was due, and others would go before it.
     """
 
     rank: float = inf
@@ -90,19 +90,19 @@ class StepTurns:
 
     def __init__(self) -> None:
         self.is_contended = False
-        """Whether anybody has to ask."""
+        """True if a stepper has to ask before it begins."""
         self._has_ranks = False
         self._rank: float | None = None
-        """Of the first who was there since nobody was; until others have another one, nobody has to ask."""
+        """Rank of the first stepper since there was none; until another rank comes, no stepper has to ask."""
         self._present: dict[Present, None] = {}
         self._waiting: dict[Stepper, None] = {}
         self._owed_ns: dict[tuple[float, Hashable], float] = {}
-        """When those of a rank are next owed a step in a place, however many others are there."""
+        """Times at which a rank is next owed a step in a place, however many others are there."""
         self._ended_ns: dict[tuple[float, Hashable], int] = {}
-        """When those of a rank made their last step in a place."""
+        """Times at which a rank made its last step in a place."""
 
     def come(self, stepper: Present, rank: float) -> None:
-        """One has something to do, or more than before: somebody of that rank is in it."""
+        """Note that a stepper has work of a rank, or more than before."""
         self._present[stepper] = None
         if self._rank is None:
             self._rank = rank
@@ -111,7 +111,7 @@ class StepTurns:
         self.is_contended = self._has_ranks and len(self._present) > 1
 
     def gone(self, stepper: Stepper, now_ns: int) -> None:
-        """One has nothing to do any more."""
+        """Note that a stepper has no work any more."""
         self.ended(stepper, now_ns)
         self._present.pop(stepper, None)
         self._waiting.pop(stepper, None)
@@ -120,7 +120,7 @@ class StepTurns:
         self.is_contended = self._has_ranks and len(self._present) > 1
 
     def ask(self, stepper: Stepper, now_ns: int) -> bool:
-        """Whether one makes a step now; else it waits."""
+        """Return whether a stepper makes a step now; if not, it waits."""
         assert not stepper.is_stepping, "it asks for a step while it makes one"
         # A deadline that has passed is no more urgent than what others wait for.
         stepper.due_ns = min(max(stepper.deadline_ns, now_ns), now_ns + PATIENCE_S * 1e9)
@@ -129,7 +129,7 @@ class StepTurns:
         return self._begins(stepper, now_ns)
 
     def ended(self, stepper: Stepper, now_ns: int) -> None:
-        """One has made a step, if it asked for it."""
+        """Note that a stepper has made a step, if it asked for it."""
         if stepper.is_stepping:
             taken_ns = (now_ns - stepper.began_ns) / max(stepper.together, self._together(stepper))
             stepper.is_stepping = stepper.is_behind = False
@@ -142,23 +142,26 @@ class StepTurns:
         self._ended_ns[rank, place] = now_ns
 
     def next(self, now_ns: int) -> list[Stepper]:
-        """Those who have waited and now make a step."""
+        """Return the waiting steppers that now make a step."""
         waiting = sorted(self._waiting, key=lambda each: (each.rank, each.due_ns))
         return [stepper for stepper in waiting if self._begins(stepper, now_ns)]
 
     def wake_ns(self, now_ns: int) -> float:
-        """When one of those who wait may begin, whatever the others do; infinity if that is with the end of a step."""
+        """Return when a waiting stepper may begin, whatever the others do; infinity if that is with the end of a
+        step.
+        """
         held = (self.held_until_ns(each, each.rank, each.place, each.room, now_ns) for each in self._waiting)
         return min(held, default=inf)
 
     def held_until_ns(self, one: Present, rank: float, place: Hashable, room: int, now_ns: int) -> float:
-        """Until when a step of that rank waits, if others stay as they are; minus infinity if none go before it.
+        """Return until when a step of that rank waits, if the others stay as they are; minus infinity if none go before
+        it.
 
         Args:
-            one: whose it is; it is not held up by itself.
+            one: the stepper; it is not held up by itself.
             rank: of the step.
             place: where it is to be computed.
-            room: for so many at a time.
+            room: number of steps that the place makes at a time.
             now_ns: the time.
         """
         others = [other for other in self._present if other is not one and other.place == place]
@@ -188,13 +191,13 @@ class StepTurns:
         return stepper.is_stepping
 
     def _together(self, stepper: Stepper) -> int:
-        """How many wait for each other's steps, itself among them."""
+        """Return the number of steppers that wait for each other's steps, itself included."""
         if not stepper.is_in_line:
             return 1
         return sum(each.is_stepping for each in self._present if each.place == stepper.place)
 
     def _forget(self, now_ns: int) -> None:
-        """Nothing is owed to those who were away."""
+        """Drop what is owed to ranks that were away."""
         waiting = {(each.rank, each.place) for each in self._waiting}
         for key in [key for key, ended_ns in self._ended_ns.items() if ended_ns + _AWAY_NS < now_ns]:
             if key not in waiting and self._owed_ns[key] <= now_ns:

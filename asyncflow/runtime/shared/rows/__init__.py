@@ -1,1 +1,1 @@
-"""The rows of what is computed together."""
+"""The rows of activations and vertices that are computed together."""

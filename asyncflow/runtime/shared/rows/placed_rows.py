@@ -1,8 +1,8 @@
-"""The rows of a pooled loop in the memory of a device: slabs that are there, and who is in which row of them.
+"""The rows of a pooled loop in the memory of a device: the slabs there, and which activation is in which row.
 
-As in `PoolRows`, but a row that comes or goes moves nothing yet: what rows there are to be is written
-down, and one launch makes slabs of them before the next step (`PlacedRows.exchanged`). Slabs are never written to, so
-those of an earlier step are there for as long as somebody knows them.
+As in `PoolRows`, but a row that comes or goes moves nothing yet: the new set of rows is written down, and one launch
+makes slabs of them before the next step (`PlacedRows.exchanged`). Slabs are never written to, so slabs of an earlier
+step exist as long as they are referenced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncflow.runtime.shared.rows.pool import A, RowGroup
 from asyncflow.values import Array, Value
 
 _NEW = -1
-"""The place of a row that is in no slab: its values are those that it has joined with."""
+"""Place of a row that is in no slab: its values are those that it has joined with."""
 
 
 class PlacedRows(RowGroup[A]):
@@ -32,7 +32,7 @@ class PlacedRows(RowGroup[A]):
         """Of the inputs that have rows."""
         self.places: list[int] = []
         self._width = 0
-        """How many rows the slabs have."""
+        """Number of rows of the slabs."""
 
     def inputs(self, first: int, end: int) -> list[Array]:
         """The inputs of a range of rows that are all new."""
@@ -62,7 +62,8 @@ class PlacedRows(RowGroup[A]):
         return removed
 
     def exchanged(self) -> list[Value] | None:
-        """Feeds of the loop's `exchange`, which makes slabs of the rows that there are now; None if they are those.
+        """Return feeds of the loop's `exchange`, which makes slabs of the present rows; None if the slabs have these
+        rows.
 
         Rows that stay come first, so the order may change.
         """
@@ -79,7 +80,7 @@ class PlacedRows(RowGroup[A]):
         return [keep, *(self.slabs or empty), *new]
 
     def settled(self, slabs: Sequence[Value]) -> None:
-        """The slabs are those of the rows that there were at the time of `exchanged`, who are still there."""
+        """Set the slabs, made of the rows at the time of `exchanged`, all of which are still there."""
         self.slabs = list(slabs)
         self._width = len(self.rows)
         self.places = list(range(self._width))
@@ -90,5 +91,5 @@ class PlacedRows(RowGroup[A]):
 
     @property
     def width(self) -> int:
-        """How many slabs there are."""
+        """Return the number of slabs."""
         return len(self._own)
