@@ -126,7 +126,7 @@ def test_tensor_arrays_are_no_xs() -> None:
     array = af.TensorArray("float64", size=2, element_shape=()).write(0, 1.0)
     y = array.read(0)
     with pytest.raises(
-        af.GraphError, match=r"xs are tensors and variables; .* is a TensorArray or RowStore: use what is read"
+        af.GraphError, match=r"xs are tensors and variables; .* is a TensorArray or RowStore: use the values read"
     ):
         af.gradients(y, array)
     with pytest.raises(af.GraphError, match=r"ys are tensors and variables; .* is a TensorArray"):

@@ -308,7 +308,9 @@ async def test_more_faults_than_an_error_lists(tmp_path: Path) -> None:
     async with af.Session(graph) as session:
         await session.save(tmp_path)
     async with af.Session(Model().graph) as session:
-        with pytest.raises(af.CheckpointError, match=r"and 7 more\n  restore\(\.\.\., strict=False\) takes what fits"):
+        with pytest.raises(
+            af.CheckpointError, match=r"and 7 more\n  restore\(\.\.\., strict=False\) restores the values that fit"
+        ):
             await session.restore(tmp_path)
 
 

@@ -202,9 +202,9 @@ def test_memory_in_pieces_is_an_error_that_says_so(fake: FakeCupy) -> None:
     assert error.top[0] == LiveBuffer(2 * UNIT, "large")
     assert isinstance(error.__cause__, fake.cuda.memory.OutOfMemoryError)
     assert str(error) == (
-        "cuda:0 has no 1.0 KiB in one piece; it would hold 2.0 KiB of 2.0 KiB, but what is free is in smaller pieces, "
-        "or in use by others on the card; largest now: large 1.0 KiB, n3 512 B, n1 512 B; lower memory_limit= to what "
-        "the card has, or run fewer iterations or requests at once"
+        "cuda:0 has no 1.0 KiB in one piece; it would hold 2.0 KiB of 2.0 KiB, but the free memory is in smaller "
+        "pieces, or in use by other programs on the card; largest now: large 1.0 KiB, n3 512 B, n1 512 B; lower "
+        "memory_limit= to what the card has, or run fewer iterations or requests at once"
     )
     assert device.account.used == device.lent == 2 * UNIT
 

@@ -397,7 +397,7 @@ async def test_runs_that_do_not_fit_together_all_end(
 
 
 @pytest.mark.parametrize("regions", [True, False])
-@pytest.mark.parametrize(("fails", "said"), [("read", "Input/output error"), ("bit", "not those that were written")])
+@pytest.mark.parametrize(("fails", "said"), [("read", "Input/output error"), ("bit", "differ from the written ones")])
 @pytest.mark.usefixtures("always")
 async def test_a_bad_read_fails_a_run_and_others_go_on(
     cupy: FakeCupy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, said: str, regions: bool

@@ -314,7 +314,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.mark.parametrize("regions", [True, False])
-@pytest.mark.parametrize(("fails", "said"), [("read", "Input/output error"), ("bit", "not those that were written")])
+@pytest.mark.parametrize(("fails", "said"), [("read", "Input/output error"), ("bit", "differ from the written ones")])
 async def test_a_run_fails_on_a_bad_read_and_others_go_on(
     tmp_path: Path, disk: Disk, fails: str, said: str, regions: bool
 ) -> None:

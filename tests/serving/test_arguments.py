@@ -64,7 +64,7 @@ async def async_nothing() -> None:
         pytest.param(
             lambda s: parts.Reload(s, Path(), every_s="a"), TypeError, "every_s is .* got str 'a'", id="every"
         ),
-        pytest.param(lambda s: parts.error_response(None), TypeError, "what was raised; got None", id="no error"),
+        pytest.param(lambda s: parts.error_response(None), TypeError, "takes an exception; got None", id="no error"),
         pytest.param(lambda s: parts.start_stream(s, s.stream).send(None), TypeError, "; got ", id="start"),
         pytest.param(lambda s: parts.stream_or_stall(s.stream), TypeError, r"`session.stream\(x\)`; got", id="items"),
         pytest.param(

@@ -26,7 +26,7 @@ def send_home(graph: Graph, homes: Mapping[Hashable, str]) -> None:
                 continue
             if node.device is not None and not DeviceSpec.parse(node.device).matches(home):
                 raise PlacementError(
-                    f"{node.name} ({node.op.name}) asks for {node.device!r}, but its variable is in the memory of "
+                    f"{node.name} ({node.op.name}) asks for {node.device!r}, but its resource is in the memory of "
                     f"{home}, where an earlier run of this session has put it; ask for {home!r} or for none"
                     f"\n  built at {node.location}"
                 )

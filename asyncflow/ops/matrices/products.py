@@ -286,7 +286,7 @@ def _axes_of_ellipsis(x: Tensor, term: str) -> int:
         return 0
     if x.ndim is None:
         raise ShapeError(
-            f"einsum: {x!r} has unknown rank, so the meaning of '...' in {term!r} stands for; give it a shape, "
+            f"einsum: {x!r} has unknown rank, so the meaning of '...' in {term!r} is open; give it a shape, "
             f"or write a letter for each axis"
         )
     if x.ndim < len(letters):
