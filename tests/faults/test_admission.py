@@ -24,7 +24,7 @@ def assert_nobody_waits(session: af.Session) -> None:
     assert session._runs.admission is not None
     queue = session._runs.admission.queues[0]
     assert (queue.in_flight, queue.waiting(), queue.queued, queue.queued_bytes) == ({}, [], 0, 0)
-    assert (queue._lines, queue._refused, queue._reserved) == ({}, [], 0)
+    assert (queue.has_waiting, queue._refused, queue._reserved) == (False, [], 0)
     assert_baseline(session)
 
 

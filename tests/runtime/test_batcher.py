@@ -113,7 +113,7 @@ class World:
         lanes = [
             (
                 key,
-                [m.name for line in lane.waiting.values() for m in line],
+                [m.name for m in lane.waiting],
                 [[m.name for m in part] for part in lane.suspects],
             )
             for key, lane in sorted(self.batcher.lanes.items(), key=str)
@@ -525,7 +525,7 @@ def test_whoever_waits_is_under_way_or_known_to_wake(seed: int) -> None:
             is_waiting = any(not lane.under_way for lane in batcher.lanes.values())
             waits += is_waiting
             assert is_woken or not is_waiting or wake_ns < inf
-        waiting = [each for lane in batcher.lanes.values() for line in lane.waiting.values() for each in line]
+        waiting = [each for lane in batcher.lanes.values() for each in lane.waiting]
         if waiting and random.random() < 0.1:
             member = random.choice(waiting)
             batcher.withdraw(member.name % 2, member)

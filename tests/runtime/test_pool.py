@@ -125,7 +125,7 @@ class _State(NamedTuple):
             for g in self.pool.groups.values()
             for each, x in zip(g.rows, g.inputs(0, len(g.rows))[0], strict=True)
         ]
-        waiting = [each.name for line in self.pool._waiting.values() for *_, each in line]
+        waiting = [each.name for each in self.pool._waiting]
         gone = [each.name for each in self.members if each.is_gone]
         alone = [(each.name, int(each.inputs[0])) for each in (self.pool.alone,) if each is not None]
         return str((rows, waiting, gone, alone, sorted(self.outcome.items()), self.step is None))

@@ -307,7 +307,7 @@ def test_many_runs_in_any_order(seed: int) -> None:
     while not {"new", "waiting", "running", "left", "aside", "back"}.isdisjoint(world.states):
         world.do(*dice.choice([event for event in world.events() if event[0] != "tick" or dice.random() < 0.01]))
     assert world.queue.queued == len(world.queue.in_flight) == 0
-    assert (world.queue._lines, world.queue.aside, world.queue._kinds_aside) == ({}, {}, {})
+    assert (world.queue.has_waiting, world.queue.aside, world.queue._kinds_aside) == (False, {}, {})
 
 
 def served(queue: RunQueue[Caller], classes: dict[int, float], until_s: float) -> Counter[int]:

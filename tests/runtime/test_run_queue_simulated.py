@@ -93,7 +93,7 @@ def simulate(queue: RunQueue[Request], requests: Iterator[Request]) -> Outcome:
                     start(run, now_s)
                 else:
                     found.others[run.priority, type(error).__name__] += 1
-    assert (queue.queued, queue.queued_bytes, len(queue.in_flight), queue._lines) == (0, 0, 0, {})
+    assert (queue.queued, queue.queued_bytes, len(queue.in_flight), queue.has_waiting) == (0, 0, 0, False)
     return found
 
 

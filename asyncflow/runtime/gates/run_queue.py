@@ -48,7 +48,6 @@ so a burst of runs of unknown length does not start all at once.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,7 +56,8 @@ from typing import Generic, TypeVar
 
 from asyncflow.compiler.run_cost import RunCost
 from asyncflow.errors import AsyncflowError, DeadlineExceeded, OverloadedError
-from asyncflow.runtime.lines.shares import SHARE, PriorityShares, share_of
+from asyncflow.runtime.lines.priority_line import PriorityLine
+from asyncflow.runtime.lines.shares import SHARE, share_of
 
 _LEAST_RETRY_S = 0.01
 
@@ -124,43 +124,18 @@ R = TypeVar("R", bound=QueuedRun)
 
 
 @dataclass(slots=True)
-class _PriorityLine(Generic[R]):
-    """Runs of one priority that wait.
+class _Totals:
+    """What runs of one priority that wait come to.
 
     Attributes:
-        runs: those who go first in front.
-        costs_s: what each of them is expected to take; 0 if that is not known.
-        nbytes: of what is fed to all of them.
-        new: number of them that have never started.
+        costs_s: what each of them is expected to take, in the order of the line; 0 if that is not known.
+        nbytes: bytes of what is fed to those that have never started.
+        new: number of these.
     """
 
-    runs: list[R] = field(default_factory=list)
     costs_s: list[float] = field(default_factory=list)
     nbytes: int = 0
     new: int = 0
-
-    def index(self, run: R) -> int:
-        return bisect_left(self.runs, run.place, key=lambda other: other.place)
-
-    def insert(self, run: R) -> None:
-        index = self.index(run)
-        self.runs.insert(index, run)
-        self.costs_s.insert(index, run.charge_s)
-        if not run.is_aside:
-            self.nbytes += run.nbytes
-            self.new += 1
-
-    def remove(self, run: R) -> None:
-        index = self.index(run)
-        del self.runs[index], self.costs_s[index]
-        if not run.is_aside:
-            self.nbytes -= run.nbytes
-            self.new -= 1
-
-    def expected_s(self, mean_s: float, before: R | None = None) -> float:
-        """Gives what all of them, or those before a run, are expected to take; `mean_s` where that is not known."""
-        part = self.costs_s if before is None else self.costs_s[: self.index(before)]
-        return sum(part) + part.count(0.0) * mean_s
 
 
 @dataclass(slots=True, eq=False)
@@ -195,9 +170,10 @@ class RunQueue(Generic[R]):
     queued: int = field(default=0, init=False)
     queued_bytes: int = field(default=0, init=False)
     offered_s: float = field(default=-inf, init=False)
-    _lines: dict[int, _PriorityLine[R]] = field(default_factory=dict, init=False)
-    _shares: PriorityShares = field(default_factory=PriorityShares, init=False)
-    """Of the time."""
+    _line: PriorityLine[tuple[float, int], R] = field(default_factory=PriorityLine, init=False)
+    """Those that wait; shares are of the time."""
+    _totals: dict[int, _Totals] = field(default_factory=dict, init=False)
+    """Of each priority that waits."""
     _refused: list[tuple[R, AsyncflowError]] = field(default_factory=list, init=False)
     """Those that gave way, until `decide` tells of them."""
     _reserved: int = field(default=0, init=False)
@@ -212,12 +188,12 @@ class RunQueue(Generic[R]):
     @property
     def has_room(self) -> bool:
         """Whether a run that is offered now need not wait, as far as its memory is not concerned."""
-        return not self._lines and len(self.in_flight) < self.max_runs
+        return not self._totals and len(self.in_flight) < self.max_runs
 
     @property
     def has_waiting(self) -> bool:
         """True if a run waits, to start or to come back."""
-        return bool(self._lines)
+        return bool(self._totals)
 
     @property
     def is_idle(self) -> bool:
@@ -237,7 +213,7 @@ class RunQueue(Generic[R]):
         self.offered_s = now_s
         if self.aside:
             self._check_kind(run, now_s)
-        if not self._lines and self._fits(run):
+        if not self._totals and self._fits(run):
             if run.deadline_s < inf and run.is_late(now_s) and any(each.cost is cost for each in self.in_flight):
                 raise self._overloaded(self.wait_s(run, now_s), "would take too long to end in time")
             self._start(run, now_s)
@@ -253,7 +229,7 @@ class RunQueue(Generic[R]):
 
         Nothing changes. `offer` may still refuse a run of a kind that takes longer than most.
         """
-        free = 0 if self._lines else max(0, self.max_runs - len(self.in_flight))
+        free = 0 if self._totals else max(0, self.max_runs - len(self.in_flight))
         if coming < free:
             return None
         run.arrival = self._offered + 1
@@ -269,21 +245,28 @@ class RunQueue(Generic[R]):
 
     def withdraw(self, run: R) -> None:
         """A run no longer waits; nothing happens to one that does not."""
-        line = self._lines.get(run.priority)
-        if line is None or run not in line.runs[(index := line.index(run)) : index + 1]:
+        index = self._line.discard(run.priority, run.place, run)
+        if index is None:
             return
-        line.remove(run)
+        totals = self._totals[run.priority]
+        del totals.costs_s[index]
+        if not totals.costs_s:
+            del self._totals[run.priority]
         if not run.is_aside:
-            self.queued -= 1
-            self.queued_bytes -= run.nbytes
-        if not line.runs:
-            del self._lines[run.priority]
+            self._count(totals, -1, -run.nbytes)
 
     def _insert(self, run: R) -> None:
-        self._lines.setdefault(run.priority, _PriorityLine()).insert(run)
+        totals = self._totals.setdefault(run.priority, _Totals())
+        totals.costs_s.insert(self._line.add(run.priority, run.place, run), run.charge_s)
         if not run.is_aside:
-            self.queued += 1
-            self.queued_bytes += run.nbytes
+            self._count(totals, 1, run.nbytes)
+
+    def _count(self, totals: _Totals, runs: int, nbytes: int) -> None:
+        """Count runs that have never started."""
+        totals.new += runs
+        totals.nbytes += nbytes
+        self.queued += runs
+        self.queued_bytes += nbytes
 
     def begin(self, run: R, cost: RunCost, now_s: float) -> None:
         """All that a run in flight needs is there: the time from now on is its own."""
@@ -309,7 +292,7 @@ class RunQueue(Generic[R]):
 
     def come_back(self, run: R, now_s: float) -> bool:
         """Return True if a run that stepped aside goes on now; else it waits until `decide` gives it."""
-        if self._lines or not self._fits(run):
+        if self._totals or not self._fits(run):
             self._insert(run)
             return False
         self._start(run, now_s)
@@ -358,9 +341,8 @@ class RunQueue(Generic[R]):
         """Of those that wait, each whose turn has come: it has started, or it never will, for this reason."""
         while self._refused:
             yield self._refused.pop()
-        while self._lines and len(self.in_flight) < self.max_runs:
-            line = self._next_line()
-            run = line.runs[0]
+        while self._totals and len(self.in_flight) < self.max_runs:
+            run = self._line.next(self._charge_s)
             if run.is_gone and not run.is_aside:
                 self.withdraw(run)
             elif run.may_be_late(now_s) and not run.is_aside:
@@ -369,29 +351,29 @@ class RunQueue(Generic[R]):
             elif not self._fits(run):
                 return
             else:
-                self._shares.took(run.priority, self._charge_s(run), self._lines)
+                self._line.shares.took(run.priority, self._charge_s(run), self._totals)
                 self.withdraw(run)
                 self._start(run, now_s)
                 yield run, None
 
     def waiting(self) -> list[R]:
-        """Those that wait, by their lines."""
-        return [run for _, line in sorted(self._lines.items()) for run in line.runs]
+        """Those that wait, by priority and then by their places."""
+        return [run for _, runs in sorted(self._line.by_priority.items()) for run in runs]
 
     def wait_s(self, run: R, now_s: float) -> float:
         """How long a run that is offered now would wait, as far as can be expected of those that are there."""
         left_s = sum(max(0.0, other.started_s + self._charge_s(other) - now_s) for other in self.in_flight)
         before_s = own_s = 0.0
         behind = 0
-        for priority, line in self._lines.items():
+        for priority, totals in self._totals.items():
             if priority < run.priority:
-                before_s += line.expected_s(self._mean_s)
+                before_s += self._expected_s(totals.costs_s)
             elif priority > run.priority:
                 behind += 1
             else:
-                own_s = line.expected_s(self._mean_s, run)
-        # Each line behind takes its share, and this one gets its own whatever stands before it.
-        share = share_of(len({*self._lines, run.priority}))
+                own_s = self._expected_s(totals.costs_s[: self._line.count_before(priority, run.place)])
+        # Each priority behind takes its share, and this one gets its own whatever stands before it.
+        share = share_of(len({*self._totals, run.priority}))
         before_s = (before_s + own_s) / (1 - behind * share)
         with_share_s = own_s / share + self._charge_s(run) * (1 / share - 1)
         return (left_s + min(before_s, with_share_s)) / self.max_runs
@@ -405,6 +387,10 @@ class RunQueue(Generic[R]):
     def is_full(self) -> bool:
         """True if there is no room for one more run, nor a place to wait."""
         return not self.has_room and self._part(self.queued + 1, self.queued_bytes) > 1
+
+    def _expected_s(self, costs_s: list[float]) -> float:
+        """Return what runs are expected to take in all; 0 among the costs is for a run of which nothing is known."""
+        return sum(costs_s) + costs_s.count(0.0) * self._mean_s
 
     def _charge_s(self, run: R) -> float:
         return run.charge_s or self._mean_s or _UNKNOWN_S
@@ -430,12 +416,6 @@ class RunQueue(Generic[R]):
         self._kinds_aside[run.cost] -= 1
         if not self._kinds_aside[run.cost]:
             del self._kinds_aside[run.cost]
-
-    def _next_line(self) -> _PriorityLine[R]:
-        lines = self._lines
-        if len(lines) == 1:
-            return next(iter(lines.values()))
-        return lines[self._shares.next({each: self._charge_s(line.runs[0]) for each, line in lines.items()})]
 
     def _part(self, count: int, nbytes: int) -> float:
         """How much of the places is taken by so many runs with so many bytes."""
@@ -463,16 +443,15 @@ class RunQueue(Generic[R]):
         count, nbytes = self.queued + coming + 1, self.queued_bytes + run.nbytes
         if self._part(count, nbytes) <= 1:
             return []
-        line = self._lines.get(run.priority)
-        held, held_bytes = (0, 0) if line is None else (line.new, line.nbytes)
+        own = self._totals.get(run.priority)
+        held, held_bytes = (0, 0) if own is None else (own.new, own.nbytes)
         own_part = self._part(held + 1, held_bytes + run.nbytes)
         giving: list[R] = []
-        for priority in sorted(self._lines, reverse=True):
+        for priority in sorted(self._totals, reverse=True):
             if priority == run.priority or (priority < run.priority and own_part > SHARE):
                 continue
-            other = self._lines[priority]
-            left, left_bytes = other.new, other.nbytes
-            last_first = (each for each in reversed(other.runs) if not each.is_aside)
+            left, left_bytes = self._totals[priority].new, self._totals[priority].nbytes
+            last_first = (each for each in reversed(self._line.by_priority[priority]) if not each.is_aside)
             while self._part(count, nbytes) > 1 and self._part(left, left_bytes) > SHARE:
                 left -= 1
                 giving.append(next(last_first))

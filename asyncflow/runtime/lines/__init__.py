@@ -1,1 +1,1 @@
-"""Lines by priority."""
+"""Who waits in a session, and who goes next."""

@@ -38,16 +38,16 @@ that small would not meet all deadlines, a call is as large as gives the most an
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from math import inf
 from random import Random
 from typing import Generic, Protocol, TypeVar
 
 from asyncflow.ops.user.batch import Batch
+from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
 from asyncflow.runtime.shared.call_costs import EXPLORE, CallCosts
 from asyncflow.runtime.shared.call_sizes import size_under_overload
@@ -137,27 +137,26 @@ class Lane(Generic[M]):
     signature: Hashable
     policy: Batch
     costs: CallCosts
-    waiting: dict[int, list[M]] = field(default_factory=dict)
-    """By priority, who is due first in front; there are no empty lists."""
+    waiting: PriorityLine[float, M] = field(default_factory=PriorityLine)
+    """By priority, who is due first in front."""
     suspects: deque[Sequence[M]] = field(default_factory=deque)
     """Parts of calls that failed, which go before all others, each by itself."""
     under_way: list[BatchCall[M]] = field(default_factory=list)
-    shares: PriorityShares = field(default_factory=PriorityShares)
     held_ns: float = -inf
     """Until when others go before it, as was known when it was last asked for."""
 
     def __len__(self) -> int:
-        return sum(map(len, self.waiting.values()))
+        return len(self.waiting)
 
     def everybody(self) -> Iterator[M]:
         """All who wait or are under way."""
-        return chain(*self.waiting.values(), *self.suspects, *(call.members for call in self.under_way))
+        return chain(self.waiting, *self.suspects, *(call.members for call in self.under_way))
 
     @property
     def rank(self) -> int:
         """The lowest number of priority in it."""
         taken = chain(*self.suspects, *(call.members for call in self.under_way))
-        return min(chain(self.waiting, (member.priority for member in taken)))
+        return min(chain(self.waiting.by_priority, (member.priority for member in taken)))
 
     @property
     def most(self) -> int:
@@ -166,33 +165,31 @@ class Lane(Generic[M]):
 
     def add(self, member: M) -> None:
         """One waits."""
-        insort(self.waiting.setdefault(member.priority, []), member, key=_due_ns)
+        self.waiting.add(member.priority, _due_ns(member), member)
 
     def discard(self, member: M) -> None:
         """One waits no more, if it did."""
-        line = self.waiting.get(member.priority, [])
-        if member in line:
-            self._remove(line, line.index(member))
+        self.waiting.discard(member.priority, _due_ns(member), member)
 
     def drop_late(self, now_ns: int) -> None:
         """Who is past its deadline waits no more."""
         # Who is late is due, and stands in front.
-        for line in [line for line in self.waiting.values() if _due_ns(line[0]) <= now_ns]:
-            overdue = next((place for place, member in enumerate(line) if _due_ns(member) > now_ns), len(line))
-            for place in reversed(range(overdue)):
-                if line[place].deadline_ns <= now_ns:
-                    self._remove(line, place)
+        for line in [line for line in self.waiting.by_priority.values() if _due_ns(line[0]) <= now_ns]:
+            for member in list(takewhile(lambda each: _due_ns(each) <= now_ns, line)):
+                if member.deadline_ns <= now_ns:
+                    self.discard(member)
 
     def take(self, size: int) -> list[M]:
         """So many at most, who go next; of more than one, no more than the policy's bytes."""
         taken: list[M] = []
         nbytes, most = 0, self.policy.max_bytes
         while self.waiting and len(taken) < size:
-            line = self.waiting[self.shares.pick(self.waiting)]
-            nbytes += line[0].nbytes
+            member = self.waiting.take_turn()
+            nbytes += member.nbytes
             if taken and most is not None and nbytes > most:
                 break
-            taken.append(self._remove(line, 0))
+            self.discard(member)
+            taken.append(member)
         return taken
 
     def fit(self, members: list[M], now_ns: int) -> list[M]:
@@ -203,7 +200,7 @@ class Lane(Generic[M]):
         if first_ns == inf or now_ns + costs.likely_ns(len(members)) <= first_ns:
             return members
         lines: dict[int, list[float]] = {}
-        for member in chain(members, *self.waiting.values()):
+        for member in chain(members, self.waiting):
             lines.setdefault(member.priority, []).append(member.deadline_ns)
         ranked = [lines[priority] for priority in sorted(lines)]
         size = size_under_overload(ranked, now_ns, self.most, costs.likely_ns)
@@ -215,16 +212,12 @@ class Lane(Generic[M]):
 
     def _take_reachable(self, size: int, end_ns: float) -> list[M]:
         """Return so many at most, who go next, of those whose deadlines are not before `end_ns`."""
-        whole, late = self.waiting, dict[int, list[M]]()
-        self.waiting = {}
-        for priority, line in whole.items():
-            late[priority] = [member for member in line if member.deadline_ns < end_ns]
-            if len(late[priority]) < len(line):
-                self.waiting[priority] = [member for member in line if member.deadline_ns >= end_ns]
+        late = [member for member in self.waiting if member.deadline_ns < end_ns]
+        for member in late:
+            self.discard(member)
         taken = self.take(size)
-        for line in late.values():
-            for member in line:
-                self.add(member)
+        for member in late:
+            self.add(member)
         return taken
 
     def cut_in_time(self, members: list[M], now_ns: int) -> list[M]:
@@ -249,18 +242,12 @@ class Lane(Generic[M]):
 
     def leaves_ns(self) -> float:
         """When those who wait have waited as long as they may, where others may still come."""
-        found = min(member.offered_ns for line in self.waiting.values() for member in line)
-        first = min((member for line in self.waiting.values() for member in line), key=lambda each: each.deadline_ns)
+        found = min(member.offered_ns for member in self.waiting)
+        first = min(self.waiting, key=lambda each: each.deadline_ns)
         # What is known of costs may be wrong by much, and so half of what it has is kept.
         needed_ns = _LONG * self.costs.predict_ns(min(len(self), self.policy.max_size))
         last_ns = min(first.deadline_ns - needed_ns, (first.offered_ns + first.deadline_ns) / 2)
         return min(found + self.policy.max_delay_s * 1e9, last_ns)
-
-    def _remove(self, line: list[M], place: int) -> M:
-        member = line.pop(place)
-        if not line:
-            del self.waiting[member.priority]
-        return member
 
 
 class Batcher(Generic[M]):
@@ -414,20 +401,15 @@ class Batcher(Generic[M]):
         return is_settled
 
     def _by_urgency(self, lanes: Sequence[Lane[M]]) -> Iterator[Lane[M]]:
-        ranked: dict[int, list[tuple[float, int, Lane[M]]]] = {}
-        for number, lane in enumerate(lanes):
+        ranked = PriorityLine[float, Lane[M]](self._shares)
+        for lane in lanes:
             if lane.suspects:
                 priority, due_ns = min(each.priority for part in lane.suspects for each in part), -inf
             else:
-                priority, due_ns = min(lane.waiting), min(_due_ns(line[0]) for line in lane.waiting.values())
-            ranked.setdefault(priority, []).append((due_ns, number, lane))
-        for found in ranked.values():
-            found.sort(reverse=True)
+                priority, due_ns = min(lane.waiting.by_priority), min(map(_due_ns, lane.waiting.firsts()))
+            ranked.add(priority, due_ns, lane)
         while ranked:
-            priority = self._shares.pick(ranked)
-            yield ranked[priority].pop()[2]
-            if not ranked[priority]:
-                del ranked[priority]
+            yield ranked.pop()
 
     def _is_ready(self, lane: Lane[M], now_ns: int, is_idle: bool) -> bool:
         lane.held_ns = -inf
@@ -444,7 +426,7 @@ class Batcher(Generic[M]):
         else:
             # Where others always have work, such as a loop that never ends, nothing is ever idle.
             is_due = is_idle and now_ns >= self._returns_ns(lane, now_ns)
-            is_due = is_due or any(now_ns >= _halfway_ns(line[0]) for line in lane.waiting.values())
+            is_due = is_due or any(now_ns >= _halfway_ns(first) for first in lane.waiting.firsts())
         return is_due
 
     def _next(self, lane: Lane[M], now_ns: int) -> list[Sequence[M]]:
@@ -468,7 +450,7 @@ class Batcher(Generic[M]):
         if self.is_ending or lane.suspects or lane.policy.cost == "none":
             return -inf
         until_ns = lane.costs.returns.waits_until_ns(lane.costs, len(lane), lane.most, now_ns)
-        return min(until_ns, *(_halfway_ns(line[0]) for line in lane.waiting.values()))
+        return min(until_ns, *map(_halfway_ns, lane.waiting.firsts()))
 
     def _size(self, lane: Lane[M]) -> int:
         costs, policy = lane.costs, lane.policy

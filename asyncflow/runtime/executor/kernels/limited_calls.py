@@ -22,23 +22,21 @@ still works, so its slot is free when the thread returns and not before.
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
-from math import inf
-from operator import add, attrgetter
+from operator import add
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from asyncflow.errors import in_attempt
 from asyncflow.ops.user.limits import CallLimits, install_limited_calls
-from asyncflow.runtime.executor.kernels.call_cycles import BegunAttempt, waiting
-from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
+from asyncflow.runtime.lines.priority_line import PriorityLine
+from asyncflow.runtime.lines.shares import PATIENCE_S
 from asyncflow.runtime.watch.observer import note_retry
 from asyncflow.state.waiting.awaiting import wake_on
 from asyncflow.state.waiting.lines import NOT_YET, LinedState, PlaceInLine
@@ -136,10 +134,9 @@ class LimitedFunction(LinedState):
         self._period_s = limits.period_s
         self.loop, self._clock = loop, clock_of(loop)
         self._random = Random(None if seed is None else f"{seed} {limits.name}")
-        self._line: dict[int, list[CallPlace]] = {}
+        self._line = PriorityLine[tuple[float, int], CallPlace]()
         self._called: CallPlace | None = None
         """The next one, for which a slot and a token are there until it claims them."""
-        self._shares = PriorityShares()
         self._begun_s: deque[float] = deque(maxlen=limits.tokens)
         """When the last calls began, no more than there are tokens."""
         self._timer: asyncio.TimerHandle | None = None
@@ -151,13 +148,12 @@ class LimitedFunction(LinedState):
 
     def places(self) -> list[PlaceInLine]:
         """See `LinedState.places`."""
-        return [place for line in self._line.values() for place in line]
+        return list(self._line)
 
     def left(self, place: PlaceInLine) -> None:
         """See `LinedState.left`."""
         assert isinstance(place, CallPlace)
-        if place in self._line.get(place.priority, ()):
-            self._remove(place)
+        if self._remove(place):
             self._settle()
 
     def claimed(self, place: PlaceInLine) -> object:
@@ -166,7 +162,7 @@ class LimitedFunction(LinedState):
         if place is not self._called:
             place.is_called = False
             return NOT_YET
-        self._shares.took(place.priority, 1.0, self._line)
+        self._line.shares.took(place.priority, 1.0, self._line.by_priority)
         self._remove(place)
         self._begin()
         self._settle()
@@ -176,13 +172,10 @@ class LimitedFunction(LinedState):
         """See `LinedState.describe`."""
         return f"{self._counts['running']} run, {len(self.places())} wait"
 
-    def _remove(self, place: CallPlace) -> None:
+    def _remove(self, place: CallPlace) -> bool:
         if place is self._called:
             self._called = None
-        line = self._line[place.priority]
-        line.remove(place)
-        if not line:
-            del self._line[place.priority]
+        return self._line.discard(place.priority, place.rank, place) is not None
 
     @property
     def _has_turn(self) -> bool:
@@ -218,12 +211,10 @@ class LimitedFunction(LinedState):
         if wait_s > 0:
             self._timer = self.loop.call_later(wait_s, self._look)
         elif self._called is None:
-            firsts = {
-                each: next((place for place in places if not place.is_away), None) for each, places in line.items()
-            }
-            here = {each: place for each, place in firsts.items() if place is not None}
+            firsts = (next((each for each in places if not each.is_away), None) for places in line.by_priority.values())
+            here = {place.priority: place for place in firsts if place is not None}
             if here:
-                self._called = here[self._shares.next(dict.fromkeys(here, 1.0))]
+                self._called = here[line.shares.next(dict.fromkeys(here, 1.0))]
                 self.call(self._called)
 
     def _look(self) -> None:
@@ -251,7 +242,7 @@ class LimitedFunction(LinedState):
         """Wait in line until an attempt may begin."""
         place = CallPlace(self, what, part.priority, rank)
         with self.lock:
-            insort(self._line.setdefault(part.priority, []), place, key=attrgetter("rank"))
+            self._line.add(part.priority, rank, place)
             self._settle()
         called = asyncio.Event()
         wake_on(self.loop, place, called.set)

@@ -26,7 +26,6 @@ event                    what happens
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -34,7 +33,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from asyncflow.errors import InternalError
-from asyncflow.runtime.lines.shares import PriorityShares
+from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.values import Array, Value
 
 _FIRST_ROWS = 4
@@ -227,9 +226,8 @@ class PoolRows(Generic[A]):
         """Where rows stand."""
         self.alone: A | None = None
         """Who was singled out."""
-        # By priority, who is due first in front; there are no empty ones.
-        self._waiting: dict[int, list[tuple[float, int, A]]] = {}
-        self._shares = PriorityShares()
+        self._waiting = PriorityLine[float, A]()
+        """By priority, who is due first in front."""
         self._arrivals = 0
         self._capacity, self._n_vars, self._has_rows, self._is_watched = capacity, n_vars, has_rows, is_watched
         self._own = [place for place, own in enumerate(has_rows) if own]
@@ -239,7 +237,7 @@ class PoolRows(Generic[A]):
     @property
     def is_empty(self) -> bool:
         """Whether nobody is there."""
-        return not (self.live or self._waiting or self.alone is not None)
+        return not (self.live or self._waiting.by_priority or self.alone is not None)
 
     def everybody(self) -> Iterator[A]:
         """Rows, and those that wait."""
@@ -247,15 +245,13 @@ class PoolRows(Generic[A]):
             yield self.alone
         for group in self.groups.values():
             yield from group.rows
-        for line in self._waiting.values():
-            yield from (activation for *_, activation in line)
+        yield from self._waiting
 
     def join(self, activation: A) -> None:
         """One waits for its first step, or for its next one."""
         activation.number = self._arrivals
         self._arrivals += 1
-        line = self._waiting.setdefault(activation.priority, [])
-        heapq.heappush(line, (activation.due_s, activation.number, activation))
+        self._waiting.add(activation.priority, activation.due_s, activation)
 
     def give_up(self, activation: A) -> None:
         """Nobody wants its results any more."""
@@ -266,11 +262,10 @@ class PoolRows(Generic[A]):
         if self.alone is None and self.live + len(self._waiting) == 1:
             for group in self.groups.values():
                 self.join(self.park(group, 0))
-            (line,) = self._waiting.values()
-            if len(line) == 1 and not (activation := self._next()).is_gone:
+            if not (activation := self._waiting.pop()).is_gone:
                 activation.since += self.steps
                 self.alone = activation
-        return None if self._waiting else self.alone
+        return None if self._waiting.by_priority else self.alone
 
     def admit(self, now_s: float = math.inf) -> list[tuple[RowGroup[A], int]]:
         """Groups with rows that are new and not known to go on, and the first of these."""
@@ -280,8 +275,8 @@ class PoolRows(Generic[A]):
         if self.alone is not None:
             self._seat(self.alone, fresh)
             self.alone = None
-        while self._waiting and self.live < self._capacity:
-            activation = self._next()
+        while self._waiting.by_priority and self.live < self._capacity:
+            activation = self._waiting.pop()
             if not activation.is_gone:
                 activation.since += self.steps
                 self._seat(activation, fresh)
@@ -296,10 +291,9 @@ class PoolRows(Generic[A]):
 
     def _are_too_few(self, now_s: float) -> bool:
         """Whether those that wait had better begin with others; not if one has been a row before."""
-        if sum(map(len, self._waiting.values())) >= self.live:
+        if len(self._waiting) >= self.live:
             return False
-        first = (line[0][2] for line in self._waiting.values())
-        return not any(activation.is_checked or activation.patient_s <= now_s for activation in first)
+        return not any(first.is_checked or first.patient_s <= now_s for first in self._waiting.firsts())
 
     def _seat(self, activation: A, fresh: dict[Hashable, list[A]]) -> None:
         """Makes one a row, now or with those of its shapes that are not known to go on."""
@@ -309,15 +303,6 @@ class PoolRows(Generic[A]):
             self._group(key).add(activation, activation.inputs)
         else:
             fresh.setdefault(key, []).append(activation)
-
-    def _next(self) -> A:
-        """Takes out who becomes a row."""
-        priority = self._shares.pick(self._waiting)
-        line = self._waiting[priority]
-        activation = heapq.heappop(line)[2]
-        if not line:
-            del self._waiting[priority]
-        return activation
 
     def settle(self, group: RowGroup[A], first: int, goes_on: Array) -> list[tuple[A, list[Array]]]:
         """Has rows leave that do not go on.
