@@ -480,7 +480,7 @@ async def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
-        assert session._runs.in_flight.cuts.waiting == []
+        assert not session._runs.in_flight.cuts.waiting
         gate.opened.set()
         await run
         assert os.listdir(tmp_path) == []

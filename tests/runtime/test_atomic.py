@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -253,7 +253,7 @@ def claims_of(session: af.Session) -> Sequence[object]:
     return session._runs.in_flight.atomic.claims
 
 
-def waiters_of(session: af.Session) -> Collection[object]:
+def waiters_of(session: af.Session) -> Iterable[object]:
     return session._runs.in_flight.atomic._waiters
 
 

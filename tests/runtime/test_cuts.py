@@ -111,4 +111,4 @@ async def test_a_cut_that_is_taken_at_once(tmp_path: Path) -> None:
         taken: list[int] = []
         await session._runs.in_flight.cuts.take(lambda: taken.append(1))
         assert taken == [1]
-        assert session._runs.in_flight.cuts.waiting == []
+        assert not session._runs.in_flight.cuts.waiting

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeVar
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
 from asyncflow.runtime.gates.run_queue import QueuedRun, RunQueue, too_late
+from asyncflow.runtime.lines.gate import Waiter
 from asyncflow.streams.holding import is_within
 
 if TYPE_CHECKING:
@@ -98,14 +99,14 @@ class AdmissionTicket(QueuedRun):
 
     Attributes:
         admission: that gave it; None after the end.
-        turn: done when it may start, or never will; None for one that never had to wait.
+        turn: admitted when it may start, refused if it never will; None for one that never had to wait.
         go_on: is called when it comes back after it has stepped aside; None where that is not waited for.
         queue: that it stands in, or has its place of.
     """
 
     queue: RunQueue[AdmissionTicket] = field(kw_only=True)
     admission: Admission | None = None
-    turn: asyncio.Future[None] | None = None
+    turn: Waiter | None = None
     go_on: Callable[[], None] | None = None
 
     def step_aside(self) -> None:
@@ -125,7 +126,7 @@ class AdmissionTicket(QueuedRun):
     @property
     def is_gone(self) -> bool:
         """Whether its caller was cancelled."""
-        return self.turn is not None and self.turn.done()
+        return self.turn is not None and self.turn.is_leaving
 
 
 class SessionLoad(NamedTuple):
@@ -317,7 +318,7 @@ class Admission:
             self._look_at_idle()
         try:
             if not queue.offer(ticket, now_s):
-                ticket.turn = asyncio.get_running_loop().create_future()
+                ticket.turn = Waiter()
                 self._settle(queue, now_s)
         except OverloadedError:
             self.refused += 1
@@ -335,8 +336,7 @@ class Admission:
         if ticket.turn is None:
             return
         try:
-            async with asyncio.timeout_at(None if ticket.deadline_s == inf else ticket.deadline_s):
-                await ticket.turn
+            await ticket.turn.wait(ticket.deadline_s)
         except OverloadedError:
             self.refused += 1
             raise
@@ -403,8 +403,8 @@ class Admission:
 
     async def back(self, ticket: AdmissionTicket) -> None:
         """Wait until a run that has stepped aside has a place again."""
-        came = asyncio.Event()
-        if not self.come_back(ticket, came.set):
+        came = Waiter()
+        if not self.come_back(ticket, came.admit):
             await came.wait()
 
     def _look_at_idle(self) -> None:
@@ -431,8 +431,8 @@ class Admission:
     def close(self, reason: str) -> None:
         """Ends all waiting."""
         for ticket in [ticket for queue in self.queues.values() for ticket in queue.waiting()]:
-            if ticket.turn is not None and not ticket.turn.done():
-                ticket.turn.set_exception(SessionClosedError(reason))
+            if ticket.turn is not None:
+                ticket.turn.refuse(SessionClosedError(reason))
         for timer in self._timers.values():
             timer.cancel()
 
@@ -444,9 +444,9 @@ class Admission:
                 continue
             assert ticket.turn is not None
             if error is None:
-                ticket.turn.set_result(None)
-            elif not ticket.turn.done():
-                ticket.turn.set_exception(error)
+                ticket.turn.admit()
+            else:
+                ticket.turn.refuse(error)
         self._watch(queue)
 
     def _watch(self, queue: RunQueue[AdmissionTicket]) -> None:

@@ -21,10 +21,10 @@ the circle. If a claim in it has not begun, the one that waits for that claim go
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
+from asyncflow.runtime.lines.gate import Gate, Waiter
 from asyncflow.runtime.run.run import Run
 from asyncflow.streams.holding import RunPart
 
@@ -37,24 +37,23 @@ class Claim:
         states: what tells them from others.
         within: the runs that this one is part of.
         before: runs in flight that it waits for; empty once it has begun.
-        alone: set when there are none.
+        alone: admitted when there are none.
         part: the run, once it has started.
     """
 
     states: frozenset[Hashable]
     within: frozenset[RunPart]
     before: set[Run]
-    alone: asyncio.Event = field(default_factory=asyncio.Event)
+    alone: Waiter = field(default_factory=Waiter)
     part: RunPart | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
-    """A run that has not started: it touches `states`, is part of `within`, and is `woken` when it may look again."""
+class _HeldUp:
+    """A run that has not started: it touches `states`, and is part of `within`."""
 
     states: Collection[Hashable]
     within: frozenset[RunPart]
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AtomicRuns:
@@ -64,7 +63,7 @@ class AtomicRuns:
 
     def __init__(self) -> None:
         self.claims: list[Claim] = []
-        self._waiters: dict[_Waiter, None] = {}
+        self._waiters = Gate[_HeldUp]()
 
     def holds_up(self, states: Collection[Hashable]) -> bool:
         """Whether a run that touches `states`, and is part of none, has to wait."""
@@ -76,14 +75,13 @@ class AtomicRuns:
         Raises:
             RuntimeError: it would wait for ever.
         """
-        waiter = _Waiter(states, within)
-        if not self._ahead(waiter):
+        run = _HeldUp(states, within)
+        if not self._ahead(run):
             return
-        self._waiters[waiter] = None
-        try:
+        with self._waiters.stand(run) as waiter:
             if within:
                 self._wake()  # there may be a circle now
-            while ahead := self._ahead(waiter):
+            while ahead := self._ahead(run):
                 if within and any(not claim.before and self._waits_for(claim, within, True) for claim in ahead):
                     raise RuntimeError(
                         "this run and an atomic one would wait for each other for ever: each is part of a run that has "
@@ -91,10 +89,7 @@ class AtomicRuns:
                         "so that one of them "
                         "waits for the other before it begins"
                     )
-                waiter.woken.clear()
-                await waiter.woken.wait()
-        finally:
-            del self._waiters[waiter]
+                await waiter.wait()
 
     async def claim(self, states: frozenset[Hashable], within: frozenset[RunPart], in_flight: Collection[Run]) -> Claim:
         """Returns when no other run that touches `states` is in flight; call `leave` when this one has ended.
@@ -140,7 +135,7 @@ class AtomicRuns:
         for claim in self.claims:
             claim.before.discard(run)
             if not claim.before:
-                claim.alone.set()
+                claim.alone.admit()
 
     def _check_outer(self, states: frozenset[Hashable], within: frozenset[RunPart], in_flight: Iterable[Run]) -> None:
         own = frozenset[object]().union(*(claim.states for claim in self.claims if claim.part in within))
@@ -151,18 +146,18 @@ class AtomicRuns:
             )
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not self._ahead(waiter):
-                waiter.woken.set()
+        for run in self._waiters:
+            if not self._ahead(run):
+                self._waiters.admit(run)
 
-    def _conflicts(self, waiter: _Waiter) -> list[Claim]:
+    def _conflicts(self, run: _HeldUp) -> list[Claim]:
         """The claims of others on its states."""
-        return [c for c in self.claims if c.part not in waiter.within and not c.states.isdisjoint(waiter.states)]
+        return [c for c in self.claims if c.part not in run.within and not c.states.isdisjoint(run.states)]
 
-    def _ahead(self, waiter: _Waiter) -> list[Claim]:
+    def _ahead(self, run: _HeldUp) -> list[Claim]:
         """The claims that it waits for: not those that wait for a run it is part of, while that can be helped."""
-        within = waiter.within
-        claims = self._conflicts(waiter)
+        within = run.within
+        claims = self._conflicts(run)
         return [c for c in claims if not (c.before and within and self._waits_for(c, within, False))]
 
     def _waits_for(self, claim: Claim, parts: frozenset[RunPart], is_final: bool) -> bool:
@@ -181,9 +176,9 @@ class AtomicRuns:
             if not runs.isdisjoint(parts):
                 return True
             found = [other for other in self.claims if other.before and not runs.isdisjoint(other.within)]
-            for waiter in self._waiters:
-                if not runs.isdisjoint(waiter.within):
-                    found += [other for other in self._conflicts(waiter) if not (is_final and other.before)]
+            for held_up in self._waiters:
+                if not runs.isdisjoint(held_up.within):
+                    found += [other for other in self._conflicts(held_up) if not (is_final and other.before)]
             stack += set(found) - seen
             seen.update(found)
         return False

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 from asyncflow.runtime.gates.atomic import AtomicRuns
+from asyncflow.runtime.lines.gate import Gate
 from asyncflow.runtime.run.run import Run
 from asyncflow.streams.holding import RunPart, current_part, enclosing_parts
 
@@ -36,23 +37,25 @@ class _CutWaiter(Generic[T]):
         rests: the run that waits for it.
         before: runs that were in flight when it was asked for.
         taken: what `act` gave, once it has.
-        woken: set when it is taken, or none of `before` is left.
     """
 
     act: Callable[[], T]
     rests: RunPart | None
     before: set[Run] = field(default_factory=set)
     taken: list[T] = field(default_factory=list)
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Cuts:
-    """The cuts that are waited for in a session; belongs to the thread of its event loop."""
+    """The cuts that are waited for in a session; belongs to the thread of its event loop.
+
+    Attributes:
+        waiting: those that wait; admitted when they are taken, or no run is left that they waited for.
+    """
 
     __slots__ = ("_atomic", "_in_flight", "waiting")
 
     def __init__(self, in_flight: Collection[Run], atomic: AtomicRuns) -> None:
-        self.waiting: list[_CutWaiter[object]] = []
+        self.waiting = Gate[_CutWaiter[object]]()
         self._in_flight = in_flight
         self._atomic = atomic
 
@@ -69,19 +72,16 @@ class Cuts:
         if not in_order:
             self._refuse_half_way()
         cut = _CutWaiter(act, current_part() if in_order else None)
-        self.waiting.append(cut)  # type: ignore[arg-type]  # what it gives is for this caller alone
-        try:
+        with self.waiting.stand(cut) as waiter:  # type: ignore[arg-type]  # what it gives is for this caller alone
             self._look()
             hold_s = HOLD_S
             while not cut.taken:
                 cut.before = self._half_way()
-                cut.woken.clear()
-                await cut.woken.wait()
+                waiter.forget()  # others may have ended while new runs were held up
+                await waiter.wait()
                 if not cut.taken and not in_order:
                     await self._hold(hold_s)
                     hold_s *= 4
-        finally:
-            self.waiting.remove(cut)  # type: ignore[arg-type]
         return cut.taken[0]
 
     def on_end(self, run: Run) -> None:
@@ -90,7 +90,7 @@ class Cuts:
         for cut in self.waiting:
             cut.before.discard(run)
             if not cut.before:
-                cut.woken.set()
+                self.waiting.admit(cut)
 
     def _half_way(self) -> set[Run]:
         resting = {cut.rests for cut in self.waiting}
@@ -101,7 +101,7 @@ class Cuts:
             for cut in self.waiting:
                 if not cut.taken:
                     cut.taken.append(cut.act())
-                    cut.woken.set()
+                    self.waiting.admit(cut)
 
     async def _hold(self, seconds: float) -> None:
         half_way = self._half_way()

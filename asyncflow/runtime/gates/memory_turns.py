@@ -10,25 +10,27 @@ here, and what they hold is not waited for: they may be waiting for the very run
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 
 from asyncflow.errors import OutOfMemoryError
+from asyncflow.runtime.lines.gate import Gate
 from asyncflow.values import Value
 
 
-@dataclass(slots=True, eq=False)
 class MemoryTurns:
-    """Whose turn it is. Invariant: if anybody waits, a run is active, which will wake the next when it ends."""
+    """Whose turn it is. Invariant: if a run waits, another is active, which will admit the next when it ends.
 
-    _active: int = 0
-    _begun: int = 0
-    is_alone: bool = False
-    """Whether the active run is one that is done again."""
-    _waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    Attributes:
+        is_alone: True if the active run is one that is done again.
+    """
+
+    __slots__ = ("_active", "_begun", "_waiting", "is_alone")
+
+    def __init__(self) -> None:
+        self._active = self._begun = 0
+        self.is_alone = False
+        self._waiting = Gate[object](lost=lambda _: self._leave())
 
     async def values(
         self,
@@ -68,18 +70,9 @@ class MemoryTurns:
             self._leave()
 
     async def _wait(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        self._wake()
-        try:
-            await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled():
-                self._leave()  # it came together with the cancellation
-            else:
-                self._waiting.remove(turn)
-                self._wake()
-            raise
+        with self._waiting.stand(object()) as waiter:
+            self._wake()
+            await waiter.wait()
 
     def _leave(self) -> None:
         self._active -= 1
@@ -87,10 +80,6 @@ class MemoryTurns:
         self._wake()
 
     def _wake(self) -> None:
-        # One that is cancelled is still here until its task has run.
-        turn = None if self._active else next((turn for turn in self._waiting if not turn.done()), None)
-        if turn is not None:
-            self._waiting.remove(turn)
+        if not self._active and self._waiting.admit_first() is not None:
             self._active = 1
             self.is_alone = True
-            turn.set_result(None)

@@ -6,6 +6,7 @@ import asyncio
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
+from asyncflow.runtime.lines.gate import Gate
 from asyncflow.runtime.shared.step_turns import Stepper, StepTurns
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class StepWaits:
         self.holds_calls = False
         """Whether batches wait, too, which look for themselves."""
         self._turn = turn
-        self.waiting: dict[Stepper, asyncio.Future[None]] = {}
+        self.waiting = Gate[Stepper]()
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self, stepper: Stepper, there: Sequence[RunPart]) -> None:
@@ -38,12 +39,9 @@ class StepWaits:
             stepper.deadline_ns = self._turn.clock() + (first_s - self._turn.loop.time()) * 1e9
         if self.turns.ask(stepper, self._turn.clock()):
             return
-        woken = self.waiting[stepper] = self._turn.loop.create_future()
-        self.look()
-        try:
-            await woken
-        finally:
-            self.waiting.pop(stepper, None)
+        with self.waiting.stand(stepper) as waiter:
+            self.look()
+            await waiter.wait()
 
     def count(self, steppers: Iterable[Stepper]) -> int:
         """How many of them share a turn: those that do not wait for theirs, and one at least."""
@@ -70,8 +68,7 @@ class StepWaits:
             return
         now_ns = self._turn.clock()
         for stepper in self.turns.next(now_ns):
-            if not self.waiting[stepper].done():  # or its task is about to be cancelled
-                self.waiting[stepper].set_result(None)
+            self.waiting.admit(stepper)  # one whose task is cancelled ends its step with `gone`
         wake_ns = self.turns.wake_ns(now_ns)
         if wake_ns < inf:
             self._timer = self._turn.loop.call_later((ceil(wake_ns) - now_ns) / 1e9, self.look)
