@@ -47,6 +47,7 @@ from random import Random
 from typing import Generic, Protocol, TypeVar
 
 from asyncflow.ops.user.batch import Batch
+from asyncflow.runtime.lines.halving import halves
 from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import PATIENCE_S, PriorityShares
 from asyncflow.runtime.shared.call_costs import EXPLORE, CallCosts
@@ -351,10 +352,8 @@ class Batcher(Generic[M]):
     def divide(self, call: BatchCall[M]) -> None:
         """Has those who stay in a call wait in halves, each in a lane of its own; it is to be stopped."""
         members = [member for member in call.members if not member.is_gone]
-        half = (len(members) + 1) // 2
-        for part in (members[:half], members[half:]):
-            if part:
-                self._lane_apart(call.lane, part).suspects.append(part)
+        for part in halves(members):
+            self._lane_apart(call.lane, part).suspects.append(part)
         self._free(call)
 
     def set_apart(self, call: BatchCall[M]) -> None:
@@ -394,9 +393,8 @@ class Batcher(Generic[M]):
         is_settled = len(call.members) == 1 or not divisible
         if lacks_memory and len(call.members) > 1:
             call.lane.costs.fits = len(call.members) // 2
-        if not is_settled and members:
-            half = (len(members) + 1) // 2
-            call.lane.suspects.extendleft(part for part in (members[half:], members[:half]) if part)
+        if not is_settled:
+            call.lane.suspects.extendleft(reversed(halves(members)))
         self._free(call)
         return is_settled
 

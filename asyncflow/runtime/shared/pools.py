@@ -27,6 +27,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.lift.calls.pooled import STEPS, SharedLoop
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
+from asyncflow.runtime.lines.halving import in_halves
 from asyncflow.runtime.lines.shares import PATIENCE_S
 from asyncflow.runtime.shared.batches import Batches, common_values
 from asyncflow.runtime.shared.placed_pools import PlacedSteps
@@ -439,17 +440,19 @@ class LoopPool(TellingState):
     ) -> list[tuple[int, list[Array]]]:
         """Values for the parts of a range of rows, by the first row of each.
 
-        What cannot be computed for all of them is computed in halves: memory may be short, a row at fault, or what it
-        gives of another shape. One that is at fault fails alone, and is in no part.
+        A row that is at fault fails alone, and is in no part.
         """
-        try:
-            return [(first, await compute(group.inputs(first, end)))]
-        except Exception as error:
-            if end - first == 1 or not self.shared.is_repeatable:
-                self._end(group.rows[first:end], error)
-                return []
-        middle = (first + end) // 2
-        return [*await self._halved(group, first, middle, compute), *await self._halved(group, middle, end, compute)]
+
+        async def computed(rows: Sequence[int]) -> tuple[int, list[Array]]:
+            return rows[0], await compute(group.inputs(rows[0], rows[-1] + 1))
+
+        def failed(rows: Sequence[int], error: Exception) -> Sequence[int]:
+            if len(rows) > 1 and self.shared.is_repeatable:
+                return rows
+            self._end(group.rows[rows[0] : rows[-1] + 1], error)
+            return ()
+
+        return await in_halves(range(first, end), computed, failed)
 
     async def _end_endless(self) -> None:
         """Ends those that have made too many steps."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from asyncflow.compiler.plan import Plan
@@ -17,6 +18,7 @@ from asyncflow.devices.memory import MemoryAccount
 from asyncflow.errors import of_firing
 from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
+from asyncflow.runtime.lines.halving import in_halves
 from asyncflow.runtime.shared.batches import Batches, common_values
 from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
 from asyncflow.runtime.shared.step_turns import Stepper
@@ -113,7 +115,7 @@ class VertexPool(TellingState):
                     # Who has ended with the step before goes on, and others come, while a thread computes this one.
                     if self._ended:
                         turn.loop.call_soon(self._deliver)
-                    await self._step(plan, list(rows.groups))
+                    await in_halves(list(rows.groups), partial(self._step, plan), self._failed)
                     self._ended += rows.ended()
                 if self.stepper.is_stepping:
                     steps.ended(self.stepper)
@@ -199,35 +201,26 @@ class VertexPool(TellingState):
             for array in group.arrays():
                 self._memory.count(array, self.shared.label)
 
-    async def _step(self, plan: Plan, groups: list[VertexGroup[VertexMember]]) -> None:
-        """Computes the next set of each; if that fails, of each half, until the one at fault is alone."""
-        to_do = [groups]
-        del groups  # memory may be short: what is to be done again stands there once
-        while to_do:
-            each = to_do.pop()
-            size = sum([len(group.places) for group in each])
-            failure: Exception | None = None
-            try:
-                self.rows.advance(each, await self._found(plan, each))
-            except Exception as error:
-                failure = error
-            self._batches.count_call(self.shared, size, failed=0 if failure is None else 1)
-            if failure is None:
-                continue
-            if size == 1 or not self.shared.is_repeatable:
-                self.rows.remove(each)
-                self._end([member for group in each for member in group.members], of_firing(failure))
-                del failure
-                continue
-            del failure  # and what its frames hold, which would be the context of the next one
-            each = self.rows.part(each)
-            self._count(each)
-            middle = len(each) // 2
-            to_do += [half for half in (each[middle:], each[:middle]) if half]
-
-    async def _found(self, plan: Plan, groups: list[VertexGroup[VertexMember]]) -> list[Array]:
+    async def _step(self, plan: Plan, groups: Sequence[VertexGroup[VertexMember]]) -> None:
+        """Compute the next set of each group."""
         own, split = self.rows.inputs(groups), self.shared.counts.own
-        return await self._batches.compute(plan, [*own[:split], *self._common, *own[split:]], self._limit_ns)
+        values = [*own[:split], *self._common, *own[split:]]
+        self.rows.advance(groups, await self._batches.compute(plan, values, self._limit_ns))
+        self._batches.count_call(self.shared, sum([len(group.places) for group in groups]))
+
+    def _failed(
+        self, groups: Sequence[VertexGroup[VertexMember]], error: Exception
+    ) -> Sequence[VertexGroup[VertexMember]]:
+        """Make groups of the runs whose sets have failed, each of which may be at fault; or end the runs."""
+        size = sum([len(group.places) for group in groups])
+        self._batches.count_call(self.shared, size, failed=1)
+        if size == 1 or not self.shared.is_repeatable:
+            self.rows.remove(groups)
+            self._end([member for group in groups for member in group.members], of_firing(error))
+            return ()
+        parted = self.rows.part(groups)
+        self._count(parted)
+        return parted
 
     @property
     def _limit_ns(self) -> int:
