@@ -139,7 +139,7 @@ def test_turns_of_runs_that_lack_memory_are_not_lost(seed: int) -> None:
     assert (turns._active, len(turns._waiting), turns.is_alone) == (0, 0, False), f"seed {seed}"
 
 
-async def test_what_came_before_the_wait_counts() -> None:
+async def test_an_admission_before_the_wait_counts() -> None:
     waiter = Waiter()
     waiter.admit()
     await waiter.wait()

@@ -59,7 +59,7 @@ async def test_where_memory_is_short_parts_that_fit_are_computed() -> None:
     assert not calls.failed
 
 
-async def test_what_is_given_up_is_not_computed_again() -> None:
+async def test_members_that_are_given_up_are_not_computed_again() -> None:
     calls = Calls([0])
     assert await in_halves(range(8), calls.compute, lambda members, error: ()) == []
     assert calls.made == [list(range(8))]

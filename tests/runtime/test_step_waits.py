@@ -192,7 +192,7 @@ def test_a_waiting_stepper_may_leave_and_may_become_more_important() -> None:
             await stopped(tasks)
             await others_end()
             assert not turns._waiting
-            assert not session._runs.batches.pools._pools  # type: ignore[union-attr]
+            assert not session._runs.batches.pools._works  # type: ignore[union-attr]
 
     on_a_card(main())
 

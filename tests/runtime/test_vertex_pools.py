@@ -37,7 +37,7 @@ class Trees:
 
 
 def pools_of(session: af.Session) -> Any:
-    return session._runs.batches.vertex_pools._pools  # type: ignore[union-attr]
+    return session._runs.batches.vertex_pools._works  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore:.* takes one row:UserWarning")

@@ -19,7 +19,7 @@ from asyncflow.values import Value
 
 
 class MemoryTurns:
-    """Whose turn it is. Invariant: if a run waits, another is active, which will admit the next when it ends.
+    """Turns of runs that are done again. Invariant: if a run waits, another one is active, and admits it at its end.
 
     Attributes:
         is_alone: True if the active run is one that is done again.

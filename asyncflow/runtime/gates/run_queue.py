@@ -125,7 +125,7 @@ R = TypeVar("R", bound=QueuedRun)
 
 @dataclass(slots=True)
 class _Totals:
-    """What runs of one priority that wait come to.
+    """Sums over the waiting runs of one priority.
 
     Attributes:
         costs_s: what each of them is expected to take, in the order of the line; 0 if that is not known.

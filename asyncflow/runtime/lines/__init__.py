@@ -1,1 +1,1 @@
-"""Who waits in a session, and who goes next."""
+"""Lines in which members of a session wait, and the order in which they go on."""

@@ -1,19 +1,12 @@
-"""`Gate`: the one way in which coroutines of a session wait for each other; nothing that one is given gets lost.
+"""`Gate`: coroutines of a session wait here for each other, and no turn gets lost when a coroutine is cancelled.
 
 A coroutine may be cancelled, or pass its deadline, in the very pass of the event loop in which its turn comes. Its task
-then ends though it was let through: what it was given, such as the only permission to compute, would be nobody's, and
-all others would wait for ever. Trio's `ParkingLot` cannot meet this, as trio takes a cancelled task out of the lot at
-once. asyncio runs a cancelled task in a later pass, so a gate hands back what the task was let through for.
+then ends although it has the turn. If the turn were lost, all other coroutines would wait for ever. Trio's `ParkingLot`
+cannot meet this, because trio takes a cancelled task out of the lot at once. asyncio runs a cancelled task in a later
+pass, so a gate tells its owner of the turn that was not used.
 
-======================== ===================================== =====================================================
-event                    state of the waiter                   what happens
-======================== ===================================== =====================================================
-`admit`                  it waits, or will                     it is admitted, and goes on
-`admit`                  it is admitted, or is leaving         nothing
-`refuse`                 it waits, or will                     it goes on with the error
-the task is cancelled    it waits                              it is leaving: `admit` passes it over
-the task is cancelled    it is admitted, and has not gone on   `lost` is called, which may admit another one
-======================== ===================================== =====================================================
+A waiter is admitted or refused once, now or as soon as it waits. One that is leaving, because its task was cancelled or
+its deadline has passed, is passed over. If it was admitted before it left, `lost` is called, which may admit another.
 
 For example, three tasks want one lamp::
 
@@ -31,7 +24,7 @@ For example, three tasks want one lamp::
 "a" has the lamp, and "b" and "c" stand at the gate. "a" hands on: "b" is admitted. Before the task of "b" runs, it is
 cancelled; leaving the block calls ``lost("b")``, and "c" has the lamp.
 
-What not to do: set the result of a future, and take for granted that somebody receives it.
+What not to do: set the result of a future, and take for granted that its waiter receives it.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Waiter:
-    """A coroutine that waits, or is about to, until it is admitted or refused.
+    """A coroutine that waits, or is about to wait, until it is admitted or refused.
 
     Attributes:
         is_admitted: True if it was admitted and has not gone on since.
@@ -111,7 +104,7 @@ class Gate(Generic[K]):
     """The coroutines that wait for one thing, by keys, in the order in which they came.
 
     Args:
-        lost: takes the key of a waiter that left although it was admitted; None if nothing is given with an admission.
+        lost: takes the key of a waiter that left although it was admitted; None if an admission is worth nothing.
     """
 
     __slots__ = ("_lost", "_waiters")
@@ -134,7 +127,7 @@ class Gate(Generic[K]):
         self._waiters[key].admit()
 
     def admit_first(self) -> K | None:
-        """Let the first one through that still waits, and return its key; None if there is none."""
+        """Let the first waiter through that still waits; return its key, or None without any."""
         for key, waiter in self._waiters.items():
             if not (waiter.is_admitted or waiter.is_leaving):
                 waiter.admit()
@@ -143,7 +136,7 @@ class Gate(Generic[K]):
 
     @contextmanager
     def stand(self, key: K) -> Iterator[Waiter]:
-        """Be one of the waiters inside the block, of which no other has the same key."""
+        """Stand at the gate inside the block, under a key that no other waiter has."""
         waiter = self._waiters[key] = Waiter()
         try:
             yield waiter

@@ -1,8 +1,8 @@
-"""What fails for several is computed again in halves, until the member at fault is alone.
+"""A call that fails for several members is made again for halves of them, until the member at fault is alone.
 
-A call for several members may fail because memory is short, because one member is at fault, or because a result of one
-has another shape. Nobody can tell from the error which it was. So both halves are computed by themselves: in `log2(n)`
-further calls for the one at fault, all others have their results.
+A call may fail because memory is short, because one member is at fault, or because its result has another shape. The
+error does not tell which member it was. So both halves are called, each by itself. All other members have their results
+after about `2 * log2(n)` further calls.
 
 For example, of five members the fourth fails: calls are for 0-4, 0-2, 3-4, 3, 4.
 """
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def halves(members: Sequence[T]) -> list[Sequence[T]]:
-    """Return both halves of some members, the first of which is no smaller; without one that would be empty."""
+    """Return both halves of the members, the larger one first; leave out an empty one."""
     middle = (len(members) + 1) // 2
     return [part for part in (members[:middle], members[middle:]) if len(part)]
 
@@ -27,13 +27,13 @@ async def in_halves(
     compute: Callable[[Sequence[T]], Awaitable[R]],
     failed: Callable[[Sequence[T], Exception], Sequence[T]],
 ) -> list[R]:
-    """Compute members together, or, where that fails, in halves; return what each call gave, in their order.
+    """Compute members together, or in halves if that fails; return the results of the calls, in order.
 
     Args:
         whole: the members.
         compute: computes some of them.
-        failed: takes members that have failed, and returns those of them to be computed in halves: none if there was
-            only one, or if computing again does harm, which it has dealt with then.
+        failed: takes members whose call has failed; returns the members to compute in halves. It returns none, and
+            tells the members, if there was one only, or if computing again does harm.
     """
     found: list[R] = []
     to_do = [whole]

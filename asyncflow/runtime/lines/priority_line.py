@@ -1,8 +1,8 @@
 """`PriorityLine`: members that wait, by priority, by deadline and by arrival. It has no clock and no event loop.
 
-Every line of a session is one: runs that wait for admission, members of batched calls, activations that wait for a row
-of a pool, calls of functions with limits. Elements of a queue with `order="priority"` are none: they go strictly by
-priority, without shares, and each may have a priority of its own, so they stand in a heap.
+These wait in such lines: runs for admission, members of batched calls, activations for rows of a pool, and calls of
+functions with limits. Elements of a queue with `order="priority"` do not. They leave strictly by priority, without
+shares, and each may have a priority of its own, so a heap holds them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from asyncflow.runtime.lines.shares import PriorityShares
 
 M = TypeVar("M")
 P = TypeVar("P", float, tuple[float, int])
-"""A place: when the member is due, or also its number among those that are due then."""
+"""A place: when the member is due, or also its number among members that are due then."""
 
 
 class PriorityLine(Generic[P, M]):
-    """Members that wait, those of one priority ordered by their places.
+    """Members that wait, ordered by priority and place.
 
-    The lowest priority number goes first, but every other priority that waits has its share (`PriorityShares`). Of one
-    priority the member with the lowest place goes first, and of equal places the member that was added first.
+    The lowest priority number goes first, but every other priority that waits has its share (`PriorityShares`). Within
+    a priority, the lowest place goes first. Members with equal places go in the order in which they were added.
 
-    For example, three members wait, and each takes the same time::
+    For example, three members wait that take the same time::
 
         >>> line = PriorityLine[float, str]()
         >>> _ = line.add(0, 5.0, "due at 5")
@@ -34,10 +34,10 @@ class PriorityLine(Generic[P, M]):
         >>> [line.pop(), line.pop(), line.pop()]
         ['due at 2', 'due at 5', 'background']
 
-    Among the first eight of a longer line one member would be of priority 7: its share is an eighth.
+    In a longer line, one of the first eight members would have priority 7: its share is an eighth.
 
-    What not to do: keep one list that is sorted by (priority, place). The turns go around between priorities, so such a
-    list would have to be searched for the first member of each.
+    What not to do: keep one list that is sorted by priority and place. Priorities take turns, so each turn would search
+    such a list for the first member of every priority.
 
     Attributes:
         by_priority: the members of each priority that has any, the next one in front; change it by methods only.

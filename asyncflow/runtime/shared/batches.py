@@ -24,20 +24,21 @@ import numpy as np
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
 from asyncflow.devices.values import DeviceArray, DeviceValue, RowsToJoin
 from asyncflow.errors import DeadlineExceeded, ExitRaised, OutOfMemoryError, SessionClosedError, of_firing
-from asyncflow.lift.calls.batched import Join, SharedBody, SharedCode, identity_of, install_gatherer
+from asyncflow.lift.calls.batched import Join, SharedBody, SharedCode, install_gatherer
 from asyncflow.runtime.executor.kernels.provenance import describe
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.shared.batcher import BatchCall, Batcher, Lane
 from asyncflow.runtime.shared.call_costs import CallCosts
 from asyncflow.runtime.shared.step_turns import StepTurns
 from asyncflow.runtime.shared.step_waits import StepWaits
+from asyncflow.runtime.shared.work import common_values
 from asyncflow.runtime.watch.trace import Trace
 from asyncflow.state.waiting.lines import LinedState, PlaceInLine, TellingState, ToldPlace
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import RunPart, current_part
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.runtime.run.run import Run
@@ -291,8 +292,8 @@ class Batches(TellingState):
 
     def is_left_over(self) -> bool:
         """Whether something is still computed, and so held, for members none of which anybody wants any more."""
-        pools = (*self.pools.all(), *self.vertex_pools.all())
-        return any(run.is_stopped for run in self._runs_of.values()) or any(pool.is_left() for pool in pools)
+        works = (*self.pools, *self.vertex_pools)
+        return any(run.is_stopped for run in self._runs_of.values()) or any(work.is_left() for work in works)
 
     def known_of(self, shared: SharedCode) -> KnownBody:
         """Plans, times and counts of a batched call, or a pooled loop, in all versions of variables."""
@@ -609,13 +610,6 @@ def _name_of(members: Sequence[BatchMember]) -> str:
 def _staying(members: Sequence[BatchMember]) -> list[int]:
     """Places of results that some of the members need on their device."""
     return [k for k in members[0].shared.staying if any(k not in member.leaving for member in members)]
-
-
-def common_values(has_rows: Sequence[bool], inputs: Sequence[Array]) -> Iterator[Hashable]:
-    """Equal for members of which the values that a call has once are the same."""
-    for value, own in zip(inputs, has_rows, strict=True):
-        if not own:
-            yield identity_of(value)
 
 
 def _home(values: Sequence[Value]) -> str | None:

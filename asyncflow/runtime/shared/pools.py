@@ -1,23 +1,21 @@
 """The pooled loops of a session: activations of different runs that are stepped together.
 
-Each pool is driven by one task, a step and a pass of the event loop at a time, so that others may join in between. A
-step is a call of the loop's own graph, and where that is not for the event loop, a run; see
-`asyncflow.lift.calls.pooled`. `asyncflow.runtime.shared.rows.pool` keeps the rows. An activation waits in line, as for
-a queue: no task waits for it.
+A task drives each pool, a step and a pass of the event loop at a time. Others may join in between. A step is a call of
+the loop's own graph, and where that is not for the event loop, a run; see `asyncflow.lift.calls.pooled`.
+`asyncflow.runtime.shared.rows.pool` keeps the rows. An activation waits in line, as for a queue: no task waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
 from math import inf
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -29,12 +27,12 @@ from asyncflow.lift.calls.pooled import STEPS, SharedLoop
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.lines.halving import in_halves
 from asyncflow.runtime.lines.shares import PATIENCE_S
-from asyncflow.runtime.shared.batches import Batches, common_values
+from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.placed_pools import PlacedSteps
 from asyncflow.runtime.shared.rows.placed_rows import PlacedRows
 from asyncflow.runtime.shared.rows.pool import PoolRows, RowGroup
-from asyncflow.runtime.shared.step_turns import Stepper
-from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
+from asyncflow.runtime.shared.work import SharedMember, SharedWork, SharedWorks, common_values
+from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
 
@@ -141,21 +139,18 @@ class _Code(NamedTuple):
     """How many of its steps that device makes at a time."""
 
 
-class PooledActivation(ToldPlace):
+class PooledActivation(SharedMember):
     """One activation, which is the place of its firing in line.
 
     Attributes:
-        part: its run.
         streamed: values of the body that it hands out in each step.
         untaken: how many steps handed out what nobody has taken yet.
         is_parked: it is set aside until somebody has.
         others: see `Activation`.
     """
 
-    is_called_outside = True
-
     __slots__ = (
-        *("due_s", "inputs", "is_checked", "number", "part", "patient_s", "priority", "since"),
+        *("due_s", "inputs", "is_checked", "number", "patient_s", "priority", "since"),
         *("is_parked", "streamed", "untaken"),
     )
 
@@ -174,7 +169,7 @@ class PooledActivation(ToldPlace):
         self.number = self.since = 0
 
 
-class LoopPool(TellingState):
+class LoopPool(SharedWork):
     """One pool: activations of one loop for which what they have in common is the same.
 
     Args:
@@ -185,18 +180,18 @@ class LoopPool(TellingState):
     """
 
     def __init__(self, pools: Pools, key: Hashable, shared: SharedLoop, stores_on: str | None) -> None:
-        super().__init__()
+        super().__init__(pools, key)
         self.shared = shared
         self.stores_on = stores_on
         self.bodies = pools.batches.bodies
-        self._pools, self.batches, self._key = pools, pools.batches, key
+        self._pools = pools
+        self._code: _Code
         self.rows: PoolRows[PooledActivation] = PoolRows(
             *(shared.pool.capacity, shared.n_vars, shared.has_rows),
             is_watched=pools.is_watched,
             by_size=shared.by_size,
         )
         self._placed = PlacedSteps(self)
-        self.stepper = Stepper()
         self._has_streams = False
         # For so many passes of the event loop nobody has come or gone.
         self._calm = 0
@@ -215,8 +210,7 @@ class LoopPool(TellingState):
             self._next_limit = 0
         self._has_streams = self._has_streams or activation.streamed != ()
         self.rows.join(activation)
-        self.stepper.rank = min(self.stepper.rank, activation.priority)
-        self.batches.steps.turns.come(self.stepper, activation.priority)
+        self.come(activation.priority)
         if self.rows.live < self.shared.pool.capacity:
             self._most_beside[...] = 1  # or as many as it has made
 
@@ -229,9 +223,9 @@ class LoopPool(TellingState):
         """The time, as deadlines have it."""
         return self.batches.turn.loop.time()
 
-    def places(self) -> list[PlaceInLine]:
-        """Everybody in it."""
-        return list(self.rows.everybody())
+    def members(self) -> Iterator[PooledActivation]:
+        """See `SharedWork.members`."""
+        return self.rows.everybody()
 
     def left(self, place: PlaceInLine) -> None:
         """Nobody wants an activation any more."""
@@ -254,69 +248,73 @@ class LoopPool(TellingState):
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    async def drive(self) -> None:
-        """Steps until nobody is there."""
-        rows, turn, steps_of_all = self.rows, self.batches.turn, self.batches.steps
-        failure = None
-        try:
-            code = await self._pools.code_of(self.shared, self.stores_on)
-            self.stepper.place, self.stepper.is_in_line = code.device, code.has_own_memory
-            if code.is_placed and not self._has_streams:
-                rows.group_type = PlacedRows
-            while True:
-                if steps_of_all.turns.is_contended:
-                    await self._wait_for_turn(code)
-                before = rows.live
-                rows.drop()
-                may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams
-                alone = rows.single_out() if may_be_alone else None
-                for group, first in () if alone is not None else rows.admit(self.now_s()):
-                    await self._check(code.check, group, first)
-                if rows.steps >= self._next_limit:
-                    await self._end_endless()
-                if code.one is not None and rows.alone is not None:
-                    await self._step_alone(code.one, rows.alone)
-                end = turn.now() + _TURN_NS
-                for group in list(rows.groups.values()):
-                    if turn.now() > end:  # each of many groups may step for a turn
-                        await asyncio.sleep(0)
-                        end = turn.now() + _TURN_NS
-                    if not group.rows:
-                        continue
-                    if isinstance(group, PlacedRows):
-                        self._is_long = True
-                        await self._placed.step(group)
-                    elif self._has_streams:
-                        await self._step_emitting(group)
-                    else:
-                        steps = code.one if len(group.rows) == 1 else None
-                        await self._step(steps or code.many, group)
-                # Who has left may be about to join again.
-                self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
-                if rows.is_empty:
-                    await self._placed.forget()
-                if rows.is_empty:
-                    break
-                if self.stepper.is_stepping:
-                    steps_of_all.ended(self.stepper)
-                await asyncio.sleep(0)  # others may join
-        except Exception as error:  # no plan, or the session closes
-            failure = error
-        finally:
-            steps_of_all.gone(self.stepper)
-            self._pools.forget(self._key)
-            del self._placed  # it has this pool, which would be a cycle
-        if failure is not None:  # whoever is told may well ask again, of another pool
-            self._end(list(rows.everybody()), failure)
-            del failure
+    async def prepare(self) -> None:
+        """See `SharedWork.prepare`."""
+        code = self._code = await self.works.code_of(self.shared, self.stores_on, self._compiled)
+        self.stepper.place, self.stepper.is_in_line = code.device, code.has_own_memory
+        if code.is_placed and not self._has_streams:
+            self.rows.group_type = PlacedRows
 
-    async def _wait_for_turn(self, code: _Code) -> None:
-        """Comes back when those who are in it are to make their next step."""
+    async def _compiled(self) -> _Code:
+        shared, bodies = self.shared, self.bodies
+        check, many, *one = [await bodies.plan_of(program, self.stores_on) for program in shared.programs()]
+        has_own_memory = bodies.memory_home(many) is not None
+        is_placed = shared.is_static and has_own_memory
+        alone = _Steps(bodies, one[0], shared.has_rows, is_one=True) if one else None
+        device, threads = many.partitions[0].device, bodies.threads_of(many)
+        steps = _Steps(bodies, many, shared.has_rows, is_one=False)
+        return _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
+
+    async def wait_for_turn(self) -> None:
+        """See `SharedWork.wait_for_turn`."""
         # A short step takes the interpreter's lock from the others, on whichever thread.
-        self.stepper.room = code.threads if self._is_long else 1
+        self.stepper.room = self._code.threads if self._is_long else 1
         self._is_long = False
-        there = [each.part for each in self.rows.everybody() if not each.is_gone]
-        await self.batches.steps.begin(self.stepper, there)
+        await super().wait_for_turn()
+
+    async def step(self) -> None:
+        """Let activations leave and join, and step each group."""
+        rows, turn, code = self.rows, self.batches.turn, self._code
+        before = rows.live
+        rows.drop()
+        may_be_alone = code.one is not None and rows.group_type is RowGroup and not self._has_streams
+        alone = rows.single_out() if may_be_alone else None
+        for group, first in () if alone is not None else rows.admit(self.now_s()):
+            await self._check(code.check, group, first)
+        if rows.steps >= self._next_limit:
+            await self._end_endless()
+        if code.one is not None and rows.alone is not None:
+            await self._step_alone(code.one, rows.alone)
+        end = turn.now() + _TURN_NS
+        for group in list(rows.groups.values()):
+            if turn.now() > end:  # each of many groups may step for a turn
+                await asyncio.sleep(0)
+                end = turn.now() + _TURN_NS
+            if not group.rows:
+                continue
+            if isinstance(group, PlacedRows):
+                self._is_long = True
+                await self._placed.step(group)
+            elif self._has_streams:
+                await self._step_emitting(group)
+            else:
+                steps = code.one if len(group.rows) == 1 else None
+                await self._step(steps or code.many, group)
+        # Who has left may be about to join again.
+        self._calm = min(self._calm + 1, _MOST_CALM) if before == rows.live else 0
+        if rows.is_empty:
+            await self._placed.forget()
+
+    async def goes_on(self) -> bool:
+        """See `SharedWork.goes_on`."""
+        if self.rows.is_empty:
+            return False
+        await asyncio.sleep(0)  # others may join
+        return True
+
+    def close(self) -> None:
+        """See `SharedWork.close`."""
+        del self._placed  # it has this pool, which would be a cycle
 
     async def _check(self, check: Plan, group: RowGroup[PooledActivation], first: int) -> None:
         """Has those leave that have joined a group and do not go on at all."""
@@ -355,7 +353,7 @@ class LoopPool(TellingState):
             Exception: the step has failed, and cannot be repeated.
         """
         limit = self._next_limit - self.rows.steps
-        if here := min(most, limit, steps.most(size, _TURN_NS / self._pools.count)):
+        if here := min(most, limit, steps.most(size, _TURN_NS / self.works.sharing)):
             try:
                 return steps.call(given, size, int(here))
             except Exception:
@@ -384,7 +382,7 @@ class LoopPool(TellingState):
             *following, goes_on, made = await steps.run(values, size, np.array(1)) if found is None else found
         except Exception as error:
             rows.remove_where(lambda each: each is activation)
-            self._end([activation], error)
+            self._fail([activation], error)
             return
         self.count(1, int(made))
         rows.advance_alone(following, goes_on=bool(goes_on), steps=int(made))
@@ -416,7 +414,7 @@ class LoopPool(TellingState):
         activation.untaken -= 1
         if activation.is_parked and not activation.is_gone:
             activation.is_parked = False
-            self._pools.rejoin(self._key, activation)
+            self._pools.rejoin(self.key, activation)
 
     def _advance(self, group: RowGroup[PooledActivation], found: list[Array]) -> None:
         *following, goes_on, made = found
@@ -449,7 +447,7 @@ class LoopPool(TellingState):
         def failed(rows: Sequence[int], error: Exception) -> Sequence[int]:
             if len(rows) > 1 and self.shared.is_repeatable:
                 return rows
-            self._end(group.rows[rows[0] : rows[-1] + 1], error)
+            self._fail(group.rows[rows[0] : rows[-1] + 1], error)
             return ()
 
         return await in_halves(range(first, end), computed, failed)
@@ -463,7 +461,7 @@ class LoopPool(TellingState):
         assert limit is not None
         endless = rows.remove_where(lambda activation: rows.steps - activation.since >= limit)
         for activation in endless:
-            self._end([activation], TooManyIterations(self.shared.loop, limit))
+            self._fail([activation], TooManyIterations(self.shared.loop, limit))
         self._next_limit = limit + min((activation.since for activation in rows.everybody()), default=rows.steps)
 
     def deliver(self, ended: list[tuple[PooledActivation, list[Array]]]) -> None:
@@ -472,7 +470,12 @@ class LoopPool(TellingState):
         while ended:  # and nobody's results are kept until others have used theirs
             self.tell(*ended.pop())
 
-    def _end(self, activations: Sequence[PooledActivation], error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
+        """See `SharedWork.fail_all`."""
+        self._fail(list(self.rows.everybody()), error)
+        del error
+
+    def _fail(self, activations: Sequence[PooledActivation], error: Exception) -> None:
         inside = ""
         if isinstance(error, KernelError):  # rows, and the loop that makes the steps, are no iterations of a user's
             row = "" if error.__cause__ is None else row_of(error.__cause__)
@@ -485,10 +488,10 @@ class LoopPool(TellingState):
     def end_group(self, group: RowGroup[PooledActivation], error: Exception) -> None:
         """Fails all rows of a group: whose fault it was cannot be found out."""
         activations = [self.rows.remove(group, row) for row in reversed(range(len(group.rows)))]
-        self._end(activations, error)
+        self._fail(activations, error)
 
 
-class Pools:
+class Pools(SharedWorks):
     """The pools of a session in which somebody is.
 
     Args:
@@ -498,11 +501,9 @@ class Pools:
     """
 
     def __init__(self, batches: Batches, max_iterations: int | None, *, is_watched: bool) -> None:
-        self.batches = batches
+        super().__init__(batches)
         self.max_iterations = max_iterations
         self.is_watched = is_watched
-        self._pools: dict[Hashable, LoopPool] = {}
-        self._code: WeakKeyDictionary[SharedLoop, dict[str | None, _Code]] = WeakKeyDictionary()
 
     def join(
         self,
@@ -527,7 +528,7 @@ class Pools:
         activation = PooledActivation(pool, inputs, part, streamed)
         pool.join(activation)
         if self.batches.steps.turns.is_contended:
-            for other in self._pools.values():
+            for other in self:
                 other.give_way(activation.priority)
             self.batches.steps.look()  # its own pool may go now
         return activation
@@ -538,46 +539,8 @@ class Pools:
         pool = activation.state = self._pool(key, activation.state.shared, activation.state.stores_on)
         pool.join(activation)
 
-    def all(self) -> Iterable[LoopPool]:
-        """Each of them."""
-        return self._pools.values()
-
     def _pool(self, key: Hashable, shared: SharedLoop, stores_on: str | None) -> LoopPool:
-        pool = self._pools.get(key)
-        if pool is None:
-            pool = self._pools[key] = LoopPool(self, key, shared, stores_on)
-            self.batches.beside(pool.drive())
-        return pool
-
-    @property
-    def count(self) -> int:
-        """How many pools share a turn."""
-        return self.batches.steps.count(pool.stepper for pool in self._pools.values())
-
-    async def code_of(self, shared: SharedLoop, stores_on: str | None) -> _Code:
-        """Return the compiled form of a loop; see `LoopPool`."""
-        codes = self._code.setdefault(shared, {})
-        code = codes.get(stores_on)
-        if code is None:
-            bodies = self.batches.bodies
-            check, many, *one = [await bodies.plan_of(program, stores_on) for program in shared.programs()]
-            has_own_memory = bodies.memory_home(many) is not None
-            is_placed = shared.is_static and has_own_memory
-            alone = _Steps(bodies, one[0], shared.has_rows, is_one=True) if one else None
-            device, threads = many.partitions[0].device, bodies.threads_of(many)
-            steps = _Steps(bodies, many, shared.has_rows, is_one=False)
-            code = _Code(check, steps, alone, is_placed, has_own_memory, device, threads)
-            codes[stores_on] = code
-        return code
-
-    def clear(self) -> None:
-        """Forgets the plans: the session has closed."""
-        self._code.clear()
-
-    def forget(self, key: Hashable) -> None:
-        """Nobody is in a pool any more."""
-        del self._pools[key]
-        self.batches.bodies.starter.tell_ended()
+        return self.work(key, lambda: LoopPool(self, key, shared, stores_on))
 
 
 def _gather(

@@ -10,7 +10,7 @@ from asyncflow.runtime.lines.gate import Gate
 from asyncflow.runtime.shared.step_turns import Stepper, StepTurns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from asyncflow.runtime.executor.turn import Turn
     from asyncflow.streams.holding import RunPart
@@ -42,10 +42,6 @@ class StepWaits:
         with self.waiting.stand(stepper) as waiter:
             self.look()
             await waiter.wait()
-
-    def count(self, steppers: Iterable[Stepper]) -> int:
-        """How many of them share a turn: those that do not wait for theirs, and one at least."""
-        return max(sum(stepper not in self.waiting for stepper in steppers), 1)
 
     def ended(self, stepper: Stepper) -> None:
         """A step has been made."""

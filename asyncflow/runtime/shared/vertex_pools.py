@@ -1,16 +1,14 @@
 """Vertex maps of a session that are shared: sets of vertices of different runs that are computed together.
 
-Each is driven by one task, a set of each run and a pass of the event loop at a time, so that others may join in
-between. A step is a run of the core's own graph; see `asyncflow.vertex.shared`. `VertexRows` keeps
-the rows. A run waits in line, as for a pooled loop.
+A task drives each map, a set of each run and a pass of the event loop at a time. Others may join in between. A step is
+a run of the core's own graph; see `asyncflow.vertex.shared`. `VertexRows` keeps the rows. A run waits in line, as for a
+pooled loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
-from weakref import WeakKeyDictionary
 
 from asyncflow.compiler.plan import Plan
 from asyncflow.devices.machine.cost import INLINE_LIMIT_NS
@@ -19,10 +17,10 @@ from asyncflow.errors import of_firing
 from asyncflow.lift.calls.batched import install_gatherer
 from asyncflow.runtime.executor.turn import BURST_NS, Turn
 from asyncflow.runtime.lines.halving import in_halves
-from asyncflow.runtime.shared.batches import Batches, common_values
+from asyncflow.runtime.shared.batches import Batches
 from asyncflow.runtime.shared.rows.vertex_rows import RunOfSets, VertexGroup, VertexRows, joined
-from asyncflow.runtime.shared.step_turns import Stepper
-from asyncflow.state.waiting.lines import PlaceInLine, TellingState, ToldPlace
+from asyncflow.runtime.shared.work import SharedMember, SharedWork, SharedWorks, common_values
+from asyncflow.state.waiting.lines import PlaceInLine
 from asyncflow.streams.holding import RunPart, current_part
 from asyncflow.values import Array, Value
 from asyncflow.vertex.shared import SharedSets
@@ -31,17 +29,14 @@ _MANY = 4096
 """Graphs of more vertices are put in order by themselves, so that nobody waits for that."""
 
 
-class VertexMember(ToldPlace):
+class VertexMember(SharedMember):
     """The vertices of one run, and its firing's place in line.
 
     Attributes:
         sets: the vertices.
-        part: its run.
     """
 
-    is_called_outside = True
-
-    __slots__ = ("part", "sets")
+    __slots__ = ("sets",)
 
     def __init__(self, pool: VertexPool, sets: RunOfSets, part: RunPart) -> None:
         super().__init__(pool, f"the sets of {pool.shared.label}", tuple)
@@ -49,7 +44,7 @@ class VertexMember(ToldPlace):
         self.part = part
 
 
-class VertexPool(TellingState):
+class VertexPool(SharedWork):
     """Runs of one shared vertex map for which what they have in common is the same.
 
     Args:
@@ -60,25 +55,31 @@ class VertexPool(TellingState):
     """
 
     def __init__(self, pools: VertexPools, key: Hashable, shared: SharedSets, common: Sequence[Array]) -> None:
-        super().__init__()
+        super().__init__(pools, key)
         self.shared = shared
-        self._pools, self._batches, self._key, self._common = pools, pools.batches, key, common
+        self._common = common
         self.rows: VertexRows[VertexMember] = VertexRows(shared.specs, shared.counts.states, shared.gives_rows)
         self._memory: MemoryAccount
-        self.stepper = Stepper()
         self._joining: list[VertexMember] = []
         """Those whose graphs are being put in order."""
         self._ended: list[tuple[VertexMember, list[Array]]] = []
         """Those who are still to be told, and their results."""
+        self._plan: Plan
+        """By which sets are computed."""
         self._order: Plan | None = None
-        """By which that is done, while sets are computed."""
+        """By which graphs are put in order, while sets are computed."""
+        self._burst_end = 0.0
         self._has_joined = asyncio.Event()
         self._is_awaited = False
         """Whether arrivals are looked at in the next pass of the event loop."""
 
+    def members(self) -> list[VertexMember]:
+        """See `SharedWork.members`."""
+        return [*self.rows.members, *self.rows.waiting, *self._joining]
+
     def places(self) -> list[PlaceInLine]:
-        """Everybody in it."""
-        return [*self.rows.members, *self.rows.waiting, *self._joining, *(member for member, _ in self._ended)]
+        """See `LinedState.places`; those too that are still to be told."""
+        return [*self.members(), *(member for member, _ in self._ended)]
 
     def describe(self) -> str:
         """How many there are."""
@@ -87,68 +88,65 @@ class VertexPool(TellingState):
     def join(self, member: VertexMember) -> None:
         """One joins when its graph is in order, which is made so while others compute."""
         self.rows.waiting.append(member)
-        self.stepper.rank = min(self.stepper.rank, member.part.priority)
-        self._batches.steps.turns.come(self.stepper, member.part.priority)
-        self._batches.steps.look()
+        self.come(member.part.priority)
+        self.batches.steps.look()
         if not self._is_awaited:
             self._is_awaited = True
-            self._batches.turn.loop.call_soon(self._arrived)
+            self.batches.turn.loop.call_soon(self._arrived)
 
-    async def drive(self) -> None:
-        """Computes sets until nobody is there."""
-        rows, turn, steps, failure = self.rows, self._batches.turn, self._batches.steps, None
-        end = turn.now() + BURST_NS
-        try:
-            plan, self._order = await self._pools.plans_of(self.shared)
-            self.stepper.place = plan.partitions[0].device
-            while True:
-                if steps.turns.is_contended:
-                    there = (*rows.members, *rows.waiting, *self._joining)
-                    await steps.begin(self.stepper, [member.part for member in there])
-                    del there  # nobody's rows are kept for longer
-                self._count(rows.drop())
-                if not rows.groups:
-                    taken = self._taken()
-                    while taken:
-                        await self._join(taken.pop(0))
-                if rows.groups:
-                    # Who has ended with the step before goes on, and others come, while a thread computes this one.
-                    if self._ended:
-                        turn.loop.call_soon(self._deliver)
-                    await in_halves(list(rows.groups), partial(self._step, plan), self._failed)
-                    self._ended += rows.ended()
-                if self.stepper.is_stepping:
-                    steps.ended(self.stepper)
-                if not rows.groups:
-                    self._deliver()
-                    if not (rows.waiting or self._joining):
-                        break
-                    if not rows.waiting:
-                        steps.gone(self.stepper)
-                        self._has_joined.clear()
-                        await self._has_joined.wait()
-                        steps.turns.come(self.stepper, self.stepper.rank)
-                elif rows.is_for_one and turn.now() < end:
-                    continue
-                await asyncio.sleep(0)  # others may join
-                end = turn.now() + BURST_NS
-        except Exception as error:  # no plan, or the session closes
-            failure = error
-        finally:
-            self._order = None
-            steps.gone(self.stepper)
-            self._pools.forget(self._key)
-        self._deliver()
-        if failure is not None:
-            self._end([*rows.members, *rows.waiting, *self._joining], failure)
-            del failure
+    async def prepare(self) -> None:
+        """See `SharedWork.prepare`."""
+        self._plan, self._order = await self.works.code_of(self.shared, None, self._compiled)
+        self.stepper.place = self._plan.partitions[0].device
+        self._burst_end = self.batches.turn.now() + BURST_NS
+
+    async def _compiled(self) -> tuple[Plan, Plan]:
+        plan_of = self.batches.bodies.plan_of
+        return await plan_of(self.shared.program), await plan_of(self.shared.order)
+
+    async def step(self) -> None:
+        """Compute the next set of each run."""
+        rows = self.rows
+        self._count(rows.drop())
+        if not rows.groups:
+            taken = self._taken()
+            while taken:
+                await self._join(taken.pop(0))
+        if rows.groups:
+            # Who has ended with the step before goes on, and others come, while a thread computes this one.
+            if self._ended:
+                self.batches.turn.loop.call_soon(self._deliver)
+            await in_halves(list(rows.groups), self._compute, self._failed)
+            self._ended += rows.ended()
+
+    async def goes_on(self) -> bool:
+        """See `SharedWork.goes_on`; a run that is alone has several sets computed before others may join."""
+        rows, turn, steps = self.rows, self.batches.turn, self.batches.steps
+        if not rows.groups:
+            self._deliver()
+            if not (rows.waiting or self._joining):
+                return False
+            if not rows.waiting:
+                steps.gone(self.stepper)
+                self._has_joined.clear()
+                await self._has_joined.wait()
+                steps.turns.come(self.stepper, self.stepper.rank)
+        elif rows.is_for_one and turn.now() < self._burst_end:
+            return True
+        await asyncio.sleep(0)  # others may join
+        self._burst_end = turn.now() + BURST_NS
+        return True
+
+    def close(self) -> None:
+        """Have no graphs put in order any more."""
+        self._order = None
 
     def _arrived(self) -> None:
         """Begins to put the graphs in order of those that wait."""
         self._is_awaited = False
         if self._order is not None:
             for members in self._taken():
-                self._batches.beside(self._join(members))
+                self.batches.beside(self._join(members))
 
     def _taken(self) -> list[list[VertexMember]]:
         """Those that wait, as they are put in order together; for large graphs that begins here, and nobody waits."""
@@ -161,7 +159,7 @@ class VertexPool(TellingState):
             self._joining += members
             large = [member for member in members if member.sets.size > _MANY]
             for member in large:
-                self._batches.beside(self._join([member]))
+                self.batches.beside(self._join([member]))
             if len(large) < len(members):
                 found.append([member for member in members if member not in large])
         return found
@@ -182,14 +180,14 @@ class VertexPool(TellingState):
         self._joining = [member for member in self._joining if member not in members]
         self._has_joined.set()
         if failure is not None:
-            self._end(members, failure)
+            self._fail(members, failure)
             del failure
 
     async def _in_order(self, members: list[VertexMember]) -> VertexGroup[VertexMember]:
         assert self._order is not None
-        self._memory = self._batches.bodies.memory_of(self._order)
+        self._memory = self.batches.bodies.memory_of(self._order)
         graphs = joined([member.sets for member in members])
-        schedule = await self._batches.compute(self._order, graphs, self._limit_ns)
+        schedule = await self.batches.compute(self._order, graphs, self._limit_ns)
         group = VertexGroup.of(members, schedule, self.shared.specs)
         for array in group.arrays():
             self._memory.track(array, self.shared.label)
@@ -201,22 +199,22 @@ class VertexPool(TellingState):
             for array in group.arrays():
                 self._memory.count(array, self.shared.label)
 
-    async def _step(self, plan: Plan, groups: Sequence[VertexGroup[VertexMember]]) -> None:
+    async def _compute(self, groups: Sequence[VertexGroup[VertexMember]]) -> None:
         """Compute the next set of each group."""
         own, split = self.rows.inputs(groups), self.shared.counts.own
         values = [*own[:split], *self._common, *own[split:]]
-        self.rows.advance(groups, await self._batches.compute(plan, values, self._limit_ns))
-        self._batches.count_call(self.shared, sum([len(group.places) for group in groups]))
+        self.rows.advance(groups, await self.batches.compute(self._plan, values, self._limit_ns))
+        self.batches.count_call(self.shared, sum([len(group.places) for group in groups]))
 
     def _failed(
         self, groups: Sequence[VertexGroup[VertexMember]], error: Exception
     ) -> Sequence[VertexGroup[VertexMember]]:
         """Make groups of the runs whose sets have failed, each of which may be at fault; or end the runs."""
         size = sum([len(group.places) for group in groups])
-        self._batches.count_call(self.shared, size, failed=1)
+        self.batches.count_call(self.shared, size, failed=1)
         if size == 1 or not self.shared.is_repeatable:
             self.rows.remove(groups)
-            self._end([member for group in groups for member in group.members], of_firing(error))
+            self._fail([member for group in groups for member in group.members], of_firing(error))
             return ()
         parted = self.rows.part(groups)
         self._count(parted)
@@ -228,30 +226,27 @@ class VertexPool(TellingState):
 
         A thread would hold the interpreter's lock by turns with the loop: it takes longer, and saves nothing.
         """
-        return max(BURST_NS // self._pools.count, INLINE_LIMIT_NS)
+        return max(BURST_NS // self.works.sharing, INLINE_LIMIT_NS)
 
     def _deliver(self) -> None:
         ended, self._ended = self._ended, []
         for member, found in ended:
             self.tell(member, found)
 
-    def _end(self, members: Sequence[VertexMember], error: BaseException) -> None:
+    def fail_all(self, error: Exception) -> None:
+        """See `SharedWork.fail_all`; those whose sets are all computed have their results."""
+        self._deliver()
+        self._fail(self.members(), error)
+        del error
+
+    def _fail(self, members: Sequence[VertexMember], error: BaseException) -> None:
         for member in members:
             self.tell(member, error)
         del error  # who is told raises it, and its traceback leads to this frame: that would be a cycle
 
 
-class VertexPools:
-    """The shared vertex maps of a session in which somebody is.
-
-    Args:
-        batches: of the session.
-    """
-
-    def __init__(self, batches: Batches) -> None:
-        self.batches = batches
-        self._pools: dict[Hashable, VertexPool] = {}
-        self._plans: WeakKeyDictionary[SharedSets, tuple[Plan, Plan]] = WeakKeyDictionary()
+class VertexPools(SharedWorks):
+    """The shared vertex maps of a session in which somebody is."""
 
     def join(self, shared: SharedSets, inputs: tuple[Array, ...], part: RunPart) -> VertexMember:
         """The place in line of one run, whose results are rows of states, and what else is asked for."""
@@ -259,39 +254,10 @@ class VertexPools:
         sets, common = RunOfSets.of(inputs, counts, shared.pulls), inputs[sum(counts[:3]) :]
         shapes = tuple((x.dtype, x.shape[1:]) for x in sets.own)
         key = (shared, shapes, *common_values(shared.has_rows, inputs))
-        pool = self._pools.get(key)
-        if pool is None:
-            pool = self._pools[key] = VertexPool(self, key, shared, common)
-            self.batches.beside(pool.drive())
+        pool = self.work(key, lambda: VertexPool(self, key, shared, common))
         member = VertexMember(pool, sets, part)
         pool.join(member)
         return member
-
-    def all(self) -> Iterable[VertexPool]:
-        """Each of them."""
-        return self._pools.values()
-
-    async def plans_of(self, shared: SharedSets) -> tuple[Plan, Plan]:
-        """Of its program, and of what puts graphs in order."""
-        plans = self._plans.get(shared)
-        if plans is None:
-            program = await self.batches.bodies.plan_of(shared.program)
-            plans = self._plans[shared] = program, await self.batches.bodies.plan_of(shared.order)
-        return plans
-
-    @property
-    def count(self) -> int:
-        """How many pools share a turn."""
-        return self.batches.steps.count(pool.stepper for pool in self._pools.values())
-
-    def clear(self) -> None:
-        """Forgets the plans: the session has closed."""
-        self._plans.clear()
-
-    def forget(self, key: Hashable) -> None:
-        """Nobody is in a pool any more."""
-        del self._pools[key]
-        self.batches.bodies.starter.tell_ended()
 
 
 def _gather(shared: SharedSets, inputs: tuple[Array, ...]) -> Value:

@@ -28,6 +28,7 @@ from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
+from math import inf
 from operator import add
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack, cast
@@ -35,6 +36,7 @@ from weakref import WeakKeyDictionary
 
 from asyncflow.errors import in_attempt
 from asyncflow.ops.user.limits import CallLimits, install_limited_calls
+from asyncflow.runtime.executor.kernels.call_cycles import BegunAttempt, waiting
 from asyncflow.runtime.lines.priority_line import PriorityLine
 from asyncflow.runtime.lines.shares import PATIENCE_S
 from asyncflow.runtime.watch.observer import note_retry
