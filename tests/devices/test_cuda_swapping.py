@@ -19,7 +19,7 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.cuda import progress
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.transfers import slabs, swapping
+from asyncflow.devices.cuda.transfers import passage, slabs
 from asyncflow.devices.figures.presets import DEFAULT_HOST
 from asyncflow.devices.saved.saved_handle import SavedHandle
 from asyncflow.devices.saved.swap import Orders, SavedMoves
@@ -43,7 +43,7 @@ ROOM = 1 << 30
 def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
     """A stand-in whose streams are served in one of several orders."""
     monkeypatch.setattr(slabs, "FIRST_BYTES", 16 * VALUE)
-    monkeypatch.setattr(swapping, "PASSING_BYTES", 2 * VALUE)
+    monkeypatch.setattr(passage, "PASSING_BYTES", 2 * VALUE)
     with stand_in(devices=2, nbytes=64 << 20, seed=request.param) as fake:
         yield fake
         fake.engine.errors.clear()
@@ -110,7 +110,7 @@ def held(session: af.Session) -> list[int]:
     moves = swapping_of(session)
     now = moves.statistics()
     counts = [now.kept, now.host, now.disk, now.moved_out - now.moved_in - now.discarded, len(moves._known)]
-    counts += [session.devices[0].memory.used, len(moves._flights), moves._passing]
+    counts += [session.devices[0].memory.used, len(moves._flights), moves._passage.passing]
     return counts if any([*counts, *(space.used for space in moves.spaces)]) else []
 
 
@@ -246,12 +246,12 @@ async def test_the_host_pins_no_more(cupy: FakeCupy) -> None:
     training = Training()
     never, _ = await training.once(saved_values="keep")
     async with training.session(memory_limit=ROOM // 32) as session:
-        swapping_of(session)._slabs.close()
+        swapping_of(session)._passage.slabs.close()
         cupy.engine.fail_next(2, "hostAlloc")
         np.testing.assert_array_equal(await training.step(session), never)
         assert session.statistics().memory["cuda:0"].moved_in == 0
     async with training.session(memory_limit=LIMIT) as session:
-        swapping_of(session)._slabs.close()
+        swapping_of(session)._passage.slabs.close()
         cupy.engine.fail_next(2, "hostAlloc")
         with pytest.raises(af.OutOfMemoryError, match="the system pins no more memory of the host"):
             await training.step(session)
@@ -364,7 +364,7 @@ async def test_a_buffer_is_kept_until_its_copy_has_ended(cupy: FakeCupy) -> None
     training = Training()
     async with training.session(memory_limit=ROOM // 32) as session:
         moves, memory = swapping_of(session), session.devices[0].memory
-        slab = moves._slabs._slabs[0]
+        slab = moves._passage.slabs._slabs[0]
         task = asyncio.ensure_future(session.run(training.grads, training.fed))
         cupy.pause()
         await until(lambda: moves._flights)

@@ -15,7 +15,6 @@ All methods, except those for dying stores, belong to the thread of the event lo
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from copy import copy
 from functools import partial
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from asyncflow.devices.cuda.memory import ALLOCATION_BYTES, Lease
+from asyncflow.devices.cuda.transfers.passage import Passage
 from asyncflow.devices.cuda.transfers.slabs import PinnedSlabs
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, Landing
 from asyncflow.devices.figures.presets import DEFAULT_HOST
@@ -35,7 +35,6 @@ from asyncflow.devices.saved.spill import SpillBlock, SpillFile
 from asyncflow.devices.saved.swap import Orders
 from asyncflow.devices.saved.working_set import WorkingSet
 from asyncflow.devices.swapping import Swapping
-from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaEvent, active
 
 if TYPE_CHECKING:
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
 
 _NS_PER_BYTE = 1e9 / 20e9
 """Nanoseconds a byte over PCIe, until measured."""
-
-PASSING_BYTES = 16 << 20
-"""So much passes through pinned memory to the file and from there at a time, or one value if that is larger."""
 
 
 class _OnHost(NamedTuple):
@@ -81,19 +77,12 @@ class CudaSwapping(Swapping):
         self._ndarray = device.cupy.ndarray
         self._file = None if directory is None else SpillFile(directory)
         self.has_file = directory is not None
-        self._slabs = PinnedSlabs(device.cupy)
-        self._beside = ThreadStream(f"{device.name}/swap")
+        self._passage = Passage(f"{device.name}/swap", PinnedSlabs(device.cupy), host, self._locked)
         self._flights: dict[SavedHandle, _Flight] = {}
-        # Who waits for pinned memory, and who to pass through it to the file and back.
-        self._roomless: deque[tuple[int, Callable[[PinnedBuffer | None], None]]] = deque()
-        self._spills: deque[tuple[int, Callable[[], None]]] = deque()
-        self._passing = 0
         self._absent: set[SavedHandle] = set()
-        self._is_growing = self._is_refused = False
         self._wanted: SavedHandle | None = None
         self._is_bringing = self._is_bringing_wanted = self._was_away = False
         self._last_end_ns = 0
-        self._failure = ""
 
     # -- what can move -------------------------------------------------------------------------------------------
 
@@ -129,9 +118,9 @@ class CudaSwapping(Swapping):
         nbytes = _size(handle.here)
         assert handle.space is not None
         if handle.space.name == "host":
-            self._with_room(nbytes, partial(self._leave, handle, 0))
+            self._passage.with_room(nbytes, partial(self._leave, handle, 0))
         else:
-            self._pass(nbytes, partial(self._with_room, nbytes, partial(self._leave, handle, nbytes)))
+            self._passage.enter(nbytes, partial(self._passage.with_room, nbytes, partial(self._leave, handle, nbytes)))
 
     def _leave(self, handle: SavedHandle, passing: int, buffer: PinnedBuffer | None) -> None:
         here: CudaArray | None = handle.here
@@ -141,7 +130,7 @@ class CudaSwapping(Swapping):
                 with recording(self._device, None):  # `Swapping` notes the copy
                     landing, ended = self._device.copies.move_out(here, buffer, handle.label, done)
             except RuntimeError as error:
-                self._failure = f"a copy of {handle.label!r} to the host failed: {self._device.cause_of(error)}"
+                self._passage.failure = f"a copy of {handle.label!r} to the host failed: {self._device.cause_of(error)}"
             else:
                 self._flights[handle] = _Flight(landing, ended, _OnHost(buffer, ended))
                 return
@@ -163,11 +152,11 @@ class CudaSwapping(Swapping):
         if passing and error is None:
             self._write(handle, there.buffer)
         else:
-            self._has_passed(passing)
+            self._passage.leave(passing)
 
     def _stays(self, handle: SavedHandle, passing: int) -> None:
         self.not_sent(handle)
-        self._has_passed(passing)
+        self._passage.leave(passing)
 
     def _write(self, handle: SavedHandle, buffer: PinnedBuffer) -> None:
         """Have a value that is away go on to the file; it stays in pinned memory if it cannot."""
@@ -175,18 +164,18 @@ class CudaSwapping(Swapping):
 
         def written(block: SpillBlock | None, error: BaseException | None, *_times: int) -> None:
             if error is not None:
-                self._failure = str(error)
+                self._passage.failure = str(error)
                 self.spaces[-1].limit = 0
             elif handle.state is SavedState.AWAY and _is_buffer(handle.there, buffer):
                 handle.there = block
             else:
                 self.discard(block)
-            self._has_passed(buffer.nbytes)
+            self._passage.leave(buffer.nbytes)
 
         if handle.state is SavedState.AWAY and _is_buffer(handle.there, buffer):
-            self._submit(self._file.write, (_bytes(buffer), handle.label), written)
+            self._passage.submit(self._file.write, (_bytes(buffer), handle.label), written)
         else:
-            self._has_passed(buffer.nbytes)
+            self._passage.leave(buffer.nbytes)
 
     # -- in ------------------------------------------------------------------------------------------------------
 
@@ -206,7 +195,9 @@ class CudaSwapping(Swapping):
         finally:
             self._is_bringing = False
         if not is_on_host:
-            self._pass(nbytes, partial(self._with_room, nbytes, partial(self._read, handle, array)), is_first=True)
+            self._passage.enter(
+                nbytes, partial(self._passage.with_room, nbytes, partial(self._read, handle, array)), is_first=True
+            )
 
     def _come(self, handle: SavedHandle, array: CupyArray, buffer: PinnedBuffer) -> None:
         done = partial(self._is_in, handle, perf_counter_ns())
@@ -224,11 +215,11 @@ class CudaSwapping(Swapping):
     def _read(self, handle: SavedHandle, array: CupyArray, buffer: PinnedBuffer | None) -> None:
         assert self._file is not None
         if buffer is None:
-            error = MemoryError(f"the saved value {handle.label!r} cannot be read back: {self._failure}")
+            error = MemoryError(f"the saved value {handle.label!r} cannot be read back: {self._passage.failure}")
             self._later(self._is_read, handle, array, None, None, error)
         else:
             read = partial(self._is_read, handle, array, buffer)
-            self._submit(self._file.read, (handle.there, _bytes(buffer), handle.label), read)
+            self._passage.submit(self._file.read, (handle.there, _bytes(buffer), handle.label), read)
 
     def _is_read(
         self,
@@ -250,7 +241,7 @@ class CudaSwapping(Swapping):
                 error = self._named(handle, self._device.cause_of(failure))
         if error is not None and handle.state is not SavedState.GONE:
             self.not_brought(handle, error)
-        self._has_passed(array.nbytes)
+        self._passage.leave(array.nbytes)
 
     def must_wait(self, store: Placed, number: int | None = None) -> bool:
         """See `Swapping`; a value in the file is asked for, if it was not, and `throttle` pauses until it is there."""
@@ -364,26 +355,26 @@ class CudaSwapping(Swapping):
 
     def advice(self) -> str:
         """The failure of a copy, of pinning or of the file, if there was one."""
-        return self._failure or super().advice()
+        return self._passage.failure or super().advice()
 
     async def aclose(self, grace_s: float) -> bool:
         """Release all waiting code, and end the thread; return True if it has ended."""
         self.close()
-        return await self._beside.aclose(grace_s)
+        return await self._passage.aclose(grace_s)
 
     def pin(self) -> None:
         """Pin the first memory, which blocks, if memory can be short."""
         if self._device.memory.limit is not None:
             try:
-                self._slabs.grow(1)
+                self._passage.slabs.grow(1)
             except RuntimeError as error:
-                self._refused(error)
+                self._passage.refuse(error)
 
     def give_back(self) -> None:
         """Give back disk space and pinned memory, once no copy is in flight; blocks."""
         if self._file is not None:
             self._file.close()
-        self._slabs.close()
+        self._passage.slabs.close()
 
     def _start(self, orders: Orders, wanted: SavedHandle | None = None) -> None:
         self._wanted = wanted
@@ -392,54 +383,6 @@ class CudaSwapping(Swapping):
             super()._start(orders, wanted)
         finally:
             self._wanted = None
-
-    def _with_room(self, nbytes: int, then: Callable[[PinnedBuffer | None], None]) -> None:
-        """Call ``then(buffer)`` with pinned memory, now or once there is more; with None if the system has no more."""
-        buffer = self._slabs.take(nbytes)
-        if buffer is not None or self._is_refused:
-            then(buffer)
-        else:
-            self._roomless.append((nbytes, then))
-        if self._is_growing or self._is_refused:
-            return
-        if self._roomless or self._slabs.is_low(self.spaces[0].limit):  # ahead of need, as nobody waits in `make_room`
-            self._is_growing = True
-            self._submit(self._slabs.grow, (nbytes,), self._has_grown)
-
-    def _has_grown(self, _result: object, error: BaseException | None, *_times: int) -> None:
-        self._is_growing = False
-        if error is not None:
-            self._refused(error)
-        with self._locked():
-            waiting, self._roomless = self._roomless, deque()
-            for nbytes, then in waiting:
-                self._with_room(nbytes, then)
-
-    def _refused(self, error: BaseException) -> None:
-        self._is_refused = True
-        self._failure = f"the system pins no more memory of the host: {error}"
-
-    def _pass(self, nbytes: int, work: Callable[[], None], *, is_first: bool = False) -> None:
-        """Do work that ends with `_has_passed`, once there is room for it; `is_first` puts it before other waiting
-        work.
-        """
-        (self._spills.appendleft if is_first else self._spills.append)((nbytes, work))
-        self._pass_on()
-
-    def _has_passed(self, nbytes: int) -> None:
-        self._passing -= nbytes
-        if self._spills:
-            with self._locked():
-                self._pass_on()
-
-    def _pass_on(self) -> None:
-        while self._spills and (not self._passing or self._passing + self._spills[0][0] <= PASSING_BYTES):
-            nbytes, work = self._spills.popleft()
-            self._passing += nbytes
-            work()
-
-    def _submit(self, work: Callable[..., object], args: tuple[object, ...], deliver: Callable[..., None]) -> None:
-        self._beside.submit(work, args, deliver, asyncio.get_running_loop())
 
     def _later(self, call: Callable[..., None], *args: object) -> None:
         """Outside of the lock."""
